@@ -1,0 +1,127 @@
+"""The dtypes of the safetensors format.
+
+Source: the ``Dtype`` enum of the safetensors crate, version 0.8 (22 codes; sizes in bits, since
+three of them are smaller than a byte).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+Kind = Literal["bool", "uint", "int", "float", "complex"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """One dtype.
+
+    Attributes:
+        name: the usual long name, as numpy, torch and ml_dtypes spell it ("bfloat16").
+        code: the safetensors code ("BF16").
+        bits: bits per element.
+        kind: "bool", "uint", "int", "float" or "complex".
+    """
+
+    name: str
+    code: str
+    bits: int
+    kind: Kind
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of ``numel`` elements, rounded up to whole bytes."""
+        return (numel * self.bits + 7) // 8
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element, for dtypes of whole bytes; 0 for the smaller ones."""
+        return self.bits // 8
+
+    @cached_property
+    def numpy(self) -> Any:
+        """The numpy dtype of an array of these elements, or None where there is none.
+
+        bfloat16 and the 8-bit floats are those of ml_dtypes. Dtypes below a byte have none: numpy
+        cannot address half a byte.
+        """
+        import ml_dtypes
+        import numpy as np
+
+        if self.bits < 8:
+            return None
+        return np.dtype(getattr(ml_dtypes, self.name, None) or self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_ALL = (
+    DType("bool", "BOOL", 8, "bool"),
+    DType("uint8", "U8", 8, "uint"),
+    DType("int8", "I8", 8, "int"),
+    DType("float4_e2m1fn", "F4", 4, "float"),
+    DType("float6_e2m3fn", "F6_E2M3", 6, "float"),
+    DType("float6_e3m2fn", "F6_E3M2", 6, "float"),
+    DType("float8_e5m2", "F8_E5M2", 8, "float"),
+    DType("float8_e4m3fn", "F8_E4M3", 8, "float"),
+    DType("float8_e8m0fnu", "F8_E8M0", 8, "float"),
+    DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 8, "float"),
+    DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 8, "float"),
+    DType("int16", "I16", 16, "int"),
+    DType("uint16", "U16", 16, "uint"),
+    DType("float16", "F16", 16, "float"),
+    DType("bfloat16", "BF16", 16, "float"),
+    DType("int32", "I32", 32, "int"),
+    DType("uint32", "U32", 32, "uint"),
+    DType("float32", "F32", 32, "float"),
+    DType("complex64", "C64", 64, "complex"),
+    DType("float64", "F64", 64, "float"),
+    DType("int64", "I64", 64, "int"),
+    DType("uint64", "U64", 64, "uint"),
+)
+
+#: safetensors code to dtype.
+BY_CODE: Mapping[str, DType] = MappingProxyType({d.code: d for d in _ALL})
+#: long name to dtype.
+BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
+
+_ALIASES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "double": "float64",
+    "fp64": "float64",
+    "float8_e4m3": "float8_e4m3fn",
+    "fp8e4m3": "float8_e4m3fn",
+    "fp8e5m2": "float8_e5m2",
+    "char": "int8",
+    "uchar": "uint8",
+    "short": "int16",
+    "ushort": "uint16",
+    "int": "int32",
+    "uint": "uint32",
+    "long": "int64",
+    "ulong": "uint64",
+}
+
+BF16, F16, F32, F64 = (BY_CODE[code] for code in ("BF16", "F16", "F32", "F64"))
+
+
+def parse_dtype(name: str | DType) -> DType:
+    """Read a dtype's name: the long name, the safetensors code, or a usual short form.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    if isinstance(name, DType):
+        return name
+    key = name.removeprefix("torch.").lower() if isinstance(name, str) else ""
+    found = BY_NAME.get(_ALIASES.get(key, key)) or BY_CODE.get(key.upper())
+    if found is None:
+        raise ValueError(f"unknown dtype {name!r}; known: {', '.join(BY_NAME)}")
+    return found

@@ -1,0 +1,50 @@
+"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13)."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, letter in enumerate("KMGTP", start=1)
+    for base, prefix, suffixes in (
+        (1000, letter, ("", "B")),
+        (1024, letter + "I", ("", "B")),
+    )
+    for suffix in suffixes
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size in bytes.
+
+    Args:
+        text: an int (bytes), or a number with an optional unit: B, kB, MB, GB, TB, PB (powers of
+            1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may be left out and case
+            does not matter.
+
+    Returns:
+        The size in bytes; a fraction of a byte is dropped.
+
+    Raises:
+        ValueError: the text is not such a size, or is negative.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ValueError(f"a size in bytes cannot be negative: {text}")
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) and len(text) < 100 else None
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"not a size in bytes: {text!r} (write 3GB, 2.5GiB, 500MB or a number)")
+    return int(Fraction(match[1].rstrip(".")) * _UNITS[match[2].upper()])
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a size for people, in powers of 1000 with three significant digits."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= size:
+            value = nbytes / size
+            return f"{value:.2f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{nbytes:.0f} B"
