@@ -1,0 +1,191 @@
+"""Cutting a plan into chunks: which file bytes become which bytes of which parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.plan.plan import Placement, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Contiguous file bytes and the rows that they become.
+
+    Attributes:
+        start: first file byte.
+        stop: last file byte, exclusive.
+        offset: byte of the parameter at which the first row begins.
+        rows: how many rows; 1 where rows stay together.
+        stride: bytes of the parameter from one row's beginning to the next one's.
+    """
+
+    start: int
+    stop: int
+    offset: int
+    rows: int = 1
+    stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit that is streamed: bytes ``start`` to ``stop`` (exclusive) of one parameter.
+
+    Attributes:
+        placement: index in ``Plan.placements``.
+        shard: index in ``Checkpoint.shards``.
+        start: first byte of the parameter.
+        stop: last byte, exclusive.
+        runs: the file bytes, all of one shard.
+    """
+
+    placement: int
+    shard: int
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        """File bytes that are read for it."""
+        return sum(run.stop - run.start for run in self.runs)
+
+    def staged_nbytes(self, placement: Placement) -> int:
+        """Bytes that it takes in a staging slot: raw ones where the device casts."""
+        return self.read_nbytes if placement.cast == "device" else self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of one checkpoint tensor, where they lie in the file and in the concatenation."""
+
+    shard: int
+    first: int  # row of the concatenation
+    count: int
+    start: int  # file byte of the first row
+
+
+def chunks(plan: Plan, checkpoint: Checkpoint) -> list[Chunk]:
+    """Cut every placement, in the order in which the files are read.
+
+    A chunk takes at most ``plan.chunk_nbytes``, of file bytes and of parameter bytes alike, comes
+    from one shard, and no two chunks share a byte of a parameter. A parameter without elements
+    has one empty chunk.
+    """
+    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
+    out: list[Chunk] = []
+    for index, placement in enumerate(plan.placements):
+        out.extend(_cut(index, placement, checkpoint, shard_of, plan.chunk_nbytes))
+    out.sort(key=lambda c: (c.shard, c.runs[0].start if c.runs else 0))
+    return out
+
+
+def _cut(
+    index: int,
+    p: Placement,
+    checkpoint: Checkpoint,
+    shard_of: dict[object, int],
+    chunk_nbytes: int,
+) -> Iterator[Chunk]:
+    total = sum(r.stop - r.start for r in p.source)
+    numel = math.prod(p.shape)
+    if numel == 0:
+        first = checkpoint.tensors[p.source[0].tensor]
+        yield Chunk(index, shard_of[first.shard], 0, 0, ())
+        return
+    per_row = numel // total
+    src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
+    ranges: list[_Rows] = []
+    row = 0
+    for r in p.source:
+        info = checkpoint.tensors[r.tensor]
+        start = info.start + r.start * src_row
+        if r.stop > r.start:
+            ranges.append(_Rows(shard_of[info.shard], row, r.stop - r.start, start))
+        row += r.stop - r.start
+    if p.transpose is None:
+        for part in ranges:
+            yield from _contiguous(
+                index,
+                p,
+                part.shard,
+                part.start,
+                part.first * dst_row,
+                part.count * per_row,
+                chunk_nbytes,
+            )
+        return
+    yield from _transposed(index, p, ranges, src_row, dst_row, per_row, chunk_nbytes)
+
+
+def _contiguous(
+    index: int, p: Placement, shard: int, start: int, offset: int, numel: int, chunk_nbytes: int
+) -> Iterator[Chunk]:
+    if p.src is p.dst:  # bytes are bytes, also of dtypes below one
+        nbytes = p.src.nbytes(numel)
+        for at in range(0, nbytes, chunk_nbytes):
+            n = min(chunk_nbytes, nbytes - at)
+            run = Run(start + at, start + at + n, offset + at)
+            yield Chunk(index, shard, offset + at, offset + at + n, (run,))
+        return
+    src, dst = p.src.itemsize, p.dst.itemsize
+    step = max(chunk_nbytes // max(src, dst), 1)
+    for at in range(0, numel, step):
+        n = min(step, numel - at)
+        begin = offset + at * dst
+        run = Run(start + at * src, start + (at + n) * src, begin)
+        yield Chunk(index, shard, begin, begin + n * dst, (run,))
+
+
+def _transposed(
+    index: int,
+    p: Placement,
+    ranges: list[_Rows],
+    src_row: int,
+    dst_row: int,
+    per_row: int,
+    chunk_nbytes: int,
+) -> Iterator[Chunk]:
+    t = p.transpose
+    assert t is not None
+    slab = t.outer * max(src_row, dst_row)  # the smallest set of output rows that is contiguous
+    one_shard = len({r.shard for r in ranges}) == 1
+    if slab > chunk_nbytes or not one_shard:
+        # row by row: each comes from one range, and so from one shard
+        for row in range(t.rows):
+            g, rest = divmod(row, t.outer * t.inner)
+            i, o = divmod(rest, t.outer)
+            shard, start, _ = _locate(ranges, (g * t.outer + o) * t.inner + i, 1, src_row)[0]
+            yield from _contiguous(index, p, shard, start, row * dst_row, per_row, chunk_nbytes)
+        return
+    slabs = t.groups * t.inner
+    step = chunk_nbytes // slab
+    for first in range(0, slabs, step):
+        stop = min(first + step, slabs)
+        runs = []
+        at = first
+        while at < stop:  # group by group
+            g, i = divmod(at, t.inner)
+            n = min(t.inner - i, stop - at)
+            for o in range(t.outer):
+                offset = (at * t.outer + o) * dst_row
+                row = (g * t.outer + o) * t.inner + i
+                for _, start, count in _locate(ranges, row, n, src_row):
+                    end = start + count * src_row
+                    runs.append(Run(start, end, offset, count, t.outer * dst_row))
+                    offset += count * t.outer * dst_row
+            at += n
+        begin, end = first * t.outer * dst_row, stop * t.outer * dst_row
+        yield Chunk(index, ranges[0].shard, begin, end, tuple(runs))
+
+
+def _locate(ranges: list[_Rows], row: int, count: int, src_row: int) -> list[tuple[int, int, int]]:
+    """(shard, file byte, rows) of ``count`` rows of the concatenation from ``row`` on."""
+    found = []
+    for r in ranges:
+        n = min(row + count, r.first + r.count) - max(row, r.first)
+        if n > 0:
+            found.append((r.shard, r.start + (max(row, r.first) - r.first) * src_row, n))
+    return found

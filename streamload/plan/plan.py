@@ -1,0 +1,227 @@
+"""The plan: every decision about a load, as frozen data, before anything moves.
+
+A `Plan` says which rows of which checkpoint tensors become which parameter, where, in which
+dtype, by which cast, and what the peak will be on each device and in host staging. It can be
+printed, saved as JSON, compared between nodes, and held against what was then measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from streamload.cast.table import OutOfRange
+from streamload.dtypes import BY_NAME, DType
+
+Action = Literal["new", "in_place", "replace"]
+
+STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
+SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
+
+
+def slot_nbytes(nbytes: int) -> int:
+    """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowTranspose:
+    """A row permutation: rows seen as (groups, outer, inner), with the last two axes swapped.
+
+    Output row (g, i, o) is input row (g, o, i). Query and key rows of Hugging Face Llamas are
+    half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
+    ``(heads, head_dim / 2, 2)`` they go back.
+    """
+
+    groups: int
+    outer: int
+    inner: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that the permutation is for."""
+        return self.groups * self.outer * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One parameter of the plan.
+
+    Attributes:
+        name: the parameter's name.
+        device: where it goes.
+        shape: its shape.
+        src: dtype in the checkpoint.
+        dst: dtype on the device.
+        source: row ranges, concatenated in order.
+        transpose: a permutation of those rows, or None.
+        action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
+            holds is released first).
+        cast: "copy", "llvm", "numpy" or "device".
+        resident_nbytes: bytes that it takes when loaded, as the allocator rounds.
+        released_nbytes: bytes that it gives back on that device first, under "replace".
+    """
+
+    name: str
+    device: str
+    shape: tuple[int, ...]
+    src: DType
+    dst: DType
+    source: tuple[RowRange, ...]
+    transpose: RowTranspose | None
+    action: Action
+    cast: str
+    resident_nbytes: int
+    released_nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter's elements on the device."""
+        return self.dst.nbytes(math.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What a plan takes on one device.
+
+    Attributes:
+        device: its name.
+        budget_nbytes: the budget.
+        resident_nbytes: parameters, when the load is done.
+        scratch_nbytes: temporary device memory (and host staging, on shared memory).
+        peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
+        fresh_nbytes: how much of the peak is not held already when the load begins.
+        layers: first and last (exclusive) layer, under a split; None without one.
+        embedding: holds the embedding, under a split.
+        head: holds the head, under a split.
+        release_first: old parameters go all at once before the first is loaded.
+    """
+
+    device: str
+    budget_nbytes: int
+    resident_nbytes: int
+    scratch_nbytes: int
+    peak_nbytes: int
+    fresh_nbytes: int
+    layers: tuple[int, int] | None = None
+    embedding: bool = False
+    head: bool = False
+    release_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a load will do.
+
+    Attributes:
+        path: the checkpoint.
+        placements: parameters in the order in which they are streamed.
+        devices: what each device holds.
+        host_nbytes: predicted peak of host staging that no device's budget covers.
+        host_budget_nbytes: the budget for that.
+        chunk_nbytes: most bytes in one chunk, of source or of result, whichever is larger.
+        slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less where all
+            parameters together are smaller.
+        threads: streaming threads; 0 streams in the calling thread.
+        readers: "mmap" or "pread", for each shard.
+        out_of_range: "inf", "clamp" or "error".
+        notes: choices that a user may want to know of, one sentence each.
+    """
+
+    path: str
+    placements: tuple[Placement, ...]
+    devices: tuple[DevicePlan, ...]
+    host_nbytes: int
+    host_budget_nbytes: int
+    chunk_nbytes: int
+    slot_nbytes: int
+    threads: int
+    readers: tuple[str, ...]
+    out_of_range: OutOfRange
+    notes: tuple[str, ...] = ()
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of all parameters on all devices when the load is done."""
+        return sum(d.resident_nbytes for d in self.devices)
+
+    def device(self, name: str) -> DevicePlan:
+        """The plan of one device; KeyError if it has none."""
+        for device in self.devices:
+            if device.device == name:
+                return device
+        raise KeyError(name)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the plan's JSON without its path: equal plans have equal digests."""
+        return hashlib.sha256(replace(self, path="").to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Write the plan as JSON; `Plan.from_json` reads it back equal."""
+
+        def plain(value: Any) -> Any:
+            return value.name if isinstance(value, DType) else value
+
+        def record(obj: Any, **special: Any) -> dict[str, Any]:
+            return {f: plain(getattr(obj, f)) for f in obj.__slots__} | special
+
+        return json.dumps(
+            record(
+                self,
+                placements=[
+                    record(
+                        p,
+                        source=[[r.tensor, r.start, r.stop] for r in p.source],
+                        transpose=p.transpose
+                        and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
+                    )
+                    for p in self.placements
+                ],
+                devices=[asdict(d) for d in self.devices],
+            ),
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such JSON.
+        """
+        try:
+            data = json.loads(text)
+            data["placements"] = tuple(
+                Placement(
+                    **p
+                    | {
+                        "shape": tuple(p["shape"]),
+                        "src": BY_NAME[p["src"]],
+                        "dst": BY_NAME[p["dst"]],
+                        "source": tuple(RowRange(*r) for r in p["source"]),
+                        "transpose": RowTranspose(*p["transpose"]) if p["transpose"] else None,
+                    }
+                )
+                for p in data["placements"]
+            )
+            data["devices"] = tuple(
+                DevicePlan(**d | {"layers": tuple(d["layers"]) if d["layers"] else None})
+                for d in data["devices"]
+            )
+            data |= {"readers": tuple(data["readers"]), "notes": tuple(data["notes"])}
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a plan: {error}") from error

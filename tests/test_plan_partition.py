@@ -1,0 +1,497 @@
+"""The split of tensors over nodes, against brute force and on the shapes of real models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamload.plan.partition import (
+    Item,
+    Node,
+    Part,
+    Unit,
+    partition,
+    smallest_count,
+    units_of,
+)
+
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+def items_of(names: Iterable[str], nbytes: int = 10) -> list[Item]:
+    """Tensors of one size."""
+    return [Item(name, nbytes) for name in names]
+
+
+def llama_3_8b(*, tied: bool = False) -> list[Item]:
+    """The tensors of Llama-3-8B in a dtype of 2 bytes, in the alphabetical order of its files."""
+    width, inner, vocabulary, key_value = 4096, 14336, 128256, 8 * 128
+    layer = {
+        "input_layernorm": width,
+        "mlp.down_proj": inner * width,
+        "mlp.gate_proj": inner * width,
+        "mlp.up_proj": inner * width,
+        "post_attention_layernorm": width,
+        "self_attn.k_proj": key_value * width,
+        "self_attn.o_proj": width * width,
+        "self_attn.q_proj": width * width,
+        "self_attn.v_proj": key_value * width,
+    }
+    numel = {HEAD: vocabulary * width, EMBED: vocabulary * width, NORM: width}
+    for index in sorted(range(32), key=str):
+        numel |= {f"model.layers.{index}.{name}.weight": n for name, n in layer.items()}
+    if tied:
+        del numel[HEAD]
+    return [Item(name, 2 * n) for name, n in numel.items()]
+
+
+def decoder(sizes: Sequence[int], *, tied: bool = False) -> tuple[list[Item], dict[str, str]]:
+    """Embedding, layers and head of the sizes given; with ``tied``, a head without a tensor."""
+    first, *layers, last = sizes
+    items = [Item(EMBED, first)]
+    items += [Item(f"model.layers.{i}.mlp.weight", size) for i, size in enumerate(layers)]
+    if tied:
+        return [*items, Item(NORM, last)], {HEAD: EMBED}
+    return [*items, Item(HEAD, last)], {}
+
+
+def run_nbytes(units: Sequence[Unit], start: int, stop: int, sizes: dict[str, int]) -> int:
+    """The definition: the distinct stored tensors that live in the run or are tied to it."""
+    run = units[start:stop]
+    held = {item.name for unit in run for item in unit.items}
+    held |= {source for unit in run for _, source in unit.tied}
+    return sum(sizes[name] for name in held)
+
+
+def all_cuts(units: int, nodes: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give contiguous units to nodes: none empty, or the ends not, or the first."""
+    if units >= nodes:
+        yield from ((*inner, units) for inner in combinations(range(1, units), nodes - 1))
+    elif units > 1:
+        for inner in combinations_with_replacement(range(1, units), nodes - 1):
+            yield (*inner, units)
+    else:
+        yield (units,) * nodes
+
+
+def brute_force(
+    items: Sequence[Item], nodes: Sequence[Node], tied: dict[str, str] | None = None
+) -> Fraction:
+    """The least fullest share over all cuts."""
+    units = units_of(items, tied=tied)
+    sizes = {item.name: item.nbytes for item in items}
+    return min(
+        max(
+            Fraction(run_nbytes(units, start, stop, sizes), node.budget)
+            for node, (start, stop) in zip(nodes, pairwise((0, *cut)), strict=True)
+        )
+        for cut in all_cuts(len(units), len(nodes))
+    )
+
+
+def fullest(parts: Sequence[Part]) -> Fraction:
+    """The largest share that a node takes of its budget."""
+    return max(Fraction(part.nbytes, part.budget_nbytes) for part in parts)
+
+
+def check_whole(
+    items: Sequence[Item], nodes: Sequence[Node], parts: Sequence[Part], tied: dict[str, str]
+) -> None:
+    """Every tensor lives on one node, in whole units in order, and the bytes add up."""
+    sizes = {item.name: item.nbytes for item in items}
+    order = {item.name: place for place, item in enumerate(items)}
+    units = units_of(items, tied=tied)
+    assert [part.node for part in parts] == [node.name for node in nodes]
+    assert [part.budget_nbytes for part in parts] == [node.budget for node in nodes]
+    assert sorted(name for part in parts for name in part.names) == sorted(sizes)
+    assert [unit for part in parts for unit in part.units] == [unit.name for unit in units]
+    assert sorted(pair for part in parts for pair in part.tied) == sorted(tied.items())
+    stop = 0
+    for part in parts:
+        assert list(part.names) == sorted(part.names, key=order.__getitem__)
+        shared = {source for _, source in part.tied}
+        assert set(part.copies) == shared - set(part.names)
+        assert part.nbytes == sum(sizes[name] for name in (*part.names, *part.copies))
+        assert part.fits == (part.nbytes <= part.budget_nbytes)
+        assert part.layers.start == stop
+        stop = part.layers.stop
+    assert stop == sum(unit.kind == "layer" for unit in units)
+    if len(units) >= len(nodes):
+        assert all(part.units for part in parts)
+    elif units:
+        assert parts[0].units
+        assert parts[-1].units or len(units) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60) | st.sampled_from([0, 7, 1000]), min_size=3, max_size=9),
+    budgets=st.lists(st.integers(1, 100) | st.sampled_from([1, 50, 2000]), min_size=1, max_size=6),
+    tied=st.booleans(),
+)
+def test_split_is_the_best_of_all(sizes: list[int], budgets: list[int], tied: bool) -> None:
+    """The fullest share is exactly the least over every contiguous split, tied or not."""
+    items, ties = decoder(sizes, tied=tied)
+    nodes = [Node(f"n{k}", budget) for k, budget in enumerate(budgets)]
+    parts = partition(items, nodes, tied=ties)
+    check_whole(items, nodes, parts, ties)
+    assert fullest(parts) == brute_force(items, nodes, ties)
+    assert parts[0].has_embedding
+    assert parts[-1].has_head
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_many_ties_are_counted_once_each(data: st.DataObject) -> None:
+    """Names tied within layers, several to one tensor, cost one copy a node, and the best wins."""
+    sizes = data.draw(st.lists(st.integers(0, 30), min_size=4, max_size=8))
+    items, _ = decoder(sizes)
+    stored = [item.name for item in items]
+    ties = {
+        f"model.layers.{data.draw(st.integers(0, len(sizes)))}.tied{n}.weight": source
+        for n, source in enumerate(data.draw(st.lists(st.sampled_from(stored), max_size=5)))
+    }
+    budgets = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5))
+    nodes = [Node(f"n{k}", budget) for k, budget in enumerate(budgets)]
+    parts = partition(items, nodes, tied=ties)
+    check_whole(items, nodes, parts, ties)
+    assert fullest(parts) == brute_force(items, nodes, ties)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=3, max_size=8),
+    budget=st.integers(1, 120),
+    tied=st.booleans(),
+)
+def test_smallest_count_is_the_smallest(sizes: list[int], budget: int, tied: bool) -> None:
+    """That many nodes hold it, one fewer does not; None where no number of nodes would."""
+    items, ties = decoder(sizes, tied=tied)
+    count = smallest_count(items, budget, tied=ties)
+    enough = [
+        nodes
+        for nodes in range(1, len(sizes) + 1)
+        if all(
+            part.fits
+            for part in partition(items, [Node(str(k), budget) for k in range(nodes)], tied=ties)
+        )
+    ]
+    assert count == (enough[0] if enough else None)
+
+
+def test_the_first_of_a_bad_pair_may_not_be_filled_up() -> None:
+    """A small node in the middle gets the small layer, though the first could hold it as well."""
+    items, _ = decoder([1, 1, 100, 1])
+    parts = partition(items, [Node("a", 2), Node("b", 1), Node("c", 101)])
+    assert [part.nbytes for part in parts] == [1, 1, 101]
+    assert all(part.fits for part in parts)
+
+
+def test_shares_that_floats_cannot_tell_apart() -> None:
+    """Of two splits whose shares differ by less than a float's precision the lesser is taken."""
+    big = 10**18
+    items, _ = decoder([big, 1, big + 1, 0])
+    parts = partition(items, [Node("a", 10 * big), Node("b", 10 * big)])
+    assert fullest(parts) == brute_force(items, [Node("a", 10 * big), Node("b", 10 * big)])
+    assert [part.nbytes for part in parts] == [big + 1, big + 1]
+
+
+def test_llama_3_8b_over_14_nodes() -> None:
+    """16.06 GB over 14 nodes: the fullest holds at most 1.31 GB, and the ends hold the ends."""
+    items = llama_3_8b()
+    assert sum(item.nbytes for item in items) == 16_060_522_496
+    nodes = [Node(f"mali-{k}", "3GB") for k in range(14)]
+    parts = partition(items, nodes)
+    check_whole(items, nodes, parts, {})
+    assert max(part.nbytes for part in parts) <= 1_310_000_000
+    assert [part.has_embedding for part in parts] == [True] + [False] * 13
+    assert [part.has_head for part in parts] == [False] * 13 + [True]
+    assert EMBED in parts[0].names
+    assert {NORM, HEAD} <= set(parts[-1].names)
+    # what is left to choose is shared out: no node in between has less than two layers
+    assert {len(part.layers) for part in parts[1:-1]} == {2, 3}
+
+
+def test_llama_3_8b_fits_6_nodes_of_3_gb() -> None:
+    """In bf16 or fp16 six nodes of 3 GB are enough, and five are not."""
+    items = llama_3_8b()
+    assert smallest_count(items, 3_000_000_000) == 6
+    six, five = (partition(items, [Node(f"n{k}", "3GB") for k in range(n)]) for n in (6, 5))
+    assert all(part.fits for part in six)
+    assert not all(part.fits for part in five)
+    assert smallest_count(items, 1_000_000_000) is None  # the embedding alone is 1.05 GB
+
+
+def test_tied_head_on_another_node_is_a_copy() -> None:
+    """A tied head costs its bytes on the last node too, once on one node, and both say so."""
+    items = llama_3_8b(tied=True)
+    ties = {HEAD: EMBED}
+    (alone,) = partition(items, [Node("a", "20GB")], tied=ties)
+    assert (alone.copies, alone.tied) == ((), ((HEAD, EMBED),))
+    assert alone.nbytes == sum(item.nbytes for item in items)
+    first, last = partition(items, [Node("a", "10GB"), Node("b", "10GB")], tied=ties)
+    assert (first.copies, first.tied) == ((), ())
+    assert (last.copies, last.tied) == ((EMBED,), ((HEAD, EMBED),))
+    assert EMBED in first.names and EMBED not in last.names
+    assert first.nbytes + last.nbytes == alone.nbytes + 128256 * 4096 * 2
+
+
+def test_unequal_budgets_are_filled_by_share() -> None:
+    """A node of 8 GB takes more layers than one of 3 GB, and both are about as full."""
+    parts = partition(llama_3_8b(), [Node("a", "3GB"), Node("b", "8GB"), Node("c", "12GB")])
+    assert len(parts[0].layers) < len(parts[1].layers) < len(parts[2].layers)
+    assert fullest(parts) == brute_force(
+        llama_3_8b(), [Node("a", "3GB"), Node("b", "8GB"), Node("c", "12GB")]
+    )
+    assert all(part.fits for part in parts)
+
+
+def test_embedding_is_on_the_first_even_if_it_is_too_small() -> None:
+    """A first node that cannot hold the embedding is given it all the same, and does not fit."""
+    parts = partition(llama_3_8b(), [Node("a", "1GB"), Node("b", "30GB")])
+    assert parts[0].units == ("embedding",)
+    assert [part.fits for part in parts] == [False, True]
+    assert parts[0].share > 1
+
+
+def test_more_nodes_than_units() -> None:
+    """The ends are held by the ends and nodes in between stay empty; a single unit goes first."""
+    items, _ = decoder([5, 5, 5])
+    parts = partition(items, [Node(str(k), 10) for k in range(6)])
+    assert (parts[0].units, parts[-1].units) == (("embedding",), ("head",))
+    assert sorted(len(part.units) for part in parts) == [0, 0, 0, 1, 1, 1]
+    assert all(part.nbytes == 0 and not part.layers for part in parts if not part.units)
+    (one, *rest) = partition([Item("w", 5)], [Node("a", 1), Node("b", 10), Node("c", 10)])
+    assert one.names == ("w",)
+    assert not any(part.names for part in rest)
+
+
+def test_nothing_to_split() -> None:
+    """No tensors, or only empty ones, leave every node at nothing."""
+    parts = partition([], [Node("a", 1), Node("b", 1)])
+    assert [part.nbytes for part in parts] == [0, 0]
+    items, _ = decoder([0, 0, 0, 0])
+    assert all(part.fits and part.units for part in partition(items, [Node("a", 1), Node("b", 1)]))
+    assert smallest_count([], 1) == 1
+
+
+def test_the_order_of_the_files_does_not_matter() -> None:
+    """The same tensors in any order give the same units and the same split; names keep order."""
+    items = llama_3_8b()
+    nodes = [Node(f"n{k}", "3GB") for k in range(7)]
+    parts = partition(items, nodes)
+    assert partition(list(items), nodes) == parts
+    shuffled = random.Random(3).sample(items, len(items))
+    again = partition(shuffled, nodes)
+    assert [part.units for part in again] == [part.units for part in parts]
+    assert [set(part.names) for part in again] == [set(part.names) for part in parts]
+    check_whole(shuffled, nodes, again, {})
+
+
+def test_a_thousand_nodes() -> None:
+    """1,000 layers of 100 tensors are split over 1,000 unequal nodes without trouble."""
+    draw = random.Random(5).randrange
+    items = [Item(EMBED, draw(10**9)), Item(NORM, 8192)]
+    items += [
+        Item(f"model.layers.{layer}.mlp.experts.{expert}.weight", draw(10**7))
+        for layer in range(1000)
+        for expert in range(100)
+    ]
+    nodes = [Node(str(k), draw(10**9, 10**10)) for k in range(1000)]
+    parts = partition(items, nodes, tied={HEAD: EMBED})
+    check_whole(items, nodes, parts, {HEAD: EMBED})
+
+
+MODELS: dict[str, dict[str, list[str]]] = {
+    "llama, in numeric order": {
+        "embedding": ["model.embed_tokens.weight"],
+        "model.layers.0": ["model.layers.0.mlp.up.weight"],
+        "model.layers.9": ["model.layers.9.mlp.up.weight"],
+        "model.layers.10": ["model.layers.10.mlp.up.weight"],
+        "head": ["lm_head.weight", "model.norm.weight"],
+    },
+    "gpt-2": {
+        "embedding": ["wpe.weight", "wte.weight"],
+        "h.0": ["h.0.attn.c_attn.weight", "h.0.ln_1.weight"],
+        "h.1": ["h.1.attn.c_attn.weight", "h.1.ln_1.weight"],
+        "head": ["ln_f.weight"],
+    },
+    "gpt-neox: embed_out is the head, and one layer is a stack": {
+        "embedding": ["gpt_neox.embed_in.weight"],
+        "gpt_neox.layers.0": ["gpt_neox.layers.0.attention.dense.weight"],
+        "head": ["embed_out.weight", "gpt_neox.final_layer_norm.weight"],
+    },
+    "bert": {
+        "embedding": [
+            "bert.embeddings.LayerNorm.weight",
+            "bert.embeddings.word_embeddings.weight",
+        ],
+        "bert.encoder.layer.0": ["bert.encoder.layer.0.attention.self.query.weight"],
+        "bert.encoder.layer.1": ["bert.encoder.layer.1.attention.self.query.weight"],
+        "head": ["bert.pooler.dense.weight", "cls.predictions.transform.dense.weight"],
+    },
+    "t5: encoder before decoder": {
+        "embedding": ["shared.weight"],
+        "encoder.block.0": ["encoder.block.0.layer.0.SelfAttention.q.weight"],
+        "encoder.block.1": ["encoder.block.1.layer.0.SelfAttention.q.weight"],
+        "encoder.block end": ["encoder.final_layer_norm.weight"],
+        "decoder.block start": ["decoder.embed_tokens.weight"],
+        "decoder.block.0": [
+            "decoder.block.0.layer.0.SelfAttention.q.weight",
+            "decoder.block.0.layer.2.DenseReluDense.wo.weight",
+        ],
+        "head": ["decoder.final_layer_norm.weight", "lm_head.weight"],
+    },
+    "whisper: the convolutions come first": {
+        "embedding": ["model.encoder.conv1.weight", "model.encoder.embed_positions.weight"],
+        "model.encoder.layers.0": ["model.encoder.layers.0.fc1.weight"],
+        "model.encoder.layers end": ["model.encoder.layer_norm.weight"],
+        "model.decoder.layers start": ["model.decoder.embed_tokens.weight"],
+        "model.decoder.layers.0": ["model.decoder.layers.0.fc1.weight"],
+        "head": ["model.decoder.layer_norm.weight", "proj_out.weight"],
+    },
+    "meta's own names": {
+        "embedding": ["tok_embeddings.weight"],
+        "layers.0": ["layers.0.attention.wq.weight"],
+        "layers.1": ["layers.1.attention.wq.weight"],
+        "head": ["norm.weight", "output.weight"],
+    },
+    "experts stay inside their layer": {
+        "model.layers.0": [
+            "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+            "model.layers.0.block_sparse_moe.experts.17.w1.weight",
+        ],
+        "model.layers.1": ["model.layers.1.block_sparse_moe.experts.3.w1.weight"],
+    },
+    "a vision tower runs first, and its merger last of it": {
+        "embedding": ["visual.patch_embed.proj.weight"],
+        "visual.blocks.0": ["visual.blocks.0.attn.qkv.weight"],
+        "visual.blocks.1": ["visual.blocks.1.attn.qkv.weight"],
+        "visual.blocks end": ["visual.merger.mlp.0.weight", "visual.merger.mlp.2.weight"],
+        "model.layers start": ["model.embed_tokens.weight"],
+        "model.layers.0": ["model.layers.0.mlp.up.weight"],
+        "head": ["lm_head.weight", "model.norm.weight"],
+    },
+    "vit": {
+        "embedding": ["vit.embeddings.cls_token", "vit.embeddings.patch_embeddings.weight"],
+        "vit.encoder.layer.0": ["vit.encoder.layer.0.output.dense.weight"],
+        "vit.encoder.layer.1": ["vit.encoder.layer.1.output.dense.weight"],
+        "head": ["classifier.weight", "vit.layernorm.weight"],
+    },
+    "a wrapper's index does not repeat": {
+        "module.0.layers.0": ["module.0.layers.0.mlp.up.weight"],
+        "module.0.layers.1": ["module.0.layers.1.mlp.up.weight"],
+    },
+    "resnet": {
+        "embedding": ["bn1.weight", "conv1.weight"],
+        "layer1.0": ["layer1.0.conv1.weight"],
+        "layer1.1": ["layer1.1.conv1.weight"],
+        "layer2.0": ["layer2.0.conv1.weight"],
+        "layer2.1": ["layer2.1.conv1.weight"],
+        "head": ["fc.weight"],
+    },
+    "vgg: bare sequences, the classifier last": {
+        "features.0": ["features.0.bias", "features.0.weight"],
+        "features.2": ["features.2.weight"],
+        "features.10": ["features.10.weight"],
+        "classifier.0": ["classifier.0.weight"],
+    },
+}
+
+
+@pytest.mark.parametrize("expected", MODELS.values(), ids=MODELS)
+def test_units_of_model_families(expected: dict[str, list[str]]) -> None:
+    """From names in a file's alphabetical order come the ends and layers, in the order they run."""
+    units = units_of(items_of(sorted(name for names in expected.values() for name in names)))
+    found = {unit.name: [item.name for item in unit.items] for unit in units}
+    assert found == expected
+    assert list(found) == list(expected)
+
+
+def test_units_of_a_model_without_layers() -> None:
+    """Each tensor is a unit, in the order given."""
+    units = units_of(items_of(["b.weight", "a.weight", "c"]))
+    assert [unit.name for unit in units] == ["b.weight", "a.weight", "c"]
+    assert {unit.kind for unit in units} == {"tensor"}
+
+
+def test_kinds_and_sizes_of_units() -> None:
+    """Units say what they are; layers count over all stacks; sizes add up."""
+    names = ["shared.weight", "encoder.block.0.layer.0.q.weight", "encoder.final_layer_norm.weight"]
+    names += [
+        "decoder.block.0.layer.0.q.weight",
+        "decoder.block.1.layer.0.q.weight",
+        "lm_head.bias",
+    ]
+    units = units_of(items_of(names))
+    assert [unit.kind for unit in units] == (
+        ["embedding", "layer", "inner", "layer", "layer", "head"]
+    )
+    assert [unit.nbytes for unit in units] == [10] * 6
+    parts = partition(items_of(names), [Node("a", 30), Node("b", 30)])
+    assert [part.layers for part in parts] == [range(0, 1), range(1, 3)]
+
+
+def test_t5_ties_lead_to_each_end() -> None:
+    """One stored embedding, three tied names: each node that holds one of them holds one copy."""
+    names = [
+        "shared.weight",
+        "encoder.block.0.layer.0.q.weight",
+        "encoder.block.1.layer.0.q.weight",
+    ]
+    names += ["decoder.block.0.layer.0.q.weight", "decoder.block.1.layer.0.q.weight"]
+    names += ["decoder.final_layer_norm.weight"]
+    tied_names = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"]
+    ties = dict.fromkeys(tied_names, "shared.weight")
+    units = units_of(items_of(names), tied=ties)
+    assert {unit.name: len(unit.tied) for unit in units if unit.tied} == {
+        "embedding": 1,
+        "decoder.block start": 1,
+        "head": 1,
+    }
+    first, second = partition(items_of(names), [Node("a", 100), Node("b", 100)], tied=ties)
+    assert first.copies == ()
+    assert second.copies == ("shared.weight",)
+    assert second.nbytes == 10 * (len(second.names) + 1)
+
+
+def test_ties_of_a_model_without_layers() -> None:
+    """A tied name without layers to go by belongs to the last tensor."""
+    parts = partition(
+        items_of(["emb", "mid", "end"]), [Node("a", 20), Node("b", 20)], tied={"out": "emb"}
+    )
+    assert parts[-1].tied == (("out", "emb"),)
+    assert parts[-1].copies == ("emb",)
+
+
+@pytest.mark.parametrize(
+    ("items", "tied", "message"),
+    [
+        (items_of(["a", "b", "a"]), {}, "'a' occurs twice"),
+        ([Item("a", -1)], {}, "negative size"),
+        (items_of(["a", "b"]), {"b": "a"}, "'b' is stored"),
+        (items_of(["a"]), {"b": "c"}, "'c', which is not stored"),
+    ],
+)
+def test_bad_tensors_are_refused(items: list[Item], tied: dict[str, str], message: str) -> None:
+    """Duplicate names, negative sizes and ties to or from the wrong names raise, naming them."""
+    with pytest.raises(ValueError, match=message):
+        units_of(items, tied=tied)
+
+
+def test_bad_nodes_are_refused() -> None:
+    """No nodes, two of one name, and budgets that are no bytes raise."""
+    assert Node("a", "2.5GiB") == Node("a", 5 * 2**29)
+    for budget in (0, -1, "0", "80%", "much"):
+        with pytest.raises(ValueError, match="budget"):
+            Node("a", budget)
+    with pytest.raises(ValueError, match="at least one node"):
+        partition([], [])
+    with pytest.raises(ValueError, match="two nodes of one name: a, a"):
+        partition([], [Node("a", 1), Node("a", 2)])
