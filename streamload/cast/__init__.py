@@ -1,0 +1,1 @@
+"""Casting bytes of one dtype to another: one pass, rounded once, counted."""

@@ -1,0 +1,750 @@
+"""LLVM IR for each cast, compiled for this CPU and called without the GIL.
+
+One template makes every kernel: a loop over vectors with two bodies. Nearly all vectors of real
+weights hold only zeros and numbers that are normal before and after the cast (`plain_range`). For
+them the cast is one instruction, or a shift and an addition, nothing overflows or vanishes, and
+what is lost are the low bits (`_plain`). `_careful` is right for any elements: a value is widened
+to float32 bits (`_WIDEN`; float64 comes down to float32 rounded to odd) and narrowed from there
+(`_NARROW`), so that it is rounded once: rounding to odd keeps in the last bit whether anything was
+lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo and G. Melquiond,
+"Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE
+Transactions on Computers 57(4), 2008).
+
+Kernels depend on nothing outside themselves:
+
+- No external symbol. Where a CPU lacks an instruction, LLVM calls a helper (``__truncsfhf2`` and
+  its kind) that a JIT does not resolve, and the process dies in the call. Each object is scanned
+  before it is linked (`undefined_symbols`), and half precision has an integer form for CPUs that
+  cannot convert it.
+- No floating-point state of the calling thread. On x86-64 and AArch64 a kernel runs in the default
+  environment of IEEE 754 (nearest even, subnormals kept, no traps) and restores the caller's:
+  libraries compiled with ``-ffast-math`` leave flush-to-zero set in threads that are not theirs.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from ctypes import CFUNCTYPE, c_uint64, c_void_p
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from streamload.dtypes import BY_CODE, DType
+from streamload.errors import UnsupportedCastError
+
+_BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
+_SYMBOL = "cast"
+_ELF = b"\x7fELF"
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """One binary floating-point format.
+
+    Sources: IEEE 754-2019 (F16, F32, F64); Intel, "BFLOAT16 - Hardware Numerics Definition", 2018;
+    P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (E4M3 has a NaN where
+    others have infinity).
+
+    Attributes:
+        bits: width of a value.
+        mantissa_bits: stored bits of the significand.
+        bias: of the exponent.
+        max_exponent: of the largest finite value.
+        special: the smallest magnitude, as an integer, that is not a finite number.
+    """
+
+    bits: int
+    mantissa_bits: int
+    bias: int
+    max_exponent: int
+    special: int
+
+    @property
+    def magnitude(self) -> int:
+        """Mask of every bit but the sign."""
+        return (1 << (self.bits - 1)) - 1
+
+
+def _ieee(bits: int, mantissa_bits: int) -> FloatFormat:
+    bias = (1 << (bits - mantissa_bits - 2)) - 1
+    return FloatFormat(bits, mantissa_bits, bias, bias, (2 * bias + 1) << mantissa_bits)
+
+
+#: safetensors code to format, for every dtype that is cast.
+FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
+    {
+        "F8_E5M2": _ieee(8, 2),
+        "F8_E4M3": FloatFormat(8, 3, bias=7, max_exponent=8, special=0x7F),
+        "F16": _ieee(16, 10),
+        "BF16": _ieee(16, 7),
+        "F32": _ieee(32, 23),
+        "F64": _ieee(64, 52),
+    }
+)
+#: every pair of different dtypes that has a kernel, as (source, target).
+PAIRS: tuple[tuple[DType, DType], ...] = tuple(
+    (BY_CODE[src], BY_CODE[dst])
+    for src in FORMATS
+    for dst in ("F16", "BF16", "F32", "F64")
+    if src != dst
+)
+
+
+def lossless(src: DType, dst: DType) -> bool:
+    """Whether every value of ``src`` is also one of ``dst``; both are in `FORMATS`."""
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    return (
+        target.mantissa_bits >= source.mantissa_bits
+        and target.max_exponent >= source.max_exponent
+        and target.bias + target.mantissa_bits >= source.bias + source.mantissa_bits  # subnormals
+    )
+
+
+def overflow_start(src: DType, dst: DType) -> int | None:
+    """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
+
+    The midpoint between the largest finite value and the power of two above it is a tie and goes
+    to the even one, infinity. None where every finite value stays finite.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    one = 1 << source.mantissa_bits
+    midpoint = (target.max_exponent + source.bias + 1) * one - (one >> (target.mantissa_bits + 1))
+    return midpoint if midpoint < source.special else None
+
+
+def flush_stop(src: DType, dst: DType) -> int | None:
+    """The smallest magnitude of ``src``, as an integer, that does not round to zero in ``dst``.
+
+    It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
+    where nothing but zero becomes zero.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    exponent = source.bias - target.bias - target.mantissa_bits
+    if exponent > 0:
+        return (exponent << source.mantissa_bits) + 1
+    tie = 1 << source.mantissa_bits >> (1 - exponent)  # a subnormal of the source
+    return tie + 1 if tie else None
+
+
+class _Vector:
+    """Straight-line IR over ``width`` elements at a time.
+
+    Operands are names of values, or numbers, which stand for that number in every element.
+    """
+
+    def __init__(self, width: int, native_half: bool) -> None:
+        self.width = width
+        self.native_half = native_half
+        self.lines: list[str] = []
+
+    def type(self, scalar: str) -> str:
+        # not <1 x T>: LLVM 20 aborts on <1 x half> for AArch64
+        return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
+
+    def emit(self, instruction: str) -> str:
+        name = f"%v{len(self.lines)}"
+        self.lines.append(f"{name} = {instruction}")
+        return name
+
+    def op(self, name: str, scalar: str, *operands: str | float) -> str:
+        texts = ", ".join(self._operand(scalar, operand) for operand in operands)
+        return self.emit(f"{name} {self.type(scalar)} {texts}")
+
+    def convert(self, name: str, scalar: str, value: str, target: str) -> str:
+        return self.emit(f"{name} {self.type(scalar)} {value} to {self.type(target)}")
+
+    def select(self, mask: str, scalar: str, yes: str | float, no: str | float) -> str:
+        texts = (f"{self.type(scalar)} {self._operand(scalar, value)}" for value in (yes, no))
+        return self.emit(f"select {self.type('i1')} {mask}, {', '.join(texts)}")
+
+    def reduced(self, name: str, scalar: str, value: str) -> str:
+        """The instruction that makes one scalar of all elements; ``name`` is "add" or "or"."""
+        if self.width == 1:
+            return f"{name} {scalar} {value}, 0"
+        of = self.type(scalar)
+        return f"call {scalar} @llvm.vector.reduce.{name}.v{self.width}{scalar}({of} {value})"
+
+    def _operand(self, scalar: str, value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        # LLVM writes a float constant as the bits of the double of the same value
+        text = f"0x{struct.pack('>d', value).hex()}" if isinstance(value, float) else str(value)
+        return text if self.width == 1 else f"splat ({scalar} {text})"
+
+
+def _same(v: _Vector, x: str) -> str:
+    return x
+
+
+def _widen_by_integers(source: FloatFormat) -> Callable[[_Vector, str], str]:
+    def widen(v: _Vector, x: str) -> str:
+        wide = v.convert("zext", f"i{source.bits}", x, "i32")
+        magnitude = v.op("and", "i32", wide, source.magnitude)
+        sign = v.op("shl", "i32", v.op("xor", "i32", wide, magnitude), 32 - source.bits)
+        shifted = v.op("shl", "i32", magnitude, 23 - source.mantissa_bits)
+        normal = v.op("add", "i32", shifted, (127 - source.bias) << 23)
+        # a subnormal is an integer times a power of two, and normal in float32
+        units = v.convert("sitofp", "i32", magnitude, "float")
+        scaled = v.op("fmul", "float", units, 2.0 ** (1 - source.bias - source.mantissa_bits))
+        subnormal = v.convert("bitcast", "float", scaled, "i32")
+        is_subnormal = v.op("icmp ult", "i32", magnitude, 1 << source.mantissa_bits)
+        finite = v.select(is_subnormal, "i32", subnormal, normal)
+        is_special = v.op("icmp uge", "i32", magnitude, source.special)
+        special = v.op("or", "i32", shifted, 0x7F800000)
+        return v.op("or", "i32", v.select(is_special, "i32", special, finite), sign)
+
+    return widen
+
+
+def _widen_f16(v: _Vector, x: str) -> str:
+    if not v.native_half:
+        return _widen_by_integers(FORMATS["F16"])(v, x)
+    half = v.convert("bitcast", "i16", x, "half")
+    return v.convert("bitcast", "float", v.convert("fpext", "half", half, "float"), "i32")
+
+
+def _widen_bf16(v: _Vector, x: str) -> str:
+    return v.op("shl", "i32", v.convert("zext", "i16", x, "i32"), 16)
+
+
+def _widen_f32(v: _Vector, x: str) -> str:
+    """Float32 bits to float64 bits."""
+    value = v.convert("bitcast", "i32", x, "float")
+    return v.convert("bitcast", "double", v.convert("fpext", "float", value, "double"), "i64")
+
+
+def _nearest_f32(v: _Vector, x: str) -> str:
+    value = v.convert("bitcast", "i64", x, "double")
+    return v.convert("bitcast", "float", v.convert("fptrunc", "double", value, "float"), "i32")
+
+
+def _odd_f32(v: _Vector, x: str) -> str:
+    """Float64 bits to float32 bits rounded to odd: towards zero, the last bit set if inexact."""
+    nearest = _nearest_f32(v, x)
+    lengths = [
+        v.convert("bitcast", "i64", v.op("and", "i64", bits, FORMATS["F64"].magnitude), "double")
+        for bits in (_widen_f32(v, nearest), x)
+    ]
+    was_raised = v.op("fcmp ogt", "double", *lengths)
+    is_inexact = v.op("fcmp one", "double", *lengths)
+    truncated = v.op("add", "i32", nearest, v.convert("sext", "i1", was_raised, "i32"))
+    return v.op("or", "i32", truncated, v.convert("zext", "i1", is_inexact, "i32"))
+
+
+def _narrow_to_f16(v: _Vector, x: str) -> str:
+    if v.native_half:
+        value = v.convert("bitcast", "i32", x, "float")
+        return v.convert("bitcast", "half", v.convert("fptrunc", "float", value, "half"), "i16")
+    magnitude = v.op("and", "i32", x, 0x7FFFFFFF)
+    sign = v.op("lshr", "i32", v.op("xor", "i32", x, magnitude), 16)
+    last = v.op("and", "i32", v.op("lshr", "i32", magnitude, 13), 1)
+    raised = v.op("add", "i32", v.op("add", "i32", magnitude, last), 0xFFF - (112 << 23))
+    normal = v.op("lshr", "i32", raised, 13)
+    # below 2^-14 the last bit is 2^-24, as it is of a float32 from 0.5 to 1: the sum rounds there
+    shifted = v.op("fadd", "float", v.convert("bitcast", "i32", magnitude, "float"), 0.5)
+    subnormal = v.op("sub", "i32", v.convert("bitcast", "float", shifted, "i32"), 0x3F000000)
+    is_subnormal = v.op("icmp ult", "i32", magnitude, (127 - 14) << 23)
+    finite = v.select(is_subnormal, "i32", subnormal, normal)
+    is_nan = v.op("icmp ugt", "i32", magnitude, 0x7F800000)
+    special = v.select(is_nan, "i32", 0x7E00, 0x7C00)
+    is_large = v.op("icmp uge", "i32", magnitude, (127 + 16) << 23)  # below, 65520 has carried
+    bits = v.op("or", "i32", v.select(is_large, "i32", special, finite), sign)
+    return v.convert("trunc", "i32", bits, "i16")
+
+
+def _narrow_to_bf16(v: _Vector, x: str) -> str:
+    high = v.op("lshr", "i32", x, 16)
+    last = v.op("and", "i32", high, 1)
+    raised = v.op("add", "i32", v.op("add", "i32", x, last), 0x7FFF)
+    magnitude = v.op("and", "i32", x, 0x7FFFFFFF)
+    is_nan = v.op("icmp ugt", "i32", magnitude, 0x7F800000)
+    quiet = v.op("or", "i32", high, 0x40)  # a payload in the low bits alone would become infinity
+    bits = v.select(is_nan, "i32", quiet, v.op("lshr", "i32", raised, 16))
+    return v.convert("trunc", "i32", bits, "i16")
+
+
+_WIDEN: Mapping[str, Callable[[_Vector, str], str]] = {
+    "F8_E5M2": _widen_by_integers(FORMATS["F8_E5M2"]),
+    "F8_E4M3": _widen_by_integers(FORMATS["F8_E4M3"]),
+    "F16": _widen_f16,
+    "BF16": _widen_bf16,
+    "F32": _same,
+    "F64": _odd_f32,
+}
+_NARROW: Mapping[str, Callable[[_Vector, str], str]] = {
+    "F16": _narrow_to_f16,
+    "BF16": _narrow_to_bf16,
+    "F32": _same,
+    "F64": _widen_f32,
+}
+# pairs that take an instruction or two whatever the values are
+_DIRECT = frozenset({("BF16", "F32"), ("BF16", "F64"), ("F32", "F64"), ("F64", "F32")})
+_DIRECT_WITH_NATIVE_HALF = frozenset(
+    {("F16", "F32"), ("F16", "F64"), ("F32", "F16"), ("BF16", "F16")}
+)
+
+
+def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
+    """The magnitudes of ``src``, as integers, that `_plain` casts and counts; zero is one more.
+
+    They are normal numbers before and after the cast, so that the same bits are lost in all. Where
+    the CPU does the cast and the target has the longer significand, the largest subnormals of the
+    target are among them: those have room for every bit of the source.
+
+    Returns:
+        The first one, and the one after the last.
+    """
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    exponent = source.bias - target.bias + 1
+    if direct:
+        exponent -= max(target.mantissa_bits - source.mantissa_bits, 0)
+    start = max(exponent, 1) << source.mantissa_bits
+    return start, overflow_start(src, dst) or source.special
+
+
+def _hub(v: _Vector, src: DType, dst: DType, x: str) -> str:
+    """Float32 bits that hold the value, or what the target will keep of it."""
+    if dst.code == "F32" and src.code == "F64":
+        return _nearest_f32(v, x)  # the one rounding there is
+    return _WIDEN[src.code](v, x)
+
+
+def _plain(
+    v: _Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
+) -> tuple[str, list[str]]:
+    """Cast elements that are zero or in `plain_range`; returns them and the sums after them."""
+    source, target = FORMATS[src.code], FORMATS[dst.code]
+    lost = source.mantissa_bits - target.mantissa_bits
+    if sums and lost > 0:
+        lane = f"i{src.bits}"
+        low = v.op("and", lane, x, (1 << lost) - 1)
+        sums = [*sums[:2], _count(v, lane, sums[2], v.op("icmp ne", lane, low, 0))]
+    if direct:
+        return _NARROW[dst.code](v, _hub(v, src, dst, x)), sums
+
+    lane = f"i{max(src.bits, dst.bits)}"
+    if src.bits < dst.bits:
+        x = v.convert("zext", f"i{src.bits}", x, lane)
+    magnitude = v.op("and", lane, x, source.magnitude)
+    sign = v.op("xor", lane, x, magnitude)
+    if lost > 0:
+        last = v.op("and", lane, v.op("lshr", lane, magnitude, lost), 1)
+        raised = v.op("add", lane, v.op("add", lane, magnitude, last), (1 << (lost - 1)) - 1)
+        y = v.op("lshr", lane, raised, lost)
+    else:
+        y = v.op("shl", lane, magnitude, -lost)
+    if target.bias != source.bias:
+        y = v.op("add", lane, y, (target.bias - source.bias) << target.mantissa_bits)
+        y = v.select(v.op("icmp ne", lane, magnitude, 0), lane, y, 0)
+    if src.bits < dst.bits:
+        return v.op("or", lane, y, v.op("shl", lane, sign, dst.bits - src.bits)), sums
+    y = v.op("or", lane, y, v.op("lshr", lane, sign, src.bits - dst.bits))
+    return (v.convert("trunc", lane, y, f"i{dst.bits}") if src.bits > dst.bits else y), sums
+
+
+def _careful(
+    v: _Vector, src: DType, dst: DType, x: str, sums: list[str], *, clamp: bool
+) -> tuple[str, list[str]]:
+    """Cast any elements; returns them and the sums after them."""
+    source, lane = FORMATS[src.code], f"i{src.bits}"
+    hub = _hub(v, src, dst, x)
+    y = _NARROW[dst.code](v, hub)
+    masks: list[str | None] = [None, None, None]
+    magnitude = v.op("and", lane, x, source.magnitude)
+    start, stop = overflow_start(src, dst), flush_stop(src, dst)
+    if start is not None:
+        beyond = v.op("sub", lane, magnitude, start)
+        masks[0] = v.op("icmp ult", lane, beyond, source.special - start)
+    if stop is not None:
+        masks[1] = v.op("icmp ult", lane, v.op("sub", lane, magnitude, 1), stop - 1)
+    if sums:
+        wide, of, before = ("i64", "double", x) if dst.code == "F32" else ("i32", "float", hub)
+        after = _widen_f32(v, y) if dst.code == "F32" else _WIDEN[dst.code](v, y)
+        values = (v.convert("bitcast", wide, value, of) for value in (before, after))
+        masks[2] = v.op("fcmp one", of, *values)  # false for NaN
+    if clamp and masks[0]:  # the largest finite value is the one before infinity
+        target = f"i{dst.bits}"
+        y = v.op("add", target, y, v.convert("sext", "i1", masks[0], target))
+    return y, [
+        _count(v, lane, total, mask) if mask else total
+        for total, mask in zip(sums, masks, strict=False)
+    ]
+
+
+def _count(v: _Vector, lane: str, total: str, mask: str) -> str:
+    return v.op("sub", lane, total, v.convert("sext", "i1", mask, lane))
+
+
+def _function(
+    name: str, src: DType, dst: DType, *, clamp: bool, counted: bool, native_half: bool, width: int
+) -> str:
+    """IR of ``void name(src, out, numel, tally)``, where ``width`` divides ``numel``."""
+    v = _Vector(width, native_half)
+    pair = (src.code, dst.code)
+    direct = pair in _DIRECT or (native_half and pair in _DIRECT_WITH_NATIVE_HALF)
+    lane = f"i{src.bits}"
+    sums = [f"%sum{slot}" for slot in range(3 if counted else 0)]
+
+    x = v.emit(f"load {v.type(lane)}, ptr %src.at, align 1")
+    special = "false"
+    if counted or clamp or not direct:
+        start, stop = plain_range(src, dst, direct=direct)
+        magnitude = v.op("and", lane, x, FORMATS[src.code].magnitude)
+        outside = v.op("icmp uge", lane, v.op("sub", lane, magnitude, start), stop - start)
+        outside = v.op("and", "i1", outside, v.op("icmp ne", lane, magnitude, 0))
+        special = v.emit(v.reduced("or", "i1", outside))
+    v.lines += [f"br i1 {special}, label %careful, label %plain", "careful:"]
+    careful, careful_sums = _careful(v, src, dst, x, sums, clamp=clamp)
+    v.lines += ["br label %join", "plain:"]
+    plain, plain_sums = _plain(v, src, dst, x, sums, direct=direct)
+    v.lines += ["br label %join", "join:"]
+    y = v.emit(f"phi {v.type(f'i{dst.bits}')} [{careful}, %careful], [{plain}, %plain]")
+
+    carried, ends = [], []
+    for slot, (total, a, b) in enumerate(zip(sums, careful_sums, plain_sums, strict=True)):
+        after = v.emit(f"phi {v.type(lane)} [{a}, %careful], [{b}, %plain]")
+        carried.append(f"{total} = phi {v.type(lane)} [zeroinitializer, %entry], [{after}, %join]")
+        widen = "zext" if src.bits < 64 else "bitcast"  # an extension must extend
+        wide = f"{widen} {v.type(lane)} {after} to {v.type('i64')}"
+        ends.append(
+            _END.format(slot=slot, wide=wide, total=v.reduced("add", "i64", f"%wide{slot}"))
+        )
+    return _FUNCTION.format(
+        name=name,
+        source=lane,
+        target=f"i{dst.bits}",
+        stored=v.type(f"i{dst.bits}"),
+        width=width,
+        carried="\n  ".join(carried),
+        body="\n  ".join(v.lines),
+        y=y,
+        ends="".join(ends),
+    )
+
+
+_END = """
+  %wide{slot} = {wide}
+  %add{slot} = {total}
+  %slot{slot} = getelementptr i64, ptr %tally, i64 {slot}
+  %old{slot} = load i64, ptr %slot{slot}
+  %new{slot} = add i64 %old{slot}, %add{slot}
+  store i64 %new{slot}, ptr %slot{slot}
+"""
+
+_FUNCTION = """
+define internal void @{name}(ptr %src, ptr %out, i64 %numel, ptr %tally) noinline nounwind {{
+entry:
+  %any = icmp ne i64 %numel, 0
+  br i1 %any, label %loop, label %exit
+loop:
+  %at = phi i64 [0, %entry], [%next, %join]
+  {carried}
+  %src.at = getelementptr {source}, ptr %src, i64 %at
+  {body}
+  %out.at = getelementptr {target}, ptr %out, i64 %at
+  store {stored} {y}, ptr %out.at, align 1
+  %next = add i64 %at, {width}
+  %more = icmp ult i64 %next, %numel
+  br i1 %more, label %loop, label %end
+end:
+  {ends}
+  br label %exit
+exit:
+  ret void
+}}
+"""
+
+_KERNEL = """
+define void @{symbol}(ptr %src, ptr %out, i64 %numel, ptr %tally) nounwind {{
+entry:
+  {enter}
+  %whole = and i64 %numel, -{width}
+  br label %test
+test:
+  %at = phi i64 [0, %entry], [%next, %block]
+  %more = icmp ult i64 %at, %whole
+  br i1 %more, label %block, label %rest
+block:
+  %left = sub i64 %whole, %at
+  %is.last = icmp ult i64 %left, {block}
+  %take = select i1 %is.last, i64 %left, i64 {block}
+  %src.at = getelementptr {source}, ptr %src, i64 %at
+  %out.at = getelementptr {target}, ptr %out, i64 %at
+  call void @vectors(ptr %src.at, ptr %out.at, i64 %take, ptr %tally)
+  %next = add i64 %at, %take
+  br label %test
+rest:
+  %src.rest = getelementptr {source}, ptr %src, i64 %whole
+  %out.rest = getelementptr {target}, ptr %out, i64 %whole
+  %few = sub i64 %numel, %whole
+  call void @scalars(ptr %src.rest, ptr %out.rest, i64 %few, ptr %tally)
+  {leave}
+  ret void
+}}
+"""
+
+# architecture to (enter, leave): the default floating-point environment, then the caller's again
+_ENVIRONMENT: Mapping[str, tuple[str, str]] = {
+    "x86_64": (
+        """%saved = alloca i32
+  %default = alloca i32
+  call void @llvm.x86.sse.stmxcsr(ptr %saved)
+  store i32 8064, ptr %default
+  call void @llvm.x86.sse.ldmxcsr(ptr %default)""",
+        "call void @llvm.x86.sse.ldmxcsr(ptr %saved)",
+    ),
+    "aarch64": (
+        """%saved = call i64 @llvm.aarch64.get.fpcr()
+  call void @llvm.aarch64.set.fpcr(i64 0)""",
+        "call void @llvm.aarch64.set.fpcr(i64 %saved)",
+    ),
+}
+
+
+def kernel_ir(
+    src: DType,
+    dst: DType,
+    *,
+    clamp: bool,
+    counted: bool,
+    native_half: bool,
+    architecture: str,
+    width: int = 32,
+) -> str:
+    """LLVM IR of the kernel of a pair: ``void cast(src, out, numel, tally)``.
+
+    It casts ``numel`` little-endian elements from ``src`` to ``out``, which may have any alignment
+    and must not overlap, and adds to ``tally[0:3]`` (64-bit, aligned) how many finite elements
+    overflowed, how many that are not zero became zero, and how many changed in value at all (those
+    two included).
+
+    Args:
+        src: dtype of the source.
+        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        clamp: finite elements that overflow become the largest finite value of their sign.
+        counted: keep the tally; without it, and where nothing can be counted, it is left alone.
+        native_half: the CPU converts between float16 and float32.
+        architecture: first part of the target triple, which decides how the kernel gets the
+            default floating-point environment; on one not known here it runs in the caller's.
+        width: elements per step, a power of two.
+    """
+    enter, leave = _ENVIRONMENT.get(architecture, ("", ""))
+    vectors, scalars = (
+        _function(
+            name,
+            src,
+            dst,
+            clamp=clamp and overflow_start(src, dst) is not None,
+            counted=counted and not lossless(src, dst),
+            native_half=native_half,
+            width=lanes,
+        )
+        for name, lanes in (("vectors", width), ("scalars", 1))
+    )
+    return (
+        vectors
+        + scalars
+        + _KERNEL.format(
+            symbol=_SYMBOL,
+            source=f"i{src.bits}",
+            target=f"i{dst.bits}",
+            width=width,
+            block=width * _BLOCK_VECTORS,
+            enter=enter,
+            leave=leave,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What to compile for.
+
+    Attributes:
+        triple: LLVM target triple.
+        cpu: LLVM's name of the CPU, or "" for the least one.
+        features: LLVM features, as in "+f16c,-avx512f".
+    """
+
+    triple: str
+    cpu: str = ""
+    features: str = ""
+
+    @property
+    def architecture(self) -> str:
+        """The first part of the triple, in LLVM's long spelling."""
+        name = self.triple.partition("-")[0]
+        return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
+
+    @property
+    def native_half(self) -> bool:
+        """Whether the CPU is known to convert between float16 and float32."""
+        return self.architecture == "aarch64" or "+f16c" in self.features.split(",")
+
+
+def host_target() -> Target:
+    """This CPU, with the features that the operating system lets it use.
+
+    Raises:
+        ImportError: llvmlite is not installed.
+        OSError: its library does not load.
+    """
+    import llvmlite.binding as llvm
+
+    triple = llvm.get_process_triple()
+    if "windows" in triple:
+        triple += "-elf"  # the in-memory linker takes ELF there too
+    try:
+        return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe
+        return Target(triple)
+
+
+def compile_object(ir: str, target: Target) -> bytes:
+    """Compile IR to an object file.
+
+    Raises:
+        RuntimeError: LLVM does not accept the IR, or does not know the target (those that are not
+            of this machine's architecture have to be initialised in llvmlite first).
+    """
+    import llvmlite.binding as llvm
+
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    image: bytes = _machine(target).emit_object(module)
+    return image
+
+
+def _machine(target: Target) -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    # jit: code and constants may end up further apart than 32-bit offsets reach
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, jit=True
+    )
+
+
+def undefined_symbols(image: bytes) -> tuple[str, ...]:
+    """Names that an ELF object takes from elsewhere; a kernel must take none.
+
+    Source: System V Application Binary Interface, "Object Files" (64-bit, little-endian).
+
+    Raises:
+        ValueError: the bytes are not such an object.
+    """
+    if image[:6] != _ELF + b"\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF object")
+    sections_at = struct.unpack_from("<Q", image, 40)[0]
+    entry_nbytes, count = struct.unpack_from("<HH", image, 58)
+    # name, type, flags, address, offset, size, link, info, alignment, entry size
+    sections = [
+        struct.unpack_from("<IIQQQQIIQQ", image, sections_at + index * entry_nbytes)
+        for index in range(count)
+    ]
+    names = []
+    for section in sections:
+        _, kind, _, _, start, nbytes, link, _, _, symbol_nbytes = section
+        if kind != 2:  # SHT_SYMTAB
+            continue
+        strings_at = sections[link][4]
+        for at in range(start + symbol_nbytes, start + nbytes, symbol_nbytes):  # the first is empty
+            name_at, _, _, index = struct.unpack_from("<IBBH", image, at)
+            if index == 0:  # SHN_UNDEF
+                begin = strings_at + name_at
+                names.append(image[begin : image.index(0, begin)].decode())
+    return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A compiled kernel of this process.
+
+    Attributes:
+        call: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the
+            GIL, and any number of threads may be in it.
+        engine: owner of the code, which lives as long as this object.
+    """
+
+    call: Callable[[int, int, int, Any], None]
+    engine: Any
+
+
+def link_object(image: bytes, target: Target) -> Kernel:
+    """Load an object of `compile_object` into this process.
+
+    Args:
+        image: an object without undefined symbols: calling one that has any kills the process.
+        target: what it was compiled for, which this CPU has to be able to run.
+
+    Raises:
+        RuntimeError: the object holds no kernel.
+    """
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    address = engine.get_function_address(_SYMBOL)
+    if not address:
+        raise RuntimeError("the object holds no kernel")
+    # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
+    prototype = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
+    return Kernel(prototype(address), engine)
+
+
+_compiling = threading.Lock()
+
+
+def compile_kernel(src: DType, dst: DType, *, clamp: bool = False, counted: bool = True) -> Kernel:
+    """The kernel of a pair for this CPU, compiled once per process; any thread may call it.
+
+    Args:
+        src: dtype of the source.
+        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        clamp: see `kernel_ir`.
+        counted: see `kernel_ir`.
+
+    Raises:
+        UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
+    """
+    with _compiling:
+        found = _compile(
+            src,
+            dst,
+            clamp and overflow_start(src, dst) is not None,
+            counted and not lossless(src, dst),
+        )
+    if isinstance(found, str):
+        raise UnsupportedCastError(src.name, dst.name, reason=found)
+    return found
+
+
+@cache
+def _compile(src: DType, dst: DType, clamp: bool, counted: bool) -> Kernel | str:
+    """The kernel, or why there is none; either answer stays the same for the whole process."""
+    try:
+        target = host_target()
+        for native_half in (True, False) if target.native_half else (False,):
+            ir = kernel_ir(
+                src,
+                dst,
+                clamp=clamp,
+                counted=counted,
+                native_half=native_half,
+                architecture=target.architecture,
+            )
+            image = compile_object(ir, target)
+            scanned = image
+            if not image.startswith(_ELF):  # macOS: the same code in a format that can be read
+                scanned = compile_object(ir, replace(target, triple=f"{target.triple}-elf"))
+            needed = undefined_symbols(scanned)
+            if not needed:
+                return link_object(image, target)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"no LLVM kernel for this machine: {error}"
+    return f"the compiled kernel would call {', '.join(needed)}"
