@@ -57,6 +57,9 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return parse_dtype, (self.name,)  # one object for each, also after pickling
+
 
 _ALL = (
     DType("bool", "BOOL", 8, "bool"),

@@ -1,0 +1,1 @@
+"""Reading safetensors checkpoints: headers first, then byte ranges."""

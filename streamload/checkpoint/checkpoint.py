@@ -1,0 +1,382 @@
+"""A file, a folder, an index or a name in the Hugging Face cache becomes one `Checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from streamload.checkpoint.header import (
+    MAX_HEADER_NBYTES,
+    Header,
+    RepeatedNames,
+    TensorInfo,
+    check_strings,
+    describe,
+    open_regular,
+    parse_json_object,
+    read_header,
+    read_up_to,
+    unreadable,
+)
+from streamload.errors import HeaderError, ShardNotFoundError
+
+_SUFFIX = ".safetensors"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LISTED = 8  # names shown in a message
+
+_MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
+_ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
+_REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
+_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".npz", ".onnx")
+
+#: Where writers of quantised checkpoints put the scale of tensor ``{module}{leaf}``.
+_SCALES = (
+    "{module}{leaf}_scale_inv",  # DeepSeek; transformers' fine-grained FP8
+    "{module}{leaf}_scale",  # compressed-tensors, ModelOpt, FBGEMM, Quark, torchao, quanto
+    "{module}{leaf}_scales",  # gpt-oss
+    "{module}{leaf}.scale",
+    "{module}{leaf}_scale_2",  # ModelOpt, of a weight_scale that is itself float8
+    "{module}{leaf}_global_scale",  # compressed-tensors, the same
+    "{module}scale_{leaf}",  # ComfyUI
+)
+#: The same, for a leaf called "weight" only.
+_WEIGHT_SCALES = (
+    "{module}scale",  # DeepSeek's own inference layout
+    "{module}scale_inv",
+)
+#: Endings of quantised values that their scale's name does not have.
+_VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers are all read and valid; no byte of its data is.
+
+    Attributes:
+        path: the file, folder or index that it was opened from; for a name in the Hugging Face
+            cache, the folder of the snapshot.
+        shards: its files, in order of name.
+        tensors: all of its tensors by name, in order of shard and place in the file.
+        metadata: what the shards' ``__metadata__`` say, except for what they disagree on.
+        config: the ``config.json`` beside the tensors; empty where there is none.
+    """
+
+    path: Path
+    shards: tuple[Header, ...] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any] = field(repr=False)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of data, of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def scale_of(self, name: str) -> str | None:
+        """Why a tensor of 8-bit or smaller floats must not change its dtype.
+
+        Quantised values are wrong by a factor without their scale, so that casting them alone
+        gives wrong numbers.
+
+        Returns:
+            The name of the scale tensor beside it, or the key of ``config.json`` that says that
+            the checkpoint is quantised ("quantization_config"); None where there is neither, and
+            for every other dtype.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        dtype = self.tensors[name].dtype
+        if dtype.kind != "float" or dtype.bits > 8:
+            return None
+        beside = (s for s in _scale_names(name) if s != name and s in self.tensors)
+        return next(beside, None) or self._quantization_key
+
+    @cached_property
+    def _quantization_key(self) -> str | None:
+        # models of several parts (text_config, vision_config) have it one level down
+        parts = [self.config, *(v for v in self.config.values() if isinstance(v, dict))]
+        return next((key for key in _QUANTIZATION_KEYS for part in parts if part.get(key)), None)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: read and validate all of its headers.
+
+    Args:
+        path: a ``.safetensors`` file; a folder; an index (``*.safetensors.index.json``); or, where
+            nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
+            Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``).
+
+    Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
+    without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
+    ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``.
+
+    Raises:
+        ShardNotFoundError: nothing is there, or a shard is missing.
+        HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree.
+        TruncatedFileError: a file is shorter than its header says.
+        CheckpointError: something cannot be read.
+    """
+    name = os.fsdecode(path)
+    found = Path(name)
+    if not name or not _exists(found):  # the path of no name is the current folder
+        found = _cached_snapshot(name)
+    if found.is_dir():
+        return _open_folder(found)
+    config = _read_config(found.parent)
+    if found.suffix == ".json":
+        return from_headers(found, _indexed(found, _read_weight_map(found)), config)
+    return from_headers(found, [read_header(found)], config)
+
+
+def from_headers(
+    path: Path, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
+) -> Checkpoint:
+    """Join the headers of a checkpoint's files; nothing is read.
+
+    Raises:
+        HeaderError: two files have a tensor of the same name.
+    """
+    shards = tuple(sorted(headers, key=lambda header: header.path.name))
+    tensors: dict[str, TensorInfo] = {}
+    for header in shards:
+        for info in header.tensors:
+            first = tensors.setdefault(info.name, info)
+            if first is not info:
+                raise HeaderError(
+                    path,
+                    "the tensor is in two files",
+                    tensor=info.name,
+                    expected="one file",
+                    found=f"{first.shard.name} and {info.shard.name}",
+                )
+    values: dict[str, set[str]] = {}
+    for header in shards:
+        for key, value in header.metadata.items():
+            values.setdefault(key, set()).add(value)
+    metadata = {key: found.pop() for key, found in values.items() if len(found) == 1}
+    return Checkpoint(
+        path,
+        shards,
+        MappingProxyType(tensors),
+        MappingProxyType(metadata),
+        MappingProxyType(dict(config)),
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a folder above it that may not be searched, a name too long
+        raise unreadable(path, error) from error
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder))
+    except OSError as error:
+        raise unreadable(folder, error) from error
+    config = _read_config(folder)
+    if _INDEX in names:
+        index = folder / _INDEX
+        weight_map = _read_weight_map(index)
+        # saving one file over a set of shards leaves the index of the set behind: as transformers
+        # does, take the file
+        if _SINGLE not in names or _SINGLE in weight_map.values():
+            return from_headers(folder, _indexed(index, weight_map), config)
+    shards = [_SINGLE] if _SINGLE in names else _unindexed(folder, names)
+    return from_headers(folder, [read_header(folder / name) for name in shards], config)
+
+
+def _unindexed(folder: Path, names: Sequence[str]) -> list[str]:
+    """The safetensors files of a folder without an index; sets of numbered files are complete."""
+    shards = [name for name in names if name.endswith(_SUFFIX) and not name.startswith(".")]
+    shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
+    if not shards:
+        others = sorted(names, key=lambda name: not name.endswith(_WEIGHTS))
+        raise ShardNotFoundError(
+            folder,
+            "holds no safetensors file",
+            expected=f"*{_SUFFIX}",
+            found=_some(others) if others else "an empty folder",
+        )
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in shards:
+        member = _MEMBER.fullmatch(name)
+        if member:
+            key = (member["set"], member["total"], member["rest"])
+            sets.setdefault(key, set()).add(int(member["number"]))
+    for (stem, width, rest), numbers in sets.items():
+        first = 0 if 0 in numbers else 1  # some writers count from 0
+        wanted = range(first, first + int(width))
+        count = int(width) - sum(n in wanted for n in numbers)
+        if count:
+            gaps = islice((n for n in wanted if n not in numbers), _LISTED)
+            missing = [f"{stem}-{n:0{len(width)}}-of-{width}{rest}" for n in gaps]
+            raise _missing(folder, missing, count, int(width))
+    return shards
+
+
+def _some(names: Sequence[str], count: int | None = None) -> str:
+    rest = (len(names) if count is None else count) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _missing(path: Path, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
+    return ShardNotFoundError(
+        path,
+        "shards are missing",
+        expected=_some(names, count),
+        found=f"{total - count} of {total} files",
+    )
+
+
+def _read_json_file(path: Path) -> bytes:
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_HEADER_NBYTES:
+            raise HeaderError(
+                path,
+                "the file is too long",
+                expected=f"at most {MAX_HEADER_NBYTES} bytes",
+                found=nbytes,
+            )
+        try:
+            return read_up_to(file, nbytes)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, in the JSON that Python writes: models do have Infinity in theirs."""
+    path = folder / "config.json"
+    try:
+        raw = _read_json_file(path)
+    except ShardNotFoundError:
+        return {}
+    try:
+        config = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise HeaderError(
+            path, "the JSON is not valid", expected="JSON", found=str(error)
+        ) from error
+    if type(config) is not dict:
+        raise HeaderError(
+            path, "is not a JSON object", expected="an object", found=describe(config)
+        )
+    return config
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor names to file names of an index, each of a file in the index's own folder."""
+    document = parse_json_object(_read_json_file(index), index)
+    if isinstance(document, RepeatedNames):
+        raise HeaderError(
+            index,
+            "a key is not unique",
+            expected="each key once",
+            found=f"{describe(document.name)} more than once",
+        )
+    weight_map = check_strings(document.get("weight_map"), index, "weight_map")
+    if not weight_map:
+        raise HeaderError(
+            index, "weight_map is not valid", expected="at least one tensor", found="none"
+        )
+    for tensor, shard in weight_map.items():
+        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(_SUFFIX):
+            raise HeaderError(
+                index,
+                "weight_map names no file of its own folder",
+                tensor=tensor,
+                expected=f"the name of a {_SUFFIX} file in the folder of the index",
+                found=describe(shard),
+            )
+    return weight_map
+
+
+def _indexed(index: Path, weight_map: Mapping[str, str]) -> list[Header]:
+    """The headers of the shards that an index names, which hold exactly what it says."""
+    folder = index.parent
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if not _exists(folder / name)]
+    if missing:
+        raise _missing(index, missing, len(missing), len(names))
+    headers = [read_header(folder / name) for name in names]
+    found = {info.name: info.shard.name for header in headers for info in header.tensors}
+    for header in headers:
+        for info in header.tensors:
+            shard = weight_map.get(info.name)
+            if shard != header.path.name:
+                raise HeaderError(
+                    index,
+                    "weight_map and the shards do not agree",
+                    tensor=info.name,
+                    expected=f"{header.path.name}, which holds it",
+                    found="no entry" if shard is None else shard,
+                )
+    for tensor, shard in weight_map.items():
+        if tensor not in found:
+            raise HeaderError(
+                index,
+                "weight_map names a tensor that its shard does not hold",
+                tensor=tensor,
+                expected=f"it in {shard}",
+                found="it in no shard",
+            )
+    return headers
+
+
+def _cached_snapshot(name: str) -> Path:
+    """The folder of a repository's snapshot in the Hugging Face cache.
+
+    Source: "Understand caching" in the documentation of huggingface_hub.
+    """
+    match = _REPO.fullmatch(name)
+    if match is None or {".", ".."} & set(re.split("[/@]", name)):
+        raise ShardNotFoundError(name, "no such file or folder")
+    revision = match["revision"] or "main"
+    root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
+    try:
+        commit = (root / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):
+        commit = revision  # a commit needs no ref
+    snapshot = root / "snapshots" / commit
+    if re.fullmatch(r"\w+", commit, re.ASCII) and snapshot.is_dir():
+        return snapshot
+    raise ShardNotFoundError(
+        name,
+        "no such file or folder, and not in the Hugging Face cache",
+        expected=f"{revision} of {root}",
+        found="other revisions only" if root.is_dir() else "nothing",
+    )
+
+
+def _hub_cache() -> Path:
+    def variable(name: str) -> str | None:
+        return os.environ.get(name) or None
+
+    folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
+    if folder is None:
+        caches = variable("XDG_CACHE_HOME") or "~/.cache"
+        home = variable("HF_HOME") or os.path.join(caches, "huggingface")
+        folder = os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(folder)))
+
+
+def _scale_names(name: str) -> Iterator[str]:
+    """Names that a scale of tensor ``name`` would have."""
+    stems = [name, *(name.removesuffix(ending) for ending in _VALUES if name.endswith(ending))]
+    for stem in stems:
+        module, dot, leaf = stem.rpartition(".")
+        for pattern in _SCALES + _WEIGHT_SCALES * (leaf == "weight"):
+            yield pattern.format(module=module + dot, leaf=leaf)

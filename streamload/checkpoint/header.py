@@ -1,0 +1,435 @@
+"""One safetensors header, parsed and held to the rules of the format.
+
+A file is 8 bytes with the length N of the header (unsigned, little-endian), N bytes of JSON that
+begin with ``{``, and the data. The JSON maps each tensor's name to its ``dtype``, ``shape`` and
+``data_offsets`` (first byte and last byte, exclusive, counted from the start of the data);
+``__metadata__`` maps strings to strings. The data is covered without gap or overlap.
+
+Source: the format's description in the README of github.com/huggingface/safetensors, and the
+checks of the safetensors crate, version 0.8. Two rules are stricter here than there, as the
+description has them: names are unique, and ``__metadata__`` is not null. Unknown keys of a tensor's
+entry are ignored, here as there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import FileIO
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from streamload.dtypes import BY_CODE, DType
+from streamload.errors import (
+    CheckpointError,
+    HeaderError,
+    ShardNotFoundError,
+    TruncatedFileError,
+)
+
+#: The longest header that the format allows, in bytes of JSON.
+MAX_HEADER_NBYTES = 100_000_000
+
+_PREFIX_NBYTES = 8
+_MAX_U64 = 2**64 - 1
+_MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
+_U64 = "an integer from 0 to 2**64 - 1"
+_FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
+
+#: What is often found under the name of a safetensors file, by its first bytes.
+_LOOKALIKES = {
+    b"version ": "a Git LFS pointer, not the file that it stands for",
+    b"<!DOCTYP": "a web page",
+    b"<!doctyp": "a web page",
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"GGUF": "a GGUF file",
+}
+
+_FILE_TYPES = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, and where its bytes lie.
+
+    Attributes:
+        name: its name; may be empty, is unique in its checkpoint.
+        dtype: its dtype.
+        shape: its shape; ``()`` for a scalar.
+        shard: the file.
+        start: first byte, counted from the start of the file.
+        stop: last byte, exclusive; ``start`` where the tensor has no elements.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    shard: Path
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one safetensors file says that it holds; valid.
+
+    Attributes:
+        path: the file.
+        file_nbytes: its length in bytes, exactly what the header calls for.
+        data_start: first byte of the data, counted from the start of the file.
+        tensors: by first byte; tensors without elements come before the one they touch, and those
+            at the same place are in order of name.
+        metadata: its ``__metadata__``.
+    """
+
+    path: Path
+    file_nbytes: int
+    data_start: int
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read the header of a safetensors file. No byte of the data is read.
+
+    Raises:
+        HeaderError: the header breaks a rule of the format.
+        TruncatedFileError: the file is shorter than its header says.
+        ShardNotFoundError: there is no such file.
+        CheckpointError: it is not a regular file, or cannot be read.
+    """
+    path = Path(path)
+    with open_regular(path) as file:
+        try:
+            file_nbytes = os.fstat(file.fileno()).st_size
+            raw = read_up_to(file, _PREFIX_NBYTES)
+            raw += read_up_to(file, _json_nbytes(raw, path, file_nbytes))
+        except OSError as error:
+            raise unreadable(path, error) from error
+    return parse_header(raw, path, file_nbytes)
+
+
+def parse_header(raw: bytes, path: Path, file_nbytes: int) -> Header:
+    """Parse a header that is in memory already.
+
+    Args:
+        raw: the file's first bytes, the 8 of the length prefix and the header itself; anything
+            that follows is ignored.
+        path: the file, for `TensorInfo.shard` and for errors; it is not touched.
+        file_nbytes: the length of the file in bytes.
+
+    Raises:
+        HeaderError: the header breaks a rule of the format.
+        TruncatedFileError: the file is shorter than its header says, or ``raw`` than the header.
+    """
+    data_start = _PREFIX_NBYTES + _json_nbytes(raw, path, file_nbytes)
+    if len(raw) < data_start:  # the file shrank since its length was taken
+        raise TruncatedFileError(path, "the header is cut off", expected=data_start, found=len(raw))
+    document = parse_json_object(raw[_PREFIX_NBYTES:data_start], path)
+    if isinstance(document, RepeatedNames):
+        raise HeaderError(
+            path,
+            "a name is not unique",
+            tensor=None if document.name == "__metadata__" else document.name,
+            expected="each name once",
+            found=f"{describe(document.name)} more than once",
+        )
+    metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
+    tensors = [_tensor(name, entry, path, data_start) for name, entry in document.items()]
+    tensors.sort(key=_FILE_ORDER)
+    _check_coverage(tensors, path, data_start, file_nbytes)
+    return Header(path, file_nbytes, data_start, tuple(tensors), MappingProxyType(metadata))
+
+
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading; anything else is refused at once, without opening it.
+
+    It has no buffer: what is not asked for is not read.
+
+    Raises:
+        ShardNotFoundError: there is no such file.
+        CheckpointError: it is not a regular file, or cannot be opened.
+    """
+    try:
+        # before it is opened: opening a FIFO waits for a writer, opening a device may do anything
+        mode = os.stat(path).st_mode
+        if stat.S_ISREG(mode):
+            return open(path, "rb", buffering=0)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        dangling = os.path.islink(path)
+        raise ShardNotFoundError(
+            path, "a symlink that leads nowhere" if dangling else "no such file"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise unreadable(path, error) from error
+    found = _FILE_TYPES.get(stat.S_IFMT(mode), "something else")
+    raise CheckpointError(path, "is not a file", expected="a regular file", found=found)
+
+
+def read_up_to(file: FileIO, nbytes: int) -> bytes:
+    """Read ``nbytes``, or what there is up to the end of the file."""
+    raw = file.read(nbytes)
+    while len(raw) < nbytes and (more := file.read(nbytes - len(raw))):
+        raw += more
+    return raw
+
+
+def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
+    """What the operating system said, as an error of ours; to be raised ``from`` it."""
+    found = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return CheckpointError(path, "cannot be read", found=found)
+
+
+def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """Parse the strict JSON of headers and indexes: one object, in UTF-8, that begins with ``{``.
+
+    NaN and infinities are refused, and integers far beyond 64 bits. An object in which a name
+    occurs twice becomes a `RepeatedNames`.
+
+    Raises:
+        HeaderError: it is not that.
+    """
+    if raw[:1] != b"{":
+        raise HeaderError(
+            path, "is not a JSON object", expected="'{' as its first byte", found=repr(raw[:1])[1:]
+        )
+    try:
+        document: dict[str, Any] = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_int=_parse_int,
+            parse_constant=_refuse_constant,
+        )
+    except UnicodeDecodeError as error:
+        raise HeaderError(
+            path,
+            "the JSON is not UTF-8",
+            expected="UTF-8",
+            found=f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON",
+        ) from error
+    except ValueError as error:
+        raise HeaderError(
+            path, "the JSON is not valid", expected="JSON", found=str(error)
+        ) from error
+    except RecursionError as error:
+        raise HeaderError(
+            path, "the JSON is not valid", expected="JSON", found="too many levels of nesting"
+        ) from error
+    return document
+
+
+def check_strings(entries: Any, path: Path, what: str) -> dict[str, str]:
+    """Hold a JSON object to the form string to string, each name once.
+
+    Args:
+        entries: the parsed JSON.
+        path: its file.
+        what: what to call it in an error.
+
+    Raises:
+        HeaderError: it is not of that form.
+    """
+    if type(entries) is not dict:
+        if isinstance(entries, RepeatedNames):
+            expected, found = "each name once", f"{describe(entries.name)} more than once"
+        else:
+            expected, found = "an object", describe(entries)
+        raise HeaderError(path, f"{what} is not valid", expected=expected, found=found)
+    for key, value in entries.items():
+        if type(value) is not str or not (is_text(key) and is_text(value)):
+            raise HeaderError(
+                path,
+                f"{what} is not valid",
+                expected="strings only",
+                found=f"{describe(key)}: {describe(value)}",
+            )
+    return entries
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON escapes can spell half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def describe(value: object) -> str:
+    """A JSON value in a few words, for an error; short whatever the value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return "an object"
+        case _:
+            text = repr(value)
+            return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class RepeatedNames(dict[str, Any]):
+    """A JSON object in which ``name`` occurs more than once."""
+
+    def __init__(self, entries: Mapping[str, Any], *, name: str) -> None:
+        super().__init__(entries)
+        self.name = name
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) == len(pairs):
+        return result
+    counts = Counter(name for name, _ in pairs)
+    return RepeatedNames(result, name=max(counts, key=counts.__getitem__))
+
+
+def _parse_int(digits: str) -> int:
+    # before the conversion, whose time grows with the square of the length
+    if len(digits) > _MAX_INT_LENGTH:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _json_nbytes(raw: bytes, path: Path, file_nbytes: int) -> int:
+    """The header's length from its prefix, checked against the format and the file."""
+    if len(raw) < _PREFIX_NBYTES or file_nbytes < _PREFIX_NBYTES:
+        raise TruncatedFileError(
+            path,
+            "is too short for a safetensors file",
+            expected=f"at least {_PREFIX_NBYTES}",
+            found=min(len(raw), file_nbytes),
+        )
+    nbytes = int.from_bytes(raw[:_PREFIX_NBYTES], "little")
+    if nbytes > MAX_HEADER_NBYTES:
+        for magic, what in _LOOKALIKES.items():
+            if raw.startswith(magic):
+                raise HeaderError(
+                    path, "is not a safetensors file", expected="a header", found=what
+                )
+        raise HeaderError(
+            path,
+            "the header is too long",
+            expected=f"at most {MAX_HEADER_NBYTES} bytes",
+            found=nbytes,
+        )
+    if _PREFIX_NBYTES + nbytes > file_nbytes:
+        raise TruncatedFileError(
+            path, "the header is cut off", expected=_PREFIX_NBYTES + nbytes, found=file_nbytes
+        )
+    return nbytes
+
+
+def _tensor(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
+    """One entry of the header, held to every rule that concerns it alone."""
+
+    def fail(problem: str, expected: object, found: object) -> HeaderError:
+        return HeaderError(path, problem, tensor=name, expected=expected, found=found)
+
+    if type(entry) is not dict:
+        if isinstance(entry, RepeatedNames):
+            raise fail(
+                "a key is not unique", "each key once", f"{describe(entry.name)} more than once"
+            )
+        raise fail("the entry is not an object", "an object", describe(entry))
+    if not is_text(name):
+        raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
+    try:
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except KeyError as error:
+        keys = ", ".join(describe(key) for key in list(entry)[:8]) or "none"
+        raise fail("a key is missing", error.args[0], keys) from None
+
+    dtype = BY_CODE.get(code) if type(code) is str else None
+    if dtype is None:
+        raise fail("unknown dtype", f"one of {', '.join(BY_CODE)}", describe(code))
+
+    if type(shape) is not list:
+        raise fail("the shape is not a list", f"a list of {_U64}", describe(shape))
+    numel = 1
+    for dim in shape:
+        if type(dim) is not int or not 0 <= dim <= _MAX_U64:
+            raise fail("a dimension of the shape is not valid", _U64, describe(dim))
+        numel *= dim
+        if numel > _MAX_U64:  # in this order, as the reference reader multiplies
+            raise fail(
+                "the shape is too large", "at most 2**64 - 1 elements", _describe_shape(shape)
+            )
+    nbits = numel * dtype.bits
+    if nbits > _MAX_U64:
+        raise fail("the shape is too large", "at most 2**64 - 1 bits", _describe_shape(shape))
+
+    if type(offsets) is not list or len(offsets) != 2:
+        raise fail("data_offsets are not valid", "a list of 2", describe(offsets))
+    for offset in offsets:
+        if type(offset) is not int or not 0 <= offset <= _MAX_U64:
+            raise fail("data_offsets are not valid", _U64, describe(offset))
+    start, stop = offsets
+    if start > stop:
+        raise fail("data_offsets are not valid", "a start before the stop", f"{start} to {stop}")
+
+    if nbits % 8:
+        raise fail("the data is not whole bytes", "a multiple of 8 bits", nbits)
+    if nbits != (stop - start) * 8:
+        raise fail("the shape and data_offsets do not agree", nbits // 8, stop - start)
+    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
+
+
+def _describe_shape(shape: list[Any]) -> str:
+    """A shape for an error; the first few dimensions where it has many."""
+    return describe(shape) if len(shape) > 8 else str(shape)
+
+
+def _check_coverage(
+    tensors: list[TensorInfo], path: Path, data_start: int, file_nbytes: int
+) -> None:
+    """Every byte from the start of the data to the end of the file is in exactly one tensor."""
+    end = data_start
+    for info in tensors:
+        if info.start != end:
+            where = "after a hole" if info.start > end else "inside another tensor"
+            raise HeaderError(
+                path,
+                f"data_offsets begin {where}",
+                tensor=info.name,
+                expected=end - data_start,
+                found=info.start - data_start,
+            )
+        end = info.stop
+    if file_nbytes < end:
+        last = next((info.name for info in tensors if info.stop > file_nbytes), None)
+        raise TruncatedFileError(
+            path, "is shorter than its header says", tensor=last, expected=end, found=file_nbytes
+        )
+    if file_nbytes > end:
+        raise HeaderError(path, "is longer than its header says", expected=end, found=file_nbytes)

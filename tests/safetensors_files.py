@@ -1,0 +1,59 @@
+"""Safetensors files written by hand, valid ones and broken ones."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def header_bytes(header: object, *, pad_nbytes: int = 0) -> bytes:
+    """The first bytes of a file: the length prefix and the header.
+
+    Args:
+        header: the JSON as bytes, as text, or as a value to be serialised.
+        pad_nbytes: spaces after the JSON.
+    """
+    if isinstance(header, str):
+        header = header.encode()
+    if not isinstance(header, bytes):
+        header = json.dumps(header, separators=(",", ":")).encode()
+    header += b" " * pad_nbytes
+    return struct.pack("<Q", len(header)) + header
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int], bytes]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    align: int | None = None,
+    pad_nbytes: int = 0,
+) -> Path:
+    """Write a valid file, with the tensors' data in the order given.
+
+    Args:
+        path: the file; its folder is made.
+        tensors: name to (dtype code, shape, data).
+        metadata: ``__metadata__``; left out where None.
+        align: where the data starts, modulo 16 (0 to 15), by spaces after the header.
+        pad_nbytes: spaces after the header before that.
+
+    Returns:
+        The path.
+    """
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    start = 0
+    for name, (code, shape, data) in tensors.items():
+        stop = start + len(data)
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    if align is not None:
+        pad_nbytes += (align - len(header_bytes(header, pad_nbytes=pad_nbytes))) % 16
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(header_bytes(header, pad_nbytes=pad_nbytes))
+        for _, _, data in tensors.values():
+            file.write(data)
+    return path
