@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.plan.plan import Placement, Plan
@@ -86,7 +87,7 @@ def _cut(
     index: int,
     p: Placement,
     checkpoint: Checkpoint,
-    shard_of: dict[object, int],
+    shard_of: Mapping[Path, int],
     chunk_nbytes: int,
 ) -> Iterator[Chunk]:
     total = sum(r.stop - r.start for r in p.source)

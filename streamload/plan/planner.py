@@ -7,9 +7,10 @@ specs give the same plan on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
@@ -47,6 +48,8 @@ class DeviceSpec:
         budget_nbytes: the most that may be held there.
         limit: what sets the budget: "budget" where it was stated, "free memory" where it was not.
         free_nbytes: what is really free now; None where nobody looked.
+        host_free_nbytes: what is free of the memory that all devices with ``shared_memory`` draw
+            on; None where nobody looked.
         host_visible: the CPU writes its memory directly; no staging.
         shared_memory: its memory is the host's, so staging counts against its budget.
         granularity_nbytes: allocations are rounded up to a multiple of this.
@@ -62,6 +65,7 @@ class DeviceSpec:
     budget_nbytes: int
     limit: str = "budget"
     free_nbytes: int | None = None
+    host_free_nbytes: int | None = None
     host_visible: bool = True
     shared_memory: bool = True
     granularity_nbytes: int = 1
@@ -122,22 +126,28 @@ class DTypePolicy:
         """Read a dtype name, "checkpoint", or patterns: ``{"*norm*": "float32", "*": "float16"}``.
 
         Raises:
-            ValueError: a dtype is unknown.
+            ValueError: a dtype is unknown, or is not one of floats.
         """
         if value is None:
             return cls((), fp16_cast)
         rules = value if isinstance(value, Mapping) else {"*": value}
-        return cls(
-            tuple((k, None if v == "checkpoint" else parse_dtype(v)) for k, v in rules.items())
-        )
+        read: list[tuple[str, DType | None]] = []
+        for pattern, wanted in rules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"a pattern of names is a string, not {pattern!r}")
+            dtype = None if wanted == "checkpoint" else parse_dtype(wanted)
+            if dtype is not None and dtype.kind != "float":
+                raise ValueError(f"only floats are cast, and only to floats: not to {dtype}")
+            read.append((pattern, dtype))
+        return cls(tuple(read))
 
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
         if src.kind != "float":
             return src
         for pattern, dtype in self.rules:
-            if fnmatchcase(name, pattern):
-                return src if dtype is None or dtype.kind != "float" else dtype
+            if pattern == "*" or fnmatchcase(name, pattern):
+                return src if dtype is None else dtype
         if src is BF16 and (self.fp16_cast is not None or not native_bf16):
             return F16
         return src
@@ -180,28 +190,19 @@ def make_plan(
     specs = {spec.name: spec for spec in devices}
     parts, assigned = _assign(checkpoint, wants, devices, dtype, tied)
     shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    placements: list[Placement] = []
+    placed: list[tuple[int, int, Placement]] = []
     notes: dict[str, None] = {}
     for want, device in assigned:
         placement, note = _place(checkpoint, want, specs[device], dtype, cast, out_of_range)
-        placements.append(placement)
+        placed.append((*_first_byte(placement, checkpoint, shard_of), placement))
         if note:
             notes[note] = None
-
-    def position(p: Placement) -> tuple[int, int]:
-        return min(
-            (
-                (shard_of[t.shard], t.start)
-                for t in (checkpoint.tensors[r.tensor] for r in p.source)
-            ),
-            default=(0, 0),
-        )
-
-    placements.sort(key=position)  # stable: in file order, so that each shard is read once
+    # stable: in the order in which the chunks come, so that each shard is read once
+    placed.sort(key=lambda entry: entry[:2])
     readers = tuple(resolve_reader(header.path, reader) for header in checkpoint.shards)
     draft = Plan(
         path=str(checkpoint.path),
-        placements=tuple(placements),
+        placements=tuple(placement for _, _, placement in placed),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=host_budget_nbytes,
@@ -212,12 +213,36 @@ def make_plan(
         out_of_range=out_of_range,
         notes=tuple(notes),
     )
-    plan = _fit(draft, specs, parts)
-    for spec in devices:
-        _check(plan, spec, same_budget=len({s.budget_nbytes for s in devices}) == 1)
+    by_device: dict[str, list[Placement]] = {name: [] for name in specs}
+    for placement in draft.placements:
+        by_device[placement.device].append(placement)
+    plan = _fit(draft, specs, by_device, parts)
+    same_budget = len({spec.budget_nbytes for spec in devices}) == 1
+    for mine in plan.devices:
+        spec = specs[mine.device]
+        _check(plan, mine, spec, by_device[mine.device], same_budget=same_budget)
+    _check_pool(plan, specs)
     if plan.host_nbytes > plan.host_budget_nbytes:
-        raise PlanInfeasibleError(STAGING, plan.host_nbytes, plan.host_budget_nbytes)
+        raise PlanInfeasibleError(
+            STAGING,
+            plan.host_nbytes,
+            plan.host_budget_nbytes,
+            would_fit=[f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")'],
+        )
     return plan
+
+
+def _first_byte(
+    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Path, int]
+) -> tuple[int, int]:
+    """(shard, file byte) at which reading a placement begins."""
+    if len(p.source) == 1 and p.source[0].start == 0:
+        info = checkpoint.tensors[p.source[0].tensor]
+        return shard_of[info.shard], info.start
+    rows = sum(r.stop - r.start for r in p.source)
+    row_nbytes = p.src.nbytes(math.prod(p.shape)) // rows if rows else 0
+    infos = [(checkpoint.tensors[r.tensor], r.start * row_nbytes) for r in p.source]
+    return min((shard_of[info.shard], info.start + offset) for info, offset in infos)
 
 
 def _assign(
@@ -279,16 +304,17 @@ def _place(
     if src is not dst:
         if not supported(src, dst):
             raise UnsupportedCastError(src.name, dst.name, tensor=name, path=info.shard)
-        scale = checkpoint.scale_of(name)
-        if scale is not None:
-            raise UnsupportedCastError(
-                src.name,
-                dst.name,
-                reason=f"its values mean nothing without their scale ({scale}); "
-                'load it with dtype="checkpoint"',
-                tensor=name,
-                path=info.shard,
-            )
+        for part in dict.fromkeys(r.tensor for r in want.source):
+            scale = checkpoint.scale_of(part)
+            if scale is not None:
+                raise UnsupportedCastError(
+                    src.name,
+                    dst.name,
+                    reason=f"its values mean nothing without their scale ({scale}); "
+                    'load it with dtype="checkpoint"',
+                    tensor=part,
+                    path=checkpoint.tensors[part].shard,
+                )
     if dst.name in spec.unsupported:
         raise UnsupportedCastError(
             dst.name,
@@ -337,6 +363,8 @@ def _engine(
     if src is dst:
         return "copy", ""
     wanted = fp16_cast if fp16_cast is not None and src is BF16 else cast
+    if wanted == "llvm" and cast == "numpy":
+        wanted = cast  # asked for, or all there is: no kernel can be compiled here
     if wanted != "device":
         return wanted, ""
     fallback = "llvm" if cast == "device" else cast
@@ -349,11 +377,13 @@ def _engine(
     return fallback, f"{src} is cast to {dst} on the host ({fallback}), not on the device: {why}"
 
 
-def _fit(draft: Plan, specs: Mapping[str, DeviceSpec], parts: Mapping[str, Part]) -> Plan:
+def _fit(
+    draft: Plan,
+    specs: Mapping[str, DeviceSpec],
+    by_device: Mapping[str, Sequence[Placement]],
+    parts: Mapping[str, Part],
+) -> Plan:
     """Choose threads and chunk size so that staging fits, and predict the peaks."""
-    by_device: dict[str, list[Placement]] = {name: [] for name in specs}
-    for placement in draft.placements:
-        by_device[placement.device].append(placement)
     threads = min([draft.threads, *(specs[n].threads for n, ps in by_device.items() if ps)])
     if any(p.cast == "device" for p in draft.placements):
         threads = 0  # kernels are launched from the calling thread
@@ -364,16 +394,17 @@ def _fit(draft: Plan, specs: Mapping[str, DeviceSpec], parts: Mapping[str, Part]
     base = {
         name: _timeline(ps, max(specs[name].budget_nbytes, 0)) for name, ps in by_device.items()
     }
+    whole = sum(
+        slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape)))) for p in draft.placements
+    )
+    needs = _needs(draft.placements)
     while True:
-        whole = sum(
-            slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape)))) for p in draft.placements
-        )
         slot = min(slot_nbytes(chunk), whole)
         plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
-        scratch, host = _staging(plan, specs)
+        scratch, host = _staging(plan, specs, needs)
         tight = host > draft.host_budget_nbytes or any(
-            scratch[name] and base[name][1] + scratch[name] > spec.budget_nbytes
-            for name, spec in specs.items()
+            nbytes and nbytes > _room(specs[name], *base[name][:2])
+            for name, nbytes in scratch.items()
         )
         if not tight or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
             break
@@ -405,6 +436,14 @@ def _fit(draft: Plan, specs: Mapping[str, DeviceSpec], parts: Mapping[str, Part]
     return replace(plan, devices=tuple(out), host_nbytes=host)
 
 
+def _room(spec: DeviceSpec, held_nbytes: int, peak_nbytes: int) -> int:
+    """Bytes that are left for scratch on a device beside its parameters."""
+    room = spec.budget_nbytes - peak_nbytes
+    if spec.free_nbytes is not None:
+        room = min(room, spec.free_nbytes - max(peak_nbytes - held_nbytes, 0))
+    return room
+
+
 def _timeline(placements: Sequence[Placement], budget_nbytes: int) -> tuple[int, int, bool]:
     """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
     held = sum(
@@ -422,26 +461,43 @@ def _timeline(placements: Sequence[Placement], budget_nbytes: int) -> tuple[int,
     return held, peak, False
 
 
-def _staging(plan: Plan, specs: Mapping[str, DeviceSpec]) -> tuple[dict[str, int], int]:
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What staging depends on: the casts on each device that has any, and whether bytes move."""
+
+    casts: Mapping[str, Set[str]]
+    moves: bool  # some bytes cannot be read to where they go: they are cast or reordered
+
+
+def _needs(placements: Sequence[Placement]) -> _Needs:
+    casts: dict[str, set[str]] = {}
+    for p in placements:
+        casts.setdefault(p.device, set()).add(p.cast)
+    return _Needs(casts, any(p.cast != "copy" or p.transpose for p in placements))
+
+
+def _staging(
+    plan: Plan, specs: Mapping[str, DeviceSpec], needs: _Needs
+) -> tuple[dict[str, int], int]:
     """Scratch per device (staging included, where it shares memory) and host staging, in bytes."""
     workers = max(plan.threads, 1)
     scratch = dict.fromkeys(specs, 0)
     host = own = 0
     shares = []
-    for name, spec in specs.items():
-        casts = {p.cast for p in plan.placements if p.device == name}
-        if spec.shared_memory and casts:
+    for name, casts in needs.casts.items():
+        spec = specs[name]
+        if spec.shared_memory:
             shares.append(name)
         if "device" in casts:
             scratch[name] += 2 * plan.slot_nbytes  # raw bits, and the cast before it is in place
-        if "device" in casts or (casts and not spec.host_visible):
+        if "device" in casts or not spec.host_visible:
             slots = workers * STAGING_SLOTS * plan.slot_nbytes
             scratch[name] += slots if spec.shared_memory else 0
             host += 0 if spec.shared_memory else slots
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
-    if "pread" in plan.readers and any(p.cast != "copy" or p.transpose for p in plan.placements):
+    if "pread" in plan.readers and needs.moves:
         own += workers * plan.slot_nbytes
-    if any(p.cast == "numpy" for p in plan.placements):
+    if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES
     if shares:
         scratch[shares[0]] += own  # one memory: it counts once
@@ -450,10 +506,15 @@ def _staging(plan: Plan, specs: Mapping[str, DeviceSpec]) -> tuple[dict[str, int
     return scratch, host
 
 
-def _check(plan: Plan, spec: DeviceSpec, *, same_budget: bool) -> None:
+def _check(
+    plan: Plan,
+    mine: DevicePlan,
+    spec: DeviceSpec,
+    placements: Sequence[Placement],
+    *,
+    same_budget: bool,
+) -> None:
     """Refuse a plan that does not fit one device, with the numbers and with what would fit."""
-    mine = plan.device(spec.name)
-    placements = [p for p in plan.placements if p.device == spec.name]
     most = spec.largest_allocation_nbytes
     for p in placements:
         if most is not None and p.nbytes > most:
@@ -481,7 +542,7 @@ def _check(plan: Plan, spec: DeviceSpec, *, same_budget: bool) -> None:
             [Item(p.name, p.resident_nbytes) for p in plan.placements],
             max(available - mine.scratch_nbytes, 0),
         )
-        if count is not None and count > 1:
+        if count is not None and count > len(plan.devices):
             suggestions.append(f"{count} devices or nodes of {format_bytes(available)}")
     raise PlanInfeasibleError(
         spec.name,
@@ -490,6 +551,23 @@ def _check(plan: Plan, spec: DeviceSpec, *, same_budget: bool) -> None:
         limit=limit,
         largest=sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))[:8],
         would_fit=suggestions,
+    )
+
+
+def _check_pool(plan: Plan, specs: Mapping[str, DeviceSpec]) -> None:
+    """Refuse a plan whose devices fit one by one, but not together in the memory they share."""
+    sharing = [d for d in plan.devices if specs[d.device].shared_memory and d.fresh_nbytes]
+    known = [specs[d.device].host_free_nbytes for d in sharing]
+    free = min((nbytes for nbytes in known if nbytes is not None), default=None)
+    needed = sum(d.fresh_nbytes for d in sharing)
+    if free is None or needed <= free:
+        return
+    raise PlanInfeasibleError(
+        ", ".join(d.device for d in sharing),
+        needed,
+        free,
+        limit="free memory that they share",
+        largest=sorted(((d.device, d.fresh_nbytes) for d in sharing), key=lambda x: (-x[1], x[0])),
     )
 
 

@@ -1,0 +1,1 @@
+"""Where tensors go: one file a framework, imported only when asked for."""

@@ -1,0 +1,427 @@
+"""What a device and a framework are to streamload, and how they are found.
+
+A device is a few methods. There are two ways in: a *host-visible* device gives windows on its own
+memory, and the cast writes there; a *staged* one copies from a staging buffer of the host. One
+file a framework implements both `Device` and `Framework`, and is imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from streamload.dtypes import DType
+from streamload.errors import DeviceNotFoundError
+
+DTypeStatus = Literal["native", "emulated", "broken", "absent"]
+
+Buffer = Any  # whatever the device's framework calls memory; only its device looks inside
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a device is and has.
+
+    Attributes:
+        name: canonical name, without the framework ("CL", "CPU:1", "host").
+        framework: "tinygrad", "host", ....
+        description: what the driver calls it.
+        host_visible: the CPU can write its memory in place.
+        shared_memory: its memory is the host's.
+        free_nbytes: free bytes as the device tells; None where it does not.
+        total_nbytes: bytes in all; None where it does not tell.
+        largest_allocation_nbytes: the largest single allocation; None for no limit.
+        max_transfer_nbytes: the largest single transfer; None for no limit.
+        granularity_nbytes: allocations are rounded up to a multiple of this.
+        threads: how many threads may write at once; 0 for the calling thread only.
+        native_bf16: computes in bfloat16 natively.
+        unsupported: names of dtypes that it cannot hold.
+    """
+
+    name: str
+    framework: str
+    description: str = ""
+    host_visible: bool = True
+    shared_memory: bool = True
+    free_nbytes: int | None = None
+    total_nbytes: int | None = None
+    largest_allocation_nbytes: int | None = None
+    max_transfer_nbytes: int | None = None
+    granularity_nbytes: int = 1
+    threads: int = 16
+    native_bf16: bool = False
+    unsupported: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What computing on a device showed.
+
+    Attributes:
+        device: its name.
+        works: an addition came out right.
+        problem: why it does not work, or "".
+        dtypes: status of each dtype, by name: a real buffer was written, computed on, read back.
+        device_casts: (src, dst) names of the pairs that its own cast gets right on every code.
+    """
+
+    device: str
+    works: bool
+    problem: str = ""
+    dtypes: Mapping[str, DTypeStatus] = field(default_factory=dict)
+    device_casts: tuple[tuple[str, str], ...] = ()
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Return when the copy has finished; raise DeviceError if it failed."""
+
+
+class Staging(Protocol):
+    """Host memory to copy from."""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, writable."""
+
+    def close(self) -> None:
+        """Give it back; no copy from it may be under way."""
+
+
+class Device(Protocol):
+    """Where parameters go."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is; looked up afresh, computes nothing."""
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate memory for one parameter; raises AllocationError."""
+
+    def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        """Bytes ``start`` to ``stop`` (exclusive) of a host-visible buffer, writable.
+
+        What they held before is lost. Valid inside the ``with``; several threads may hold windows
+        on different bytes.
+        """
+
+    def staging(self, nbytes: int) -> Staging:
+        """Host memory that this device copies from, pinned where it has such."""
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
+    ) -> Ticket:
+        """Copy ``nbytes`` of staging from ``start`` on to byte ``offset`` of the buffer.
+
+        May be asynchronous: those bytes of staging are free again after ``Ticket.wait()``.
+        """
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: Buffer,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """Copy ``nbytes`` of ``src`` elements, and let the device cast them to byte ``offset``."""
+
+    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
+        """Read bytes back from the device: the raw bytes, whatever the dtype."""
+
+    def release(self, buffer: Buffer) -> None:
+        """Give back the memory of a buffer that nothing else uses."""
+
+    def trim(self) -> None:
+        """Give back what the allocator keeps of freed memory."""
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+    def allocated_nbytes(self) -> int | None:
+        """What the framework's own counter says is allocated; None where it has none."""
+
+
+class Parameter(Protocol):
+    """One parameter of a model, keyed by the memory it stands on."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which the model holds it; tied parameters have several."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> str:
+        """Long name of its dtype."""
+
+    @property
+    def device(self) -> str | None:
+        """Canonical name of the device that holds it, or None where it holds no memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds."""
+
+    @property
+    def fixed(self) -> str:
+        """Why it can only be written in place (it is a view of ...), or ""."""
+
+    @property
+    def refused(self) -> str:
+        """Why it cannot be written at all, or ""."""
+
+    def buffer(self) -> Buffer:
+        """The memory that it holds, to be written in place."""
+
+    def release(self) -> str:
+        """Let go of the memory that it holds; it then holds nothing readable.
+
+        Returns:
+            "" if the memory is gone. Otherwise what is known of who still holds it, and the
+            parameter is as it was.
+        """
+
+    def attach(self, buffer: Buffer, dtype: DType) -> None:
+        """Make it a tensor over the buffer."""
+
+    def invalidate(self) -> None:
+        """Make it hold nothing readable; using it then raises."""
+
+
+class Framework(Protocol):
+    """One framework's tensors and devices."""
+
+    name: str
+
+    def parameters(self, model: Any) -> list[Parameter]:
+        """The model's parameters, tied ones once."""
+
+    def device(self, name: str) -> Device:
+        """Open a device by its name without the framework; raises DeviceNotFoundError."""
+
+    def canonical(self, name: str) -> str:
+        """The canonical form of a device's name, without opening it."""
+
+    def default_device(self) -> str:
+        """The device that the framework would use; raises DeviceNotFoundError if it has none."""
+
+    def candidates(self) -> Sequence[str]:
+        """Devices worth a probe, best first."""
+
+    def probe(self, name: str, full: bool) -> ProbeResult:
+        """Compute on the device, in this process; the caller runs it in a child.
+
+        With ``full``, every dtype and every cast of its own is tried too.
+        """
+
+    def fingerprint(self, name: str) -> str:
+        """Text that changes whenever a probe of the device may come out differently."""
+
+    def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """The framework's tensor over a buffer, without a copy."""
+
+
+@runtime_checkable
+class _HasDict(Protocol):
+    __dict__: dict[str, Any]
+
+
+_FRAMEWORKS = {"tinygrad": "streamload.devices.tinygrad", "host": "streamload.devices.host"}
+
+
+def framework(name: str) -> Framework:
+    """Import a framework's file; raises DeviceNotFoundError where it is not installed."""
+    try:
+        module = importlib.import_module(_FRAMEWORKS[name])
+    except KeyError:
+        raise DeviceNotFoundError(name, "no such framework", working=tuple(_FRAMEWORKS)) from None
+    except ImportError as error:
+        raise DeviceNotFoundError(name, f"it cannot be imported: {error}") from error
+    return module.FRAMEWORK  # type: ignore[no-any-return]
+
+
+def framework_of(model: Any) -> str | None:
+    """Name of the framework whose tensors a model holds, without importing any; None if empty.
+
+    Looks at the classes of the model and of what it holds, a few levels deep, in order.
+    """
+    seen: set[int] = set()
+    level: list[Any] = [model]
+    for _ in range(8):
+        following: list[Any] = []
+        for obj in level:
+            if id(obj) in seen:
+                continue
+            seen.add(id(obj))
+            roots = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
+            if "torch" in roots:
+                return "torch"
+            if "tinygrad" in roots and type(obj).__name__ == "Tensor":
+                return "tinygrad"
+            if "numpy" in roots:
+                return "host"
+            if isinstance(obj, Mapping):
+                following.extend(obj.values())
+            elif isinstance(obj, (list, tuple)):
+                following.extend(obj)
+            elif isinstance(obj, _HasDict):
+                following.extend(vars(obj).values())
+        level = following
+    return None
+
+
+def split_name(device: str) -> tuple[str | None, str]:
+    """Split "tinygrad:CL" into framework and device; the framework is None where not named."""
+    head, _, rest = device.partition(":")
+    if head.lower() in _FRAMEWORKS and rest:
+        return head.lower(), rest
+    if device.lower() == "host":
+        return "host", "host"
+    if device.lower() == "tinygrad":
+        return "tinygrad", ""
+    return None, device
+
+
+def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables whose names begin with one of the prefixes."""
+    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
+
+
+def environment_device() -> str | None:
+    """``STREAMLOAD_DEVICE``, or None where it is not set."""
+    return os.environ.get("STREAMLOAD_DEVICE") or None
+
+
+def environment_fp16_cast() -> Literal["device", "llvm"] | None:
+    """What ``SUPPORT_BF16`` asks for: "1" fp16 by the device's cast, "0" by the LLVM cast.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    value = os.environ.get("SUPPORT_BF16", "")
+    choices: dict[str, Literal["device", "llvm"] | None] = {"": None, "1": "device", "0": "llvm"}
+    if value not in choices:
+        raise ValueError(f"SUPPORT_BF16 is {value!r}; expected 0 or 1")
+    return choices[value]
+
+
+_PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
+_PROBE_TIMEOUT_S = 120.0
+
+
+def probe(
+    framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
+) -> ProbeResult:
+    """Compute on a device in a child process, and remember what came out.
+
+    An addition always; with ``full`` every dtype and the device's own casts too (seconds).
+
+    The child has a compile cache of its own, since a warm one hides a missing compiler, and its
+    stderr is captured. Results are kept on disk under a fingerprint of what they depend on
+    (versions, drivers, compilers), where a cache directory can be written. A child that takes
+    longer than ``timeout_s`` is ended, with all that it started: the device does not work.
+    """
+    owner = framework(framework_name)
+    key = (framework_name, owner.canonical(device), full)
+    if key in _PROBES:
+        return _PROBES[key]
+    parts = [*map(str, key), owner.fingerprint(device), sys.version, sys.executable]
+    cached = _cache_file(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32])
+    result = _read_probe(cached)
+    if result is None:
+        result = _probe_in_child(*key, timeout_s)
+        _write_probe(cached, result)
+    _PROBES[key] = result
+    return result
+
+
+def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:
+    code = (
+        "import json, sys; from dataclasses import asdict; from streamload.devices import base; "
+        "result = base.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
+        "print('\\n' + json.dumps(asdict(result)))"
+    )
+    with tempfile.TemporaryDirectory(prefix="streamload-probe-") as folder:
+        # tinygrad reads CACHEDB; PoCL and others compile below XDG_CACHE_HOME
+        variables = os.environ | {
+            "CACHEDB": os.path.join(folder, "cache.db"),
+            "XDG_CACHE_HOME": folder,
+            "POCL_CACHE_DIR": folder,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+        # files, not pipes: a compiler left behind would hold a pipe open
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            try:
+                child = subprocess.Popen(
+                    [sys.executable, "-c", code, framework_name, device, str(full)],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return ProbeResult(device, False, f"no child process could be started: {error}")
+            try:
+                child.wait(timeout_s)
+            except BaseException as error:
+                os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+                child.wait()
+                if not isinstance(error, subprocess.TimeoutExpired):
+                    raise
+                return ProbeResult(device, False, f"it did not answer in {timeout_s:g} s")
+        lines = out.read_text(errors="replace").strip().splitlines()
+        said = err.read_text(errors="replace").strip().splitlines()
+    try:
+        return _from_json(json.loads(lines[-1]))
+    except (IndexError, ValueError, TypeError, KeyError):
+        died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit {child.returncode}"
+        return ProbeResult(device, False, f"{died}: {said[-1] if said else 'no message'}")
+
+
+def _from_json(data: Any) -> ProbeResult:
+    casts = tuple((src, dst) for src, dst in data.pop("device_casts"))
+    return ProbeResult(**data, device_casts=casts)
+
+
+def _cache_file(key: str) -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "streamload" / f"probe-{key}.json"
+
+
+def _read_probe(path: Path) -> ProbeResult | None:
+    try:
+        return _from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_probe(path: Path, result: ProbeResult) -> None:
+    if not result.works:
+        return  # a failure may be mended without the fingerprint changing
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(result), file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home: the next process probes again

@@ -1,0 +1,263 @@
+"""The host as a device: numpy arrays, with the dtypes of ml_dtypes where numpy has none."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import numpy as np
+
+from streamload.devices.base import (
+    Device,
+    DeviceInfo,
+    Parameter,
+    ProbeResult,
+    Staging,
+    Ticket,
+)
+from streamload.dtypes import BY_NAME, DType
+from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+
+_UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)
+
+
+def _flat_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+class HostDevice:
+    """Memory of this process."""
+
+    name = "host"
+
+    @property
+    def info(self) -> DeviceInfo:
+        """The host has no limits of its own but what is free."""
+        # numpy takes large arrays from the kernel in whole pages, small ones in multiples of 16
+        return DeviceInfo("host", "host", "numpy", unsupported=_UNSUPPORTED, granularity_nbytes=16)
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """An uninitialised array; no page of it is touched."""
+        try:
+            return np.empty(shape, dtype.numpy)
+        except (MemoryError, ValueError) as error:
+            nbytes = dtype.nbytes(math.prod(shape))
+            raise AllocationError("host", str(error), nbytes=nbytes) from error
+
+    @contextmanager
+    def window(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> Iterator[memoryview]:
+        """The array's own bytes."""
+        with _flat_bytes(buffer)[start:stop] as view:
+            yield view
+
+    def staging(self, nbytes: int) -> Staging:
+        """The host needs none."""
+        raise DeviceError("host", "its memory is written in place")
+
+    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
+        """The host needs none."""
+        raise DeviceError("host", "its memory is written in place")
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: Any,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """The host's casts are those of `streamload.cast`."""
+        raise DeviceError("host", "it has no cast of its own")
+
+    def read(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> bytes:
+        """The array's bytes."""
+        return bytes(_flat_bytes(buffer)[start:stop])
+
+    def release(self, buffer: np.ndarray[Any, Any]) -> None:
+        """The array goes with its last reference."""
+
+    def trim(self) -> None:
+        """Hand freed heap memory back to the kernel, where the C library can."""
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+    def synchronize(self) -> None:
+        """Nothing is under way on the host."""
+
+    def allocated_nbytes(self) -> int | None:
+        """numpy keeps no count."""
+        return None
+
+
+class InvalidArray:
+    """What stands in a state dict for an array that a failed load left without values."""
+
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        self.name, self.dtype_name, self.shape = name, dtype, shape
+
+    def _refuse(self) -> NoReturn:
+        raise DeviceError(
+            "host", f"parameter {self.name!r} holds no values, since a load failed; load it again"
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: there are no values."""
+        self._refuse()
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        """Refuse whatever an array would answer."""
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._refuse()
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse: there are no values."""
+        self._refuse()
+
+
+_Slot = tuple[MutableMapping[str, Any], str]  # a dict of the model and a key in it
+
+
+class HostParameter:
+    """Entries of a state dict that are the same array."""
+
+    def __init__(self, names: tuple[str, ...], slots: list[_Slot]) -> None:
+        self.names = names
+        self._slots = slots
+        value = slots[0][0][slots[0][1]]
+        self.shape = tuple(value.shape)
+        self.device: str | None = None
+        self.nbytes = 0
+        self.fixed = ""
+        self.refused = ""
+        if isinstance(value, InvalidArray):
+            self.dtype = value.dtype_name
+            return
+        self.dtype = value.dtype.name
+        self.device, self.nbytes = "host", value.nbytes
+        whole = value.flags.c_contiguous and value.flags.writeable
+        if value.base is not None and isinstance(value.base, np.ndarray):
+            # a view can be written where it lies in one piece; replaced, it would part company
+            self.fixed = "it is a view of another array"
+            if not whole:
+                self.refused = "it is a view of another array, and not writable in one piece"
+        elif not whole:
+            self.dtype += " (not writable in place)"  # never equal: it is replaced
+
+    def _value(self) -> Any:
+        container, key = self._slots[0]
+        return container[key]
+
+    def buffer(self) -> np.ndarray[Any, Any]:
+        """The array."""
+        array: np.ndarray[Any, Any] = self._value()
+        return array
+
+    def release(self) -> str:
+        """Take the array out of the state dict, and see that it is gone."""
+        value = self._value()
+        if isinstance(value, InvalidArray):
+            return ""
+        gone = weakref.ref(value)
+        self.invalidate()
+        del value
+        if gone() is not None:
+            gc.collect()
+        held = gone()
+        if held is None:
+            return ""
+        for container, key in self._slots:
+            container[key] = held
+        return "something else still refers to the array"
+
+    def attach(self, buffer: np.ndarray[Any, Any], dtype: DType) -> None:
+        """Put the array into the state dict."""
+        for container, key in self._slots:
+            container[key] = buffer
+
+    def invalidate(self) -> None:
+        """Put something that raises into the state dict."""
+        for container, key in self._slots:
+            container[key] = InvalidArray(self.names[0], self.dtype, self.shape)
+
+
+def _slots(model: MutableMapping[str, Any], prefix: str = "") -> Iterator[tuple[str, _Slot]]:
+    for key, value in model.items():
+        if isinstance(value, MutableMapping):
+            yield from _slots(value, f"{prefix}{key}.")
+        elif isinstance(value, (np.ndarray, InvalidArray)):
+            yield f"{prefix}{key}", (model, key)
+
+
+class HostFramework:
+    """numpy, as `devices.base.Framework`."""
+
+    name = "host"
+
+    def parameters(self, model: Any) -> list[Parameter]:
+        """The arrays of a (nested) dict; entries that are one array are tied."""
+        groups: dict[int, tuple[list[str], list[_Slot]]] = {}
+        for name, slot in _slots(model):
+            names, slots = groups.setdefault(id(slot[0][slot[1]]), ([], []))
+            names.append(name)
+            slots.append(slot)
+        return [HostParameter(tuple(names), slots) for names, slots in groups.values()]
+
+    def canonical(self, name: str) -> str:
+        """There is one host."""
+        if name.lower() != "host":
+            raise DeviceNotFoundError(name, "arrays of numpy live on the host", working=("host",))
+        return "host"
+
+    def device(self, name: str) -> HostDevice:
+        """The host."""
+        self.canonical(name)
+        return HostDevice()
+
+    def default_device(self) -> str:
+        """The host."""
+        return "host"
+
+    def candidates(self) -> Sequence[str]:
+        """The host."""
+        return ("host",)
+
+    def fingerprint(self, name: str) -> str:
+        """The host works."""
+        return ""
+
+    def probe(self, name: str, full: bool = True) -> ProbeResult:
+        """The host works; dtypes that numpy itself lacks are computed by ml_dtypes."""
+        return ProbeResult(
+            "host",
+            True,
+            dtypes={
+                name: "absent"
+                if name in _UNSUPPORTED
+                else "native"
+                if type(dtype.numpy.type(0)).__module__ == "numpy" and name != "float16"
+                else "emulated"
+                for name, dtype in BY_NAME.items()
+            },
+        )
+
+    def tensor(
+        self,
+        device: Device,
+        buffer: np.ndarray[Any, Any],
+        dtype: DType,
+        shape: tuple[int, ...],
+    ) -> np.ndarray[Any, Any]:
+        """The array itself."""
+        return buffer
+
+
+FRAMEWORK = HostFramework()

@@ -1,0 +1,553 @@
+"""The one loop: read, cast, place. The only threads of streamload are here.
+
+The calling thread prepares parameters in plan order (old memory is released and new memory is
+allocated there, since frameworks are not thread-safe) and hands units of work to a few workers;
+progress is told and parameters are finished there too. A worker reads a window of the file and
+casts it into the device's memory, or into a staging slot of its own that the device copies from.
+With no workers, the calling thread does that as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import Protocol
+
+from streamload.cast.table import Cast, CastCounts, make_cast
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.readers import Reader, open_reader
+from streamload.devices.base import Buffer, Device, Staging, Ticket
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.plan.budget import STAGING, Ledger
+from streamload.plan.chunks import Chunk, Run, chunks
+from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
+
+_NO_COUNTS = CastCounts()
+_MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
+
+Unit = tuple[Chunk, ...]  # of one shard and one device, one after the other in the file
+
+
+class Target(Protocol):
+    """What is filled. Called from the streaming thread only, in plan order."""
+
+    def begin(self, index: int) -> Buffer:
+        """Make room for placement ``index`` and return its buffer."""
+
+    def finish(self, index: int, counts: CastCounts) -> None:
+        """All bytes of the placement are there; its buffer is written no more."""
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """What a stream did.
+
+    Attributes:
+        read_nbytes: file bytes read.
+        counts: cast counts by placement index, of the casts that the host made.
+        seconds: wall time.
+    """
+
+    read_nbytes: int = 0
+    counts: dict[int, CastCounts] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def stream(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    target: Target,
+    devices: Mapping[str, Device],
+    ledger: Ledger,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> StreamStats:
+    """Run a plan.
+
+    Args:
+        plan: what to do.
+        checkpoint: the headers that the plan was made from.
+        target: what is filled.
+        devices: by name, every device of the plan.
+        ledger: where scratch and staging are reserved.
+        progress: told the file bytes read so far, often.
+
+    Returns:
+        What was done.
+
+    Raises:
+        CheckpointError: a file could not be read, or is not what it was.
+        OutOfRangeError: under ``out_of_range="error"``.
+        KeyboardInterrupt: Ctrl-C, or whatever the application's own handler of it raises; work
+            under way is finished first.
+        StreamloadError: whatever the target and the devices raise.
+    """
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(deferred_interrupt())
+        for device in plan.devices:
+            stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
+        if plan.host_nbytes:
+            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
+        job = _Job(plan, checkpoint, target, devices, progress)
+        crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
+        for shard, units in _by_shard(job.chunks, plan):
+            header = checkpoint.shards[shard]
+            with open_reader(header.path, header.file_nbytes, plan.readers[shard]) as reader:
+                try:
+                    for unit in units:
+                        interrupt.check()
+                        job.begin(unit)
+                        crew.submit(reader, unit)
+                    crew.drain()
+                except BaseException:
+                    crew.join()  # before the reader is closed
+                    raise
+        crew.end()
+        interrupt.check()  # it came when the last byte had been placed
+        job.stats.seconds = time.perf_counter() - begun
+        return job.stats
+
+
+def _by_shard(cut: Sequence[Chunk], plan: Plan) -> Iterator[tuple[int, list[Unit]]]:
+    """Group chunks into units, small neighbours together, and units by shard."""
+    units: list[Unit] = []
+    unit: list[Chunk] = []
+    size = 0
+    for chunk in cut:
+        new_shard = bool(unit) and chunk.shard != unit[0].shard
+        grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
+        if unit and (
+            new_shard
+            or size + grows > plan.slot_nbytes
+            or len(unit) == _MAX_UNIT_CHUNKS
+            or plan.placements[chunk.placement].device != plan.placements[unit[0].placement].device
+        ):
+            units.append(tuple(unit))
+            if new_shard:
+                yield unit[0].shard, units
+                units = []
+            unit, size = [], 0
+        unit.append(chunk)
+        size += grows
+    if unit:
+        units.append(tuple(unit))
+        yield unit[0].shard, units
+
+
+class _Job:
+    """The plan being run, and what is known of its progress. The streaming thread changes it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        target: Target,
+        devices: Mapping[str, Device],
+        progress: Callable[[int], None],
+    ) -> None:
+        self.plan = plan
+        self.devices = devices
+        self.stats = StreamStats()
+        self.buffers: dict[int, Buffer] = {}
+        self.chunks = chunks(plan, checkpoint)
+        self.host_visible = {name: device.info.host_visible for name, device in devices.items()}
+        self._checkpoint = checkpoint
+        self._target = target
+        self._progress = progress
+        self._left: dict[int, int] = {}  # chunks to come, by placement
+        for chunk in self.chunks:
+            self._left[chunk.placement] = self._left.get(chunk.placement, 0) + 1
+        self._casts: dict[tuple[DType, DType, str], Cast] = {}
+        for p in plan.placements:
+            key = (p.src, p.dst, p.cast)
+            if p.cast != "device" and key not in self._casts:
+                self._casts[key] = make_cast(
+                    p.src,
+                    p.dst,
+                    engine="numpy" if p.cast == "numpy" else "auto",
+                    out_of_range=plan.out_of_range,
+                )
+
+    def cast(self, p: Placement) -> Cast:
+        """The cast of a placement; a plain copy of bits where the device casts."""
+        return _copy_bits if p.cast == "device" else self._casts[p.src, p.dst, p.cast]
+
+    def begin(self, unit: Unit) -> None:
+        """Make room for the parameters that a unit is the first to write."""
+        for chunk in unit:
+            if chunk.placement not in self.buffers:
+                self.buffers[chunk.placement] = self._target.begin(chunk.placement)
+
+    def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
+        """Account for a unit whose bytes are in place."""
+        for chunk, count in zip(unit, counts, strict=True):
+            index = chunk.placement
+            p = self.plan.placements[index]
+            self.stats.read_nbytes += chunk.read_nbytes
+            if p.cast in ("llvm", "numpy"):
+                self.stats.counts[index] = self.stats.counts.get(index, _NO_COUNTS) + count
+            if count.overflowed and self.plan.out_of_range == "error":
+                name = p.source[0].tensor
+                shard = self._checkpoint.tensors[name].shard
+                raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
+            self._left[index] -= 1
+            if self._left[index] == 0:
+                self._target.finish(index, self.stats.counts.get(index, _NO_COUNTS))
+                del self.buffers[index]
+        self._progress(self.stats.read_nbytes)
+
+
+def _copy_bits(src: memoryview, out: memoryview) -> CastCounts:
+    out[:] = src
+    return _NO_COUNTS
+
+
+_Outcome = tuple[Unit, list[CastCounts], BaseException | None]
+
+
+class _Worker:
+    """Reads, casts and places units; owns its staging slots and its source buffer.
+
+    `run` and `settle` raise nothing: each unit leaves by exactly one outcome.
+    """
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._slots: dict[str, deque[Staging]] = {}  # by device, least recently used first
+        self._under_way: deque[tuple[Unit, list[CastCounts], list[Ticket]]] = deque()
+        self._source = memoryview(b"")
+
+    def close(self) -> BaseException | None:
+        """Give back the staging slots, all of them; returns what went wrong with the last."""
+        for _ in self.settle():
+            pass  # where the load failed: nobody asks any more, but the copies must have ended
+        failure: BaseException | None = None
+        for slot in (slot for slots in self._slots.values() for slot in slots):
+            try:
+                slot.close()
+            except BaseException as error:
+                failure = error
+        self._slots.clear()
+        return failure
+
+    def run(self, reader: Reader, unit: Unit) -> Iterator[_Outcome]:
+        """Place one unit; yields the units that are finished by now."""
+        while len(self._under_way) >= STAGING_SLOTS:
+            yield self._settle()  # its slot is filled again
+        counts: list[CastCounts] = []
+        tickets: list[Ticket] = []
+        try:
+            self._place(reader, unit, counts, tickets)
+        except BaseException as error:
+            for ticket in tickets:
+                with suppress(Exception):
+                    ticket.wait()
+            yield from self.settle()  # slots are filled in turn, and this unit is out of turn
+            yield unit, counts, error
+            return
+        self._under_way.append((unit, counts, tickets))
+        if not tickets:
+            yield from self.settle()
+
+    def settle(self) -> Iterator[_Outcome]:
+        """Wait for all copies under way."""
+        while self._under_way:
+            yield self._settle()
+
+    def _settle(self) -> _Outcome:
+        unit, counts, tickets = self._under_way.popleft()
+        failure: BaseException | None = None
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except BaseException as error:
+                failure = error
+        return unit, counts, failure
+
+    def _place(
+        self, reader: Reader, unit: Unit, counts: list[CastCounts], tickets: list[Ticket]
+    ) -> None:
+        job = self._job
+        name = job.plan.placements[unit[0].placement].device
+        device = job.devices[name]
+        slot: Staging | None = None
+        at = 0
+        with self._shared_view(reader, unit) as (whole, base):
+            for chunk in unit:
+                p = job.plan.placements[chunk.placement]
+                buffer = job.buffers[chunk.placement]
+                try:
+                    if chunk.start == chunk.stop:
+                        counts.append(_NO_COUNTS)
+                    elif job.host_visible[name] and p.cast != "device":
+                        with device.window(buffer, chunk.start, chunk.stop) as out:
+                            counts.append(self._fill(reader, chunk, p, out, whole, base))
+                    else:
+                        slot = slot or self._slot(name)
+                        nbytes = chunk.staged_nbytes(p)
+                        with _part(slot.view, at, at + nbytes) as out:
+                            counts.append(self._fill(reader, chunk, p, out, whole, base))
+                        if p.cast == "device":
+                            device.cast_copy(slot, at, nbytes, p.src, buffer, chunk.start, p.dst)
+                        else:
+                            tickets.append(device.copy(slot, at, nbytes, buffer, chunk.start))
+                        at += slot_nbytes(nbytes)
+                except CheckpointError as error:
+                    if error.tensor is None:
+                        raise error.of_tensor(p.source[0].tensor) from error
+                    raise
+
+    def _slot(self, device: str) -> Staging:
+        slots = self._slots.setdefault(device, deque())
+        if len(slots) < STAGING_SLOTS:
+            slots.append(self._job.devices[device].staging(self._job.plan.slot_nbytes))
+        else:
+            slots.rotate(-1)
+        return slots[-1]
+
+    @contextmanager
+    def _shared_view(self, reader: Reader, unit: Unit) -> Iterator[tuple[memoryview | None, int]]:
+        """One window over a unit whose runs follow each other in a mapped file."""
+        runs = [run for chunk in unit for run in chunk.runs]
+        follow = all(a.stop == b.start for a, b in pairwise(runs))
+        if len(runs) < 2 or not follow or not reader.mapped:
+            yield None, 0
+            return
+        with reader.view(runs[0].start, runs[-1].stop) as whole:
+            yield whole, runs[0].start
+
+    def _fill(
+        self,
+        reader: Reader,
+        chunk: Chunk,
+        p: Placement,
+        out: memoryview,
+        whole: memoryview | None,
+        base: int,
+    ) -> CastCounts:
+        """Read the chunk's runs and cast them into ``out``, the chunk's bytes."""
+        cast = self._job.cast(p)
+        moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
+        counts = _NO_COUNTS
+        for run in chunk.runs:
+            n = (run.stop - run.start) // run.rows
+            width = n if moved else n // p.src.itemsize * p.dst.itemsize
+            offset = run.offset - chunk.start if p.cast != "device" else 0
+            if moved and run.rows == 1 and not reader.mapped:
+                reader.read_into(run.start, out[offset : offset + n])
+                continue
+            with self._bytes(reader, run, whole, base) as src:
+                for row in range(run.rows):
+                    start = offset + row * run.stride
+                    counts += cast(src[row * n : (row + 1) * n], out[start : start + width])
+        return counts
+
+    def _bytes(
+        self, reader: Reader, run: Run, whole: memoryview | None, base: int
+    ) -> AbstractContextManager[memoryview]:
+        if whole is not None:
+            return whole[run.start - base : run.stop - base]
+        if reader.mapped:
+            return reader.view(run.start, run.stop)
+        nbytes = run.stop - run.start
+        if not self._source:
+            self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
+        reader.read_into(run.start, self._source[:nbytes])
+        return self._source[:nbytes]
+
+
+class _Crew:
+    """The workers, and the two queues between them and the streaming thread."""
+
+    def __init__(self, job: _Job, threads: int, interrupt: Interrupt) -> None:
+        self._job = job
+        self._interrupt = interrupt
+        self._work: queue.SimpleQueue[tuple[Reader, Unit] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
+        self._in_flight = 0
+        # a worker has as many under way as it has slots; the next one waits at its door
+        self._most_in_flight = (STAGING_SLOTS + 1) * threads
+        self._stopped = threading.Event()
+        self._inline = _Worker(job) if threads == 0 else None
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"streamload-{i}") for i in range(threads)
+        ]
+        self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        interrupt.wake = lambda: self._done.put(None)
+
+    def __enter__(self) -> _Crew:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.join()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.join()
+
+    def submit(self, reader: Reader, unit: Unit) -> None:
+        """Hand out a unit; waits while enough are under way. Raises what a worker met."""
+        if self._inline is not None:
+            for outcome in self._inline.run(reader, unit):
+                self._take(outcome)
+            return
+        while self._in_flight >= self._most_in_flight:
+            self._receive()
+        self._in_flight += 1
+        self._work.put((reader, unit))
+
+    def drain(self) -> None:
+        """Wait for everything under way. Raises what a worker met."""
+        if self._inline is not None:
+            for outcome in self._inline.settle():
+                self._take(outcome)
+        while self._in_flight:
+            self._receive()
+
+    def end(self) -> None:
+        """End the crew when all is done. Raises what closing the staging met."""
+        self.join()
+        if not self._failures.empty():
+            raise self._failures.get()
+
+    def join(self) -> None:
+        """Let the units under way end, drop the others, close all staging and end all threads.
+
+        May be called again, and raises nothing.
+        """
+        self._stopped.set()
+        self._interrupt.wake = _nothing
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:  # it was started
+                _insist(thread.join)
+        if self._inline is not None:
+            self._close(self._inline)
+
+    def _close(self, worker: _Worker) -> None:
+        failure = worker.close()
+        if failure is not None:
+            self._failures.put(failure)
+
+    def _receive(self) -> None:
+        outcome = self._done.get()
+        if outcome is None:  # woken by Ctrl-C
+            self._interrupt.check()
+            return
+        self._in_flight -= 1
+        self._take(outcome)
+
+    def _take(self, outcome: _Outcome) -> None:
+        unit, counts, error = outcome
+        if error is not None:
+            raise error
+        self._job.done(unit, counts)
+
+    def _serve(self) -> None:
+        """What a worker's thread does."""
+        worker = _Worker(self._job)
+        while True:
+            try:
+                item = self._work.get_nowait()
+            except queue.Empty:
+                # nothing to overlap with: hand over what is finished before going to sleep
+                for outcome in worker.settle():
+                    self._done.put(outcome)
+                item = self._work.get()
+            if item is None or self._stopped.is_set():
+                break
+            for outcome in worker.run(*item):
+                self._done.put(outcome)
+        self._close(worker)
+
+
+class Interrupt:
+    """Ctrl-C, kept until the books are straight."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object] | None) -> None:
+        self.wake: Callable[[], None] = _nothing
+        self._handler = handler
+        self._pending = 0
+
+    def check(self) -> None:
+        """Let the handler that was in place have what was kept; Python's raises."""
+        while self._pending and self._handler is not None:
+            self._pending -= 1
+            self._handler(signal.SIGINT, None)
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """Note the signal and wake the streaming thread."""
+        self._pending += 1
+        self.wake()
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[Interrupt]:
+    """Keep Ctrl-C for a point where the books are straight.
+
+    In the main thread, the handler in place (Python's or the application's) is called from
+    `Interrupt.check` instead of between any two instructions, and once more at the end of a block
+    that succeeds. One that comes while an error is on its way is dropped: the block is ending
+    already. Blocks nest; the outermost decides. A process that ignores SIGINT, or leaves it to
+    the kernel, is left alone.
+    """
+    handler = None
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGINT)
+    outer = getattr(handler, "__self__", None)
+    if isinstance(outer, Interrupt):
+        yield outer
+        return
+    interrupt = Interrupt(handler if callable(handler) else None)
+    if not callable(handler):
+        yield interrupt
+        return
+    signal.signal(signal.SIGINT, interrupt.handle)
+    try:
+        yield interrupt
+    finally:
+        if signal.getsignal(signal.SIGINT) == interrupt.handle:  # nobody else's since
+            signal.signal(signal.SIGINT, handler)
+    interrupt.check()
+
+
+@contextmanager
+def _part(view: memoryview, start: int, stop: int) -> Iterator[memoryview]:
+    """A slice, released at the end, unless the traceback of an error still refers to it."""
+    part = view[start:stop]
+    try:
+        yield part
+    finally:
+        with suppress(BufferError):
+            part.release()
+
+
+def _insist(wait: Callable[[], object]) -> None:
+    """Wait to the end, whatever a signal handler raises meanwhile: threads are always joined."""
+    while True:
+        try:
+            wait()
+            return
+        except BaseException:
+            continue
