@@ -1,0 +1,35 @@
+"""Stream model weights onto devices that are too small for the usual loaders.
+
+`load_state_dict` moves a safetensors checkpoint to where it runs: in chunks, through one dtype
+cast, under a budget in bytes that it never exceeds.
+"""
+
+from streamload import errors
+from streamload.cast.table import CastCounts
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.load import load_state_dict
+from streamload.load import plan as _plan
+from streamload.plan.budget import Budget
+from streamload.plan.partition import Node
+from streamload.plan.plan import Plan, RowRange
+from streamload.report import LoadReport
+
+# after the imports above: the package streamload.plan gives its name to the function
+plan = _plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Budget",
+    "CastCounts",
+    "Checkpoint",
+    "LoadReport",
+    "Node",
+    "Plan",
+    "RowRange",
+    "__version__",
+    "errors",
+    "load_state_dict",
+    "open_checkpoint",
+    "plan",
+]

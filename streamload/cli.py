@@ -1,0 +1,521 @@
+"""The commands: inspect, plan, load, devices.
+
+Exit codes: 0 done, 1 bad input or a failure, 2 wrong usage, 3 does not fit, 130 Ctrl-C. Errors are
+one line on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated, Any, cast
+
+import typer
+
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.devices.base import framework, probe, split_name
+from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
+from streamload.load import load_state_dict
+from streamload.load import plan as make_plan
+from streamload.mapping import MAPPINGS
+from streamload.plan.partition import Node
+from streamload.plan.plan import Plan
+from streamload.units import format_bytes
+
+app = typer.Typer(
+    help="Stream safetensors checkpoints onto devices that are too small for the usual loaders.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: it pipes, greps, and fits a narrow terminal
+)
+
+# typer exports this one of click's usage errors only; their common base is all that is needed
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+
+_CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+
+class OutOfRangeChoice(StrEnum):
+    """``--out-of-range``."""
+
+    inf = "inf"
+    clamp = "clamp"
+    error = "error"
+
+
+class CastChoice(StrEnum):
+    """``--cast``."""
+
+    auto = "auto"
+    llvm = "llvm"
+    numpy = "numpy"
+    device = "device"
+
+
+class ReaderChoice(StrEnum):
+    """``--reader``."""
+
+    auto = "auto"
+    mmap = "mmap"
+    pread = "pread"
+
+
+PathArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="A .safetensors file, a folder, an index.json, or org/name in the local Hugging Face "
+        "cache.",
+        show_default=False,
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Most bytes per device: 3GB, 2.5GiB, 80% (of what is free), one size for each device "
+        "(3GB,8GB), or DEVICE=SIZE,...  Default: what is free, less a reserve.",
+        show_default=False,
+    ),
+]
+DTypeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float16, checkpoint (as it is there), or PATTERN=DTYPE by tensor name, such as "
+        "'*norm*=float32'; repeatable, the first that matches decides. Default: bfloat16 becomes "
+        "float16 where the device does not compute in it natively.",
+        show_default=False,
+    ),
+]
+OutOfRangeOption = Annotated[
+    OutOfRangeChoice,
+    typer.Option(
+        metavar="WHAT",
+        help="What becomes of finite values that the dtype cannot represent: inf, clamp or error.",
+    ),
+]
+CastOption = Annotated[
+    CastChoice,
+    typer.Option(metavar="ENGINE", help="What casts: auto, llvm, numpy or device."),
+]
+ReaderOption = Annotated[
+    ReaderChoice,
+    typer.Option(metavar="READER", help="How files are read: auto, mmap or pread."),
+]
+MappingOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FAMILY",
+        help=f"Rename and reorder a family's tensors: {' or '.join(MAPPINGS)}.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+@app.command()
+def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Show what a checkpoint holds; reads headers only."""
+    checkpoint = open_checkpoint(path)
+    if as_json:
+        _print_json(
+            {
+                "path": str(checkpoint.path),
+                "nbytes": checkpoint.nbytes,
+                "metadata": dict(checkpoint.metadata),
+                "shards": [
+                    {
+                        "path": str(header.path),
+                        "file_nbytes": header.file_nbytes,
+                        "data_start": header.data_start,
+                        "tensors": len(header.tensors),
+                    }
+                    for header in checkpoint.shards
+                ],
+                "tensors": [
+                    {
+                        "name": info.name,
+                        "dtype": info.dtype.name,
+                        "shape": list(info.shape),
+                        "nbytes": info.nbytes,
+                        "shard": info.shard.name,
+                        "start": info.start,
+                        "stop": info.stop,
+                    }
+                    for info in checkpoint.tensors.values()
+                ],
+            }
+        )
+        return
+    _print_inspection(checkpoint)
+
+
+def _print_inspection(checkpoint: Checkpoint) -> None:
+    kinds: Counter[str] = Counter()
+    rows = []
+    for info in checkpoint.tensors.values():
+        kinds[info.dtype.name] += info.nbytes
+        shape = " x ".join(map(str, info.shape)) or "scalar"
+        rows.append((info.name, info.dtype.name, shape, format_bytes(info.nbytes)))
+    by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
+    _print(
+        *_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
+        f"{len(rows)} tensors in {len(checkpoint.shards)} "
+        f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
+        + (f": {by_dtype}" if by_dtype else ""),
+        *(f"metadata {key}: {value}" for key, value in checkpoint.metadata.items()),
+    )
+
+
+@app.command()
+def plan(
+    path: PathArgument,
+    budget: BudgetOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A device, or several separated by commas: their layers are split.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|NAMES",
+            help="Split the layers over nodes: how many, or their names separated by commas. With "
+            "--budget one size for all, or one for each.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: DTypeOption = None,
+    out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
+    cast: CastOption = CastChoice.auto,
+    reader: ReaderOption = ReaderChoice.auto,
+    mapping: MappingOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a load would do, and whether it fits; reads headers only."""
+    split = _names(device)
+    over = _nodes(nodes, budget, device)
+    made = make_plan(
+        path,
+        budget=None if over else _budget(budget, split),
+        device=split[0] if len(split) == 1 else None,
+        devices=split if len(split) > 1 else None,
+        nodes=over,
+        dtype=_dtype(dtype),
+        out_of_range=out_of_range.value,
+        cast=cast.value,
+        reader=reader.value,
+        mapping=mapping,
+    )
+    if as_json:
+        _print(made.to_json())
+    else:
+        _print_plan(made)
+
+
+def _names(device: str | None) -> list[str]:
+    names = [name.strip() for name in device.split(",")] if device is not None else []
+    if not all(names):
+        raise typer.BadParameter(f"--device: expected names separated by commas, found {device!r}")
+    return names
+
+
+def _nodes(text: str | None, budget: str | None, device: str | None) -> list[Node] | None:
+    if text is None:
+        several = budget is not None and "," in budget and "=" not in budget and device is None
+        return _nodes(str(len((budget or "").split(","))), budget, None) if several else None
+    if device is not None:
+        raise typer.BadParameter("--nodes and --device exclude each other")
+    if budget is None:
+        raise typer.BadParameter("--nodes needs --budget: one size for all nodes, or one for each")
+    if text.lstrip("+-").isdecimal():
+        if not 1 <= int(text) <= 100_000:
+            raise typer.BadParameter(f"--nodes: {text} is not from 1 to 100,000")
+        names = [f"node{i}" for i in range(int(text))]
+    else:
+        names = [name.strip() for name in text.split(",")]
+        if not all(names):
+            raise typer.BadParameter(f"--nodes: expected a number or names, found {text!r}")
+    sizes = budget.split(",")
+    if len(sizes) == 1:
+        sizes *= len(names)
+    if len(sizes) != len(names):
+        raise typer.BadParameter(f"{len(sizes)} budgets for {len(names)} nodes")
+    return [Node(name, size.strip()) for name, size in zip(names, sizes, strict=True)]
+
+
+def _print_plan(made: Plan) -> None:
+    split = len(made.devices) > 1
+    count = Counter(p.device for p in made.placements)
+    rows = []
+    for d in made.devices:
+        first, stop = d.layers or (0, 0)
+        holds = ["embedding"] * d.embedding
+        holds += [f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"] * (
+            stop > first
+        )
+        holds += ["head"] * d.head
+        rows.append(
+            (
+                d.device,
+                *([", ".join(holds) or "-"] if split else []),
+                str(count[d.device]),
+                format_bytes(d.resident_nbytes),
+                format_bytes(d.peak_nbytes),
+                format_bytes(d.budget_nbytes),
+                f"{d.peak_nbytes / d.budget_nbytes:.0%}" if d.budget_nbytes else "-",
+            )
+        )
+    titles = ("device", *["holds"] * split, "tensors", "resident", "peak", "budget", "share")
+    casts = Counter((p.src.name, p.dst.name, p.cast) for p in made.placements if p.src is not p.dst)
+    _print(
+        *_table(titles, rows, right=5),
+        *(f"{n} tensors from {src} to {dst} by {by}" for (src, dst, by), n in casts.items()),
+        f"{format_bytes(made.resident_nbytes)} in all; {made.threads} threads, chunks of "
+        f"{format_bytes(made.chunk_nbytes)}, host staging {format_bytes(made.host_nbytes)}",
+        *(f"note: {note}" for note in made.notes),
+    )
+
+
+@app.command()
+def load(
+    path: PathArgument,
+    budget: BudgetOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A device (CL, CPU, host), several separated by commas, or auto. Default: "
+            "STREAMLOAD_DEVICE, or tinygrad's own choice.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: DTypeOption = None,
+    out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
+    cast: CastOption = CastChoice.auto,
+    reader: ReaderOption = ReaderChoice.auto,
+    mapping: MappingOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Read every tensor back and compare it with plain reads and the numpy cast.",
+        ),
+    ] = False,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a checkpoint onto a device, and report what that took."""
+    split = _names(device)
+    report = load_state_dict(
+        None,
+        path,
+        budget=_budget(budget, split),
+        device=split if len(split) > 1 else device,
+        dtype=_dtype(dtype),
+        out_of_range=out_of_range.value,
+        cast=cast.value,
+        reader=reader.value,
+        mapping=mapping,
+        progress=False if no_progress else "auto",
+    )
+    problems: list[str] = []
+    if verify:
+        from streamload.verify import verify as compare
+
+        problems = [str(m) for m in compare(report, open_checkpoint(path))]
+    if as_json:
+        data = json.loads(report.to_json())
+        if verify:
+            data["verified"] = not problems
+            data["mismatches"] = problems
+        _print_json(data)
+    else:
+        _print(*str(report).splitlines())
+        if verify and not problems:
+            _print(f"verified: {len(report.plan.placements)} tensors, byte by byte")
+    if problems:
+        _complain(f"{len(problems)} tensors differ from the checkpoint: {'; '.join(problems[:3])}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def devices(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Devices to look at.  [default: all]"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute on every device and show what works; takes seconds for each."""
+    found = []
+    for owner_name, name in _wanted(names):
+        try:
+            owner = framework(owner_name)
+        except DeviceNotFoundError as error:
+            found.append({"device": owner_name, "works": False, "problem": str(error)})
+            continue
+        for one in owner.candidates() if name is None else [owner.canonical(name)]:
+            result = probe(owner.name, one, full=True)
+            row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
+            if result.works:
+                info = asdict(owner.device(one).info)
+                info["unsupported"] = sorted(info["unsupported"])
+                row["info"] = info
+            found.append(row)
+    if as_json:
+        _print_json(found)
+    else:
+        _print(*_listed(found))
+    if names and not all(row["works"] for row in found):
+        raise typer.Exit(1)
+
+
+def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
+    """(framework, device) of what was asked for; None stands for all devices."""
+    if not names:
+        return [("tinygrad", None), ("host", None)]
+    split = [split_name(name) for name in names]
+    return [(owner or "tinygrad", name or None) for owner, name in split]
+
+
+def _listed(found: Sequence[dict[str, Any]]) -> Iterable[str]:
+    for row in found:
+        if not row["works"]:
+            yield f"{row['device']}: does not work: {row['problem']}"
+            continue
+        info = row["info"]
+        yield f"{row['device']} ({row['framework']}): works. {info['description']}".rstrip()
+        sizes = [
+            f"{label} {format_bytes(info[key])}"
+            for key, label in (
+                ("free_nbytes", "free"),
+                ("total_nbytes", "total"),
+                ("largest_allocation_nbytes", "largest allocation"),
+            )
+            if info[key] is not None
+        ]
+        way = "written in place" if info["host_visible"] else "through staging"
+        yield f"  memory: {', '.join([*sizes, way])}"
+        for status in ("native", "emulated", "broken", "absent"):
+            listed = [name for name, s in row["dtypes"].items() if s == status]
+            if listed:
+                yield f"  {status}: {', '.join(listed)}"
+
+
+def _budget(text: str | None, devices: Sequence[str]) -> str | dict[str, str | None] | None:
+    if text is None or ("=" not in text and "," not in text):
+        return text
+    parts = text.split(",")
+    if "=" not in text:
+        if len(parts) != len(devices):
+            raise typer.BadParameter(
+                f"--budget: {len(parts)} sizes for {len(devices)} devices named by --device"
+            )
+        parts = [f"{name}={size}" for name, size in zip(devices, parts, strict=True)]
+    out: dict[str, str | None] = {}
+    for part in parts:
+        name, _, size = part.rpartition("=")
+        if not name.strip():
+            raise typer.BadParameter(f"--budget: expected DEVICE=SIZE, found {part!r}")
+        out[name.strip()] = size.strip()
+    return out
+
+
+def _dtype(values: list[str] | None) -> str | dict[str, str] | None:
+    if not values:
+        return None
+    if len(values) == 1 and "=" not in values[0]:
+        return values[0]
+    rules: dict[str, str] = {}
+    for value in values:
+        pattern, _, dtype = value.rpartition("=")
+        rules.setdefault(pattern or "*", dtype)
+    return rules
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> Iterable[str]:
+    """Columns of text, the last ``right`` of them flush right."""
+    shown = [tuple(map(_printable, row)) for row in (titles, *rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    left = len(titles) - right
+    for row in shown:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _printable(text: str) -> str:
+    """Text from a file, without what a terminal would obey: names may hold any character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _print(*lines: str) -> None:
+    """Write lines to stdout; ends the program quietly where nobody reads them any more."""
+    try:
+        for line in lines:
+            print(_printable(line))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_CLOSED_PIPE) from None
+
+
+def _print_json(data: Any) -> None:
+    _print(json.dumps(data))
+
+
+def _complain(message: str) -> None:
+    print(f"streamload: {_printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, *rest: Any, **more: Any) -> None:
+    _complain(f"warning: {message}")
+
+
+def main() -> None:
+    """Run a command; the entry point of ``streamload``."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("streamload").setLevel(logging.INFO)
+    warnings.showwarning = _show_warning
+    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = app(sys.argv[1:] or ["--help"], prog_name="streamload", standalone_mode=False)
+    except BudgetError as error:
+        code, message = 3, str(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code, message = 130, "interrupted"
+    except (StreamloadError, OSError) as error:
+        code, message = 1, str(error)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "streamload"
+        code, message = 2, f"{error.format_message()} (see {command} --help)"
+    except ValueError as error:  # an argument that could not be read
+        code, message = 2, str(error)
+    else:
+        # typer makes an exit code of Ctrl-C itself
+        message = "interrupted" if code == 130 else ""
+    if message:
+        _complain(message)
+    sys.exit(code)

@@ -1,0 +1,413 @@
+"""`load_state_dict`: match a model to a checkpoint, plan, stream, report."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.readers import ReaderKind
+from streamload.devices.base import (
+    Parameter,
+    environment_fp16_cast,
+    framework,
+    framework_of,
+)
+from streamload.dtypes import DType
+from streamload.errors import StateDictMismatchError, StreamloadError
+from streamload.lookup import CastArgument, Devices, bf16_is_undecided, open_devices
+from streamload.mapping import MappingArgument, Rename, Source, sources
+from streamload.match import Match, incoherent, want_of
+from streamload.match import match as match_parameters
+from streamload.plan.budget import STAGING, Budget, BudgetLike, Ledger
+from streamload.plan.partition import Node
+from streamload.plan.plan import Plan
+from streamload.plan.planner import (
+    DEFAULT_CHUNK_NBYTES,
+    CastChoice,
+    DeviceSpec,
+    DTypePolicy,
+    Want,
+    make_plan,
+)
+from streamload.progress import Progress, reporting
+from streamload.report import Clock, LoadReport, Meter
+from streamload.stream import stream
+from streamload.target import ModelTarget
+
+DTypeArgument = None | str | DType | Mapping[str, str | DType]
+
+_MOST_THREADS = 8
+
+
+def load_state_dict(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    budget: BudgetLike = None,
+    device: str | Sequence[str] | None = None,
+    dtype: DTypeArgument = None,
+    out_of_range: OutOfRange = "inf",
+    cast: CastArgument = "auto",
+    reader: ReaderKind = "auto",
+    rename: Rename | None = None,
+    mapping: MappingArgument | None = None,
+    strict: bool = True,
+    progress: Progress = "auto",
+    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    threads: int | None = None,
+) -> LoadReport:
+    """Stream a safetensors checkpoint into a model, under a budget in bytes.
+
+    Nothing is read or allocated before it is known that everything fits. Weights that the model
+    holds already are overwritten in place where size, dtype and device stay the same; otherwise
+    they are released, one parameter at a time, before the new ones are allocated.
+
+    Args:
+        model: a tinygrad object as ``nn.state.get_state_dict`` sees it, a dict of tensors, or
+            None; then the report's ``state_dict`` holds the tensors by name.
+        path: a ``.safetensors`` file, a folder, an index, or ``org/name`` in the local Hugging
+            Face cache.
+        budget: most bytes on the device when the load is done and meanwhile: a number, "3GB",
+            "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
+            free, less a reserve. Staging and scratch count too where the device shares the host's
+            memory; elsewhere staging counts against ``Budget(host=...)``.
+        device: "CL", "CPU", "CPU:1", "tinygrad:CL", "host", a list of devices that the layers are
+            split over, or "auto" for the first that works. None: where the model's parameters
+            are, else ``STREAMLOAD_DEVICE``, else tinygrad's default.
+        dtype: a dtype's name, "checkpoint", or patterns by name, the first that matches deciding:
+            ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes unchanged.
+            None: bfloat16 stays where the device computes in it natively and becomes float16
+            elsewhere; everything else stays as it is.
+        out_of_range: finite values beyond the target dtype become infinite ("inf", with a
+            warning), the largest finite value ("clamp"), or an error ("error").
+        cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
+        reader: "auto", "mmap" or "pread".
+        rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
+            None to skip the tensor.
+        mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
+            or a dict from parameter names to the tensors or `RowRange` s that they consist of.
+        strict: every parameter must be in the checkpoint and the other way round. With False,
+            what matches is loaded and the report names the rest.
+        progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
+        chunk_nbytes: most bytes read and cast at once.
+        threads: most streaming threads; None: the CPUs that this process may use, at most 8.
+
+    Returns:
+        What was done; ``print(report)`` shows it.
+
+    Raises:
+        CheckpointError: the checkpoint is not what it should be; names file and tensor.
+        StateDictMismatchError: model and checkpoint do not match; before any data is read.
+        PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
+        BudgetExceededError: something still holds memory that had to be released first.
+        UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
+        OutOfRangeError: under ``out_of_range="error"``.
+        DeviceError: the device is not there, does not work, or failed.
+        ValueError: an argument is not what it should be.
+
+    After an error or Ctrl-C each parameter is loaded, untouched or invalid (it holds nothing
+    readable and raises when used); the exception's notes, and the ``state`` of streamload's own
+    errors, say which. Calling again completes the load.
+    """
+    clock = Clock()
+    options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
+    checkpoint = open_checkpoint(path)
+    load = _Load.prepare(model, checkpoint, options, device, rename, mapping, strict)
+    return load.run(progress, clock)
+
+
+def plan(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    budget: BudgetLike = None,
+    device: str | None = None,
+    devices: Sequence[str] | None = None,
+    nodes: Sequence[Node] | None = None,
+    dtype: DTypeArgument = None,
+    out_of_range: OutOfRange = "inf",
+    cast: CastArgument = "auto",
+    reader: ReaderKind = "auto",
+    rename: Rename | None = None,
+    mapping: MappingArgument | None = None,
+    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    threads: int | None = None,
+) -> Plan:
+    """Plan a load of all of a checkpoint, without a model and without reading any data.
+
+    With a budget in bytes and a dtype, no device is looked at.
+
+    Args:
+        path: as in `load_state_dict`, or an open checkpoint.
+        budget: as in `load_state_dict`; for several devices one for each, or a dict.
+        device: the device; None is as in `load_state_dict`, or "device" where none is looked at.
+        devices: devices to split the layers over, each under its budget.
+        nodes: nodes to split the layers over; each has its own budget, and ``budget`` is not
+            used.
+        dtype: as in `load_state_dict`.
+        out_of_range: as in `load_state_dict`.
+        cast: as in `load_state_dict`.
+        reader: as in `load_state_dict`.
+        rename: as in `load_state_dict`.
+        mapping: as in `load_state_dict`.
+        chunk_nbytes: as in `load_state_dict`.
+        threads: as in `load_state_dict`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        CheckpointError: the checkpoint is not what it should be.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        DeviceNotFoundError: a device had to be looked at and does not work.
+        ValueError: an argument is not what it should be.
+    """
+    if sum(given is not None for given in (device, devices, nodes)) > 1:
+        raise ValueError("device, devices and nodes exclude each other")
+    options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
+    parsed, policy = options.budget, options.policy
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    names = [node.name for node in nodes] if nodes else list(devices or [device or "device"])
+    stated = nodes is not None or all(parsed.is_stated(name) for name in names)
+    if stated and cast != "device" and not bf16_is_undecided(policy, checkpoint):
+        sizes = {n.name: n.budget for n in nodes or ()}
+        specs = [DeviceSpec(n, sizes.get(n) or parsed.resolve(n, None)) for n in names]
+    elif nodes is not None:
+        native = open_devices(None, None, {}).native_bf16(policy, checkpoint)
+        specs = [DeviceSpec(n.name, n.budget, native_bf16=native) for n in nodes]
+    else:
+        found = open_devices(device or devices, None, {})
+        specs = found.specs(parsed, policy, checkpoint, cast, {})
+    fill, _, tied = sources(checkpoint, mapping, rename)
+    engine: CastChoice = "llvm" if cast == "auto" else cast
+    return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
+
+
+def _default_threads() -> int:
+    cpus = getattr(os, "sched_getaffinity", None)
+    count = len(cpus(0)) if cpus else os.cpu_count() or 1
+    return max(1, min(count, _MOST_THREADS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of a load that are numbers and names, read and checked."""
+
+    budget: Budget
+    policy: DTypePolicy
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    chunk_nbytes: int
+    threads: int
+
+    @classmethod
+    def read(
+        cls,
+        budget: BudgetLike,
+        dtype: DTypeArgument,
+        out_of_range: OutOfRange,
+        cast: CastArgument,
+        reader: ReaderKind,
+        chunk_nbytes: int,
+        threads: int | None,
+    ) -> _Options:
+        """Read the arguments; raises ValueError for one that is not what it should be."""
+        for name, value, choices in (
+            ("out_of_range", out_of_range, get_args(OutOfRange)),
+            ("cast", cast, get_args(CastArgument)),
+            ("reader", reader, get_args(ReaderKind)),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
+        if chunk_nbytes < 1 or (threads is not None and threads < 1):
+            raise ValueError("chunk_nbytes and threads are at least 1")
+        return cls(
+            Budget.parse(budget),
+            DTypePolicy.parse(dtype, environment_fp16_cast()),
+            out_of_range,
+            cast,
+            reader,
+            chunk_nbytes,
+            threads or _default_threads(),
+        )
+
+    def plan(
+        self,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        specs: Sequence[DeviceSpec],
+        tied: Mapping[str, str],
+        cast: CastChoice,
+    ) -> Plan:
+        """Plan under these options."""
+        return make_plan(
+            checkpoint,
+            wants=wants,
+            devices=specs,
+            dtype=self.policy,
+            out_of_range=self.out_of_range,
+            cast=cast,
+            reader=self.reader,
+            tied=tied,
+            host_budget_nbytes=self.budget.host_nbytes,
+            chunk_nbytes=self.chunk_nbytes,
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """One call: everything decided, nothing moved yet."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    devices: Devices
+    match: Match | None  # None: a load without a model
+    skipped: tuple[str, ...]
+
+    @classmethod
+    def prepare(
+        cls,
+        model: Any,
+        checkpoint: Checkpoint,
+        options: _Options,
+        device: str | Sequence[str] | None,
+        rename: Rename | None,
+        mapping: MappingArgument | None,
+        strict: bool,
+    ) -> _Load:
+        """Match and plan."""
+        owner = None
+        parameters: list[Parameter] = []
+        if model is not None:
+            owner = framework(framework_of(model) or "tinygrad")
+            parameters = owner.parameters(model)
+        held: dict[str, int] = {}
+        for parameter in parameters:
+            if parameter.device is not None:
+                held[parameter.device] = held.get(parameter.device, 0) + parameter.nbytes
+        fill, skipped, tied = sources(checkpoint, mapping, rename)
+        devices = open_devices(device, owner, held)
+        match = None
+        if model is None:
+            wants = _wants(checkpoint, fill)
+        else:
+            keep = frozenset(devices.opened) if device is None else frozenset()
+            match = match_parameters(checkpoint, parameters, fill, tied, keep)
+            match.check(checkpoint.path, strict)
+            wants = match.wants
+            tied = {}  # the model says what is tied
+        engine, notes = _host_cast(checkpoint, wants, options)
+        specs = devices.specs(options.budget, options.policy, checkpoint, options.cast, held)
+        made = options.plan(checkpoint, wants, specs, tied, engine)
+        notes = [*devices.notes, *(match.notes if match else ()), *made.notes, *notes]
+        loaded = {r.tensor for want in wants for r in want.source}
+        skipped = [name for name in checkpoint.tensors if name not in loaded]
+        return cls(checkpoint, replace(made, notes=tuple(notes)), devices, match, tuple(skipped))
+
+    def run(self, progress: Progress, clock: Clock) -> LoadReport:
+        """Stream."""
+        made, devices = self.plan, self.devices.opened
+        ledger = Ledger(
+            # a model may hold more than the budget already; it only becomes less then
+            {d.device: max(d.budget_nbytes, d.peak_nbytes - d.fresh_nbytes) for d in made.devices}
+            | {STAGING: made.host_budget_nbytes}
+        )
+        parameters = self.match.parameters if self.match else None
+        target = ModelTarget(made, self.devices.framework, devices, parameters, ledger)
+        meter = Meter(devices)
+        total = sum(p.src.nbytes(math.prod(p.shape)) for p in made.placements)
+        try:
+            with reporting(progress, total) as tell:
+
+                def told(done: int) -> None:
+                    meter.sample()
+                    tell(done)
+
+                for device in devices.values():
+                    device.synchronize()  # nothing may be computing on what is written in place
+                target.begin_all()
+                stats = stream(made, self.checkpoint, target, devices, ledger, told)
+        except BaseException as error:
+            state = target.fail()
+            if isinstance(error, StreamloadError):
+                error.state = state
+            error.add_note(f"parameters: {state}")
+            raise
+        finally:
+            for device in devices.values():
+                with suppress(StreamloadError):
+                    device.synchronize()
+                    device.trim()
+        meter.sample(at_once=True)
+        counts = {
+            made.placements[index].name: count
+            for index, count in sorted(stats.counts.items())
+            if count.total
+        }
+        _warn_of_overflow(self.checkpoint, made, counts)
+        names = [*(d.device for d in made.devices), STAGING]
+        return LoadReport(
+            path=str(self.checkpoint.path),
+            plan=made,
+            read_nbytes=stats.read_nbytes,
+            resident_nbytes=made.resident_nbytes,
+            seconds=clock.seconds,
+            stream_seconds=stats.seconds,
+            predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
+            | {STAGING: made.host_nbytes},
+            held_nbytes={name: ledger.peak(name) for name in names},
+            measured_nbytes=meter.peaks,
+            counts=counts,
+            skipped=self.skipped,
+            missing=tuple(self.match.left_out) if self.match else (),
+            tied=tuple(self.match.tied) if self.match else (),
+            notes=made.notes,
+            state_dict=target.state_dict,
+        )
+
+
+def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> list[Want]:
+    """Everything in the checkpoint, as it is there."""
+    problems = [
+        f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+    return [want_of(checkpoint, name, source) for name, source in fill.items()]
+
+
+def _warn_of_overflow(checkpoint: Checkpoint, made: Plan, counts: Mapping[str, CastCounts]) -> None:
+    over = [name for name, count in counts.items() if count.overflowed]
+    if over:
+        became = "were clamped" if made.out_of_range == "clamp" else "became infinite"
+        warnings.warn(
+            f"{checkpoint.path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
+            f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
+            RuntimeWarning,
+            stacklevel=4,  # the line that called load_state_dict
+        )
+
+
+def _host_cast(
+    checkpoint: Checkpoint, wants: Iterable[Want], options: _Options
+) -> tuple[CastChoice, list[str]]:
+    """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled."""
+    if options.cast in ("numpy", "device"):
+        return options.cast, []
+    pairs = set()
+    for want in wants:
+        src = checkpoint.tensors[want.source[0].tensor].dtype
+        for native in (False, True):
+            pairs.add((src, options.policy.resolve(want.source[0].tensor, src, native)))
+    for src, dst in sorted(pairs, key=str):
+        if not supported(src, dst):
+            continue  # the planner names the tensor
+        if cast_engine(src, dst, "llvm" if options.cast == "llvm" else "auto") == "numpy":
+            return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
+    return "llvm", []

@@ -1,0 +1,160 @@
+"""Finding the devices of a load, and describing them to the planner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.base import (
+    Device,
+    Framework,
+    environment_device,
+    framework,
+    probe,
+    split_name,
+)
+from streamload.dtypes import BF16
+from streamload.errors import DeviceNotFoundError
+from streamload.plan.budget import Budget, available_host_nbytes
+from streamload.plan.planner import DeviceSpec, DTypePolicy
+
+CastArgument = Literal["auto", "llvm", "numpy", "device"]
+
+_log = logging.getLogger("streamload")
+
+
+@dataclass(slots=True)
+class Devices:
+    """The devices of a load: opened, probed, by canonical name."""
+
+    framework: Framework
+    opened: dict[str, Device]
+    notes: list[str] = field(default_factory=list)
+
+    def native_bf16(self, policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
+        """Whether bf16 stays on all of them: claimed, and seen on a real buffer."""
+        return all(self._native_bf16(name, policy, checkpoint) for name in self.opened)
+
+    def _native_bf16(self, name: str, policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
+        if not self.opened[name].info.native_bf16 or not bf16_is_undecided(policy, checkpoint):
+            return False
+        return probe(self.framework.name, name, full=True).dtypes.get("bfloat16") == "native"
+
+    def specs(
+        self,
+        budget: Budget,
+        policy: DTypePolicy,
+        checkpoint: Checkpoint,
+        cast: CastArgument,
+        held: Mapping[str, int],
+    ) -> list[DeviceSpec]:
+        """Describe the devices to the planner; ``held`` is what the model holds on each now."""
+        for device in self.opened.values():
+            device.trim()  # what the allocator keeps of freed memory is free
+        infos = {name: device.info for name, device in self.opened.items()}
+        # devices that share the host's memory draw on one pool: what others were promised is gone,
+        # and those without a stated budget get equal parts
+        sharing = [name for name, info in infos.items() if info.shared_memory]
+        host = available_host_nbytes() if sharing else 0
+        promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
+        rest = max(host - sum(promised.values()), 0) // max(len(sharing) - len(promised), 1)
+        out = []
+        for name, info in infos.items():
+            free = info.free_nbytes
+            if info.shared_memory:
+                pool = host if name in promised else rest
+                free = pool if free is None else min(pool, free)
+            casts: frozenset[tuple[str, str]] = frozenset()
+            if cast == "device" or policy.fp16_cast == "device":
+                casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
+            room = None if free is None else free + held.get(name, 0)
+            out.append(
+                DeviceSpec(
+                    name=name,
+                    budget_nbytes=budget.resolve(name, room),
+                    limit="budget" if budget.for_device(name) else "free memory less a reserve",
+                    free_nbytes=free,
+                    host_visible=info.host_visible,
+                    shared_memory=info.shared_memory,
+                    granularity_nbytes=info.granularity_nbytes,
+                    largest_allocation_nbytes=info.largest_allocation_nbytes,
+                    max_transfer_nbytes=info.max_transfer_nbytes,
+                    threads=info.threads,
+                    native_bf16=self._native_bf16(name, policy, checkpoint),
+                    unsupported=info.unsupported,
+                    device_casts=casts,
+                )
+            )
+        return out
+
+
+def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
+    """Whether some dtype depends on what a device computes in natively."""
+    return any(
+        policy.resolve(info.name, BF16, False) is not policy.resolve(info.name, BF16, True)
+        for info in checkpoint.tensors.values()
+        if info.dtype is BF16
+    )
+
+
+def open_devices(
+    device: str | Sequence[str] | None,
+    owner: Framework | None,
+    held: Mapping[str, int],
+) -> Devices:
+    """Find, probe and open the devices of a load."""
+    if isinstance(device, str) or device is None:
+        wanted = [device] if device else sorted(held) or [environment_device() or ""]
+    else:
+        wanted = list(device)
+        if not wanted:
+            raise ValueError("an empty list of devices")
+    if "auto" in wanted:
+        if len(wanted) > 1:
+            raise ValueError('device="auto" is one device')
+        return _first_that_works(owner)
+    split = [split_name(name) for name in wanted]
+    named = {part for part, _ in split if part is not None}
+    if owner is not None:
+        named.add(owner.name)
+    if len(named) > 1:
+        raise DeviceNotFoundError(
+            ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"
+        )
+    owner = framework(named.pop() if named else "tinygrad")
+    names: dict[str, None] = {}
+    for _, name in split:
+        names[owner.canonical(name or owner.default_device())] = None
+    found = Devices(owner, {})
+    for name in names:
+        result = probe(owner.name, name)
+        if not result.works:
+            raise DeviceNotFoundError(name, result.problem, working=_working(owner))
+        found.opened[name] = owner.device(name)
+    return found
+
+
+def _working(owner: Framework) -> list[str]:
+    """Names of all devices that work here; asked for only when one does not."""
+    names = [name for name in owner.candidates() if probe(owner.name, name).works]
+    return names if owner.name == "host" else [*names, "host"]
+
+
+def _first_that_works(owner: Framework | None) -> Devices:
+    notes: list[str] = []
+    owners = [owner] if owner is not None else [framework("tinygrad"), framework("host")]
+    for one in owners:
+        candidates = list(one.candidates())
+        for name in candidates:
+            result = probe(one.name, name)
+            if result.works:
+                note = f'device="auto" took {name}'
+                if notes:
+                    note += f" (these do not work: {'; '.join(notes)})"
+                _log.warning("%s", note)
+                return Devices(one, {name: one.device(name)}, [note])
+            notes.append(f"{name}: {result.problem}")
+    raise DeviceNotFoundError("auto", "none works: " + "; ".join(notes))

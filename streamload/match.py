@@ -1,0 +1,170 @@
+"""Matching a model to a checkpoint, by name and shape, before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.readers import open_reader
+from streamload.devices.base import Parameter
+from streamload.errors import ShapeMismatch, StateDictMismatchError
+from streamload.mapping import DROPPED, Source
+from streamload.plan.planner import Want
+
+_BLOCK_NBYTES = 2**20
+
+
+def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
+    """Ask for one parameter as the checkpoint has it."""
+    return Want(name, _shape(checkpoint, source), source.rows, source.transpose)
+
+
+def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
+    """The shape of the rows of a source, put together."""
+    first = checkpoint.tensors[source.rows[0].tensor].shape
+    if not first:
+        return ()
+    return (sum(r.stop - r.start for r in source.rows), *first[1:])
+
+
+def incoherent(checkpoint: Checkpoint, source: Source) -> str:
+    """Why the parts of a source do not go together, or ""."""
+    first = checkpoint.tensors[source.rows[0].tensor]
+    for r in source.rows:
+        info = checkpoint.tensors[r.tensor]
+        if (info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]):
+            return (
+                f"{r.tensor} ({info.dtype}, {list(info.shape)}) does not continue "
+                f"{first.name} ({first.dtype}, {list(first.shape)})"
+            )
+        rows = info.shape[0] if info.shape else 1
+        if not 0 <= r.start <= r.stop <= rows:
+            return f"{r.tensor} has no rows {r.start} to {r.stop}, but {rows}"
+        cut = (r.start, r.stop) != (0, rows) or source.transpose is not None
+        if cut and info.dtype.bits < 8:
+            return f"rows of {r.tensor} ({info.dtype}) are not whole bytes"
+    return ""
+
+
+@dataclass(slots=True)
+class Match:
+    """Which source fills which parameter."""
+
+    wants: list[Want] = field(default_factory=list)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    tied: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    wrong_shape: list[ShapeMismatch] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Parameters that are not loaded: they are missing, or have another shape."""
+        return self.missing + [mismatch.name for mismatch in self.wrong_shape]
+
+    def check(self, path: Path, strict: bool) -> None:
+        """Raise StateDictMismatchError for all that is wrong, in one go.
+
+        Args:
+            path: the checkpoint.
+            strict: whether missing and unexpected names and other shapes are wrong.
+        """
+        if self.problems or (strict and (self.missing or self.unexpected or self.wrong_shape)):
+            raise StateDictMismatchError(
+                path,
+                missing=self.missing if strict else (),
+                unexpected=self.unexpected if strict else (),
+                wrong_shape=self.wrong_shape if strict else (),
+                problems=self.problems,
+            )
+
+
+def match(
+    checkpoint: Checkpoint,
+    parameters: Sequence[Parameter],
+    fill: Mapping[str, Source],
+    tied: Mapping[str, str],
+    keep_on: Set[str],
+) -> Match:
+    """Match parameters to sources by name, and collect everything that is wrong.
+
+    Args:
+        checkpoint: the headers.
+        parameters: the model's.
+        fill: the sources, by parameter name.
+        tied: parameter names that are not stored, to the parameter name that they share.
+        keep_on: devices on which a parameter that is there stays.
+    """
+    out = Match()
+    used: set[str] = set()
+    for parameter in parameters:
+        found = [name for name in parameter.names if name in fill]
+        head = next((name for name in parameter.names if name in tied), None)
+        if not found and head is None:
+            out.missing.append(parameter.names[0])
+            continue
+        used.update(found)
+        name = found[0] if found else parameter.names[0]
+        source = fill[found[0]] if found else fill[tied[head or ""]]
+        if not found:
+            out.notes.append(f"{name} is tied to {tied[head or '']} by config.json: it is a copy")
+        problem = incoherent(checkpoint, source) or parameter.refused
+        if problem:
+            out.problems.append(f"{name}: {problem}")
+            continue
+        shape = _shape(checkpoint, source)
+        if shape != parameter.shape:
+            out.wrong_shape.append(ShapeMismatch(name, parameter.shape, shape))
+            continue
+        for other in found[1:]:
+            why = incoherent(checkpoint, fill[other])
+            if why:
+                out.problems.append(f"{other}: {why}")
+            elif not _same_bytes(checkpoint, source, fill[other]):
+                out.problems.append(f"{other} is tied to {name}, but their values differ")
+        out.tied += [other for other in parameter.names if other != name]
+        held = None
+        if parameter.device is not None:
+            held = (parameter.device, parameter.dtype, parameter.nbytes)
+        where = parameter.device if parameter.device in keep_on else None
+        out.wants.append(Want(name, shape, source.rows, source.transpose, where, held))
+        out.parameters[name] = parameter
+    out.unexpected = [name for name in fill if name not in used and not DROPPED.fullmatch(name)]
+    return out
+
+
+def _same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether two sources of one tied parameter hold the same bytes."""
+    if a == b:
+        return True
+    if a.transpose != b.transpose or _shape(checkpoint, a) != _shape(checkpoint, b):
+        return False
+    if checkpoint.tensors[a.rows[0].tensor].dtype != checkpoint.tensors[b.rows[0].tensor].dtype:
+        return False
+    left, right = _blocks(checkpoint, a), _blocks(checkpoint, b)
+    return all(one == other for one, other in zip_longest(left, right))
+
+
+def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
+    """The bytes of a source's rows in their order, in blocks of 1 MiB."""
+    headers = {header.path: header for header in checkpoint.shards}
+    held = bytearray()
+    for r in source.rows:
+        info = checkpoint.tensors[r.tensor]
+        row_nbytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
+        start, stop = info.start + r.start * row_nbytes, info.start + r.stop * row_nbytes
+        with open_reader(info.shard, headers[info.shard].file_nbytes, "pread") as reader:
+            while start < stop:
+                out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
+                reader.read_into(start, memoryview(out))
+                start += len(out)
+                held += out
+                if len(held) == _BLOCK_NBYTES:
+                    yield bytes(held)
+                    held.clear()
+    yield bytes(held)

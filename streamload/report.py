@@ -1,0 +1,190 @@
+"""What a load did, in numbers: predicted, held, and measured by counters that are not ours."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamload.cast.table import CastCounts
+from streamload.devices.base import Device
+from streamload.plan.plan import Plan
+from streamload.units import format_bytes
+
+_SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. Prints as a short table.
+
+    Attributes:
+        path: the checkpoint.
+        plan: what was planned.
+        read_nbytes: file bytes read.
+        resident_nbytes: bytes of parameters on all devices, as the allocators round.
+        seconds: wall time of the whole call.
+        stream_seconds: wall time of reading, casting and placing alone.
+        predicted_nbytes: the plan's peak on each device, "staging" for host staging.
+        held_nbytes: the most that the ledger held there.
+        measured_nbytes: peaks by other counters, above what was there at the beginning:
+            "process" is RssAnon + RssShmem (Linux), a device's name its framework's own count.
+        counts: of each tensor whose cast changed a value.
+        skipped: checkpoint names that were not loaded.
+        missing: parameter names that were not loaded (``strict=False``).
+        tied: parameter names that share another's tensor.
+        notes: choices that the load made, one sentence each.
+        state_dict: with ``model=None``, the tensors by name.
+    """
+
+    path: str
+    plan: Plan
+    read_nbytes: int
+    resident_nbytes: int
+    seconds: float
+    stream_seconds: float
+    predicted_nbytes: Mapping[str, int]
+    held_nbytes: Mapping[str, int]
+    measured_nbytes: Mapping[str, int]
+    counts: Mapping[str, CastCounts]
+    skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """File bytes over the time of the whole call, in GB/s."""
+        return self.read_nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> str:
+        """Write everything but the tensors and the plan's placements as JSON."""
+        data = {
+            "path": self.path,
+            "digest": self.plan.digest,
+            "tensors": len(self.plan.placements),
+            "read_nbytes": self.read_nbytes,
+            "resident_nbytes": self.resident_nbytes,
+            "seconds": self.seconds,
+            "stream_seconds": self.stream_seconds,
+            "gigabytes_per_second": self.gigabytes_per_second,
+            "budget_nbytes": {d.device: d.budget_nbytes for d in self.plan.devices},
+            "predicted_nbytes": dict(self.predicted_nbytes),
+            "held_nbytes": dict(self.held_nbytes),
+            "measured_nbytes": dict(self.measured_nbytes),
+            "counts": {name: asdict(count) for name, count in self.counts.items()},
+            "skipped": list(self.skipped),
+            "missing": list(self.missing),
+            "tied": list(self.tied),
+            "notes": list(self.notes),
+        }
+        return json.dumps(data)
+
+    def __str__(self) -> str:
+        total = sum(self.counts.values(), CastCounts())
+        rows = [
+            ("checkpoint", self.path),
+            ("tensors", f"{len(self.plan.placements)}" + _also(self)),
+            (
+                "read",
+                f"{format_bytes(self.read_nbytes)} in {self.seconds:.2f} s, "
+                f"{self.gigabytes_per_second:.2f} GB/s",
+            ),
+        ]
+        for d in self.plan.devices:
+            rows.append(
+                (
+                    d.device,
+                    f"{format_bytes(d.resident_nbytes)} resident; peak predicted "
+                    f"{format_bytes(d.peak_nbytes)}, held "
+                    f"{format_bytes(self.held_nbytes[d.device])}, budget "
+                    f"{format_bytes(d.budget_nbytes)}",
+                )
+            )
+        if self.plan.host_nbytes:
+            rows.append(("staging", format_bytes(self.plan.host_nbytes)))
+        if "process" in self.measured_nbytes:
+            rows.append(("process grew by", format_bytes(self.measured_nbytes["process"])))
+        if total.total:
+            rows.append(
+                (
+                    "cast",
+                    f"{total.overflowed} overflowed, {total.flushed} flushed to zero, "
+                    f"{total.rounded} rounded",
+                )
+            )
+        rows += [("note", note) for note in self.notes]
+        width = max(len(key) for key, _ in rows)
+        return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+
+def _also(report: LoadReport) -> str:
+    also = [
+        f"{len(names)} {what}"
+        for names, what in (
+            (report.tied, "tied"),
+            (report.skipped, "skipped"),
+            (report.missing, "missing"),
+        )
+        if names
+    ]
+    return f" ({', '.join(also)})" if also else ""
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since then."""
+        return time.perf_counter() - self._begun
+
+
+class Meter:
+    """Peaks by counters that are not ours, above what they said at the beginning."""
+
+    def __init__(self, devices: Mapping[str, Device]) -> None:
+        self._devices = devices
+        self._begun = self._now()
+        self._last = time.monotonic()
+        self.peaks = dict.fromkeys(self._begun, 0)
+
+    def _now(self) -> dict[str, int]:
+        now = {
+            name: nbytes
+            for name, device in self._devices.items()
+            if (nbytes := device.allocated_nbytes()) is not None
+        }
+        process = _process_nbytes()
+        if process is not None:
+            now["process"] = process
+        return now
+
+    def sample(self, *, at_once: bool = False) -> None:
+        """Read the counters, unless they were read a moment ago."""
+        now = time.monotonic()
+        if now - self._last < _SAMPLE_EVERY_S and not at_once:
+            return
+        self._last = now
+        for name, nbytes in self._now().items():
+            self.peaks[name] = max(self.peaks.get(name, 0), nbytes - self._begun.get(name, 0))
+
+
+def _process_nbytes() -> int | None:
+    """RssAnon + RssShmem of this process, from /proc (Linux); None elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:
+        return None
+    total = 0
+    for line in status.splitlines():
+        if line.startswith((b"RssAnon:", b"RssShmem:")):
+            total += int(line.split()[1]) * 1024
+    return total

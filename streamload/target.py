@@ -1,0 +1,150 @@
+"""The parameters of a model as a stream fills them: loaded, untouched or invalid at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from streamload.cast.table import CastCounts
+from streamload.devices.base import Buffer, Device, Framework, Parameter
+from streamload.errors import LoadState, StreamloadError
+from streamload.plan.budget import Ledger
+from streamload.plan.plan import Plan
+
+_POISON_NBYTES = 2**20
+
+
+class ModelTarget:
+    """The parameters of a model, or of a state dict that is made, as the stream fills them.
+
+    Attributes:
+        state_dict: without a model, the tensors that are there so far, by name.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        framework: Framework,
+        devices: Mapping[str, Device],
+        parameters: Mapping[str, Parameter] | None,
+        ledger: Ledger,
+    ) -> None:
+        """Nothing is touched yet.
+
+        Args:
+            plan: what will be streamed.
+            framework: of the devices.
+            devices: by name, every device of the plan.
+            parameters: the model's, by the names of the placements; None without a model.
+            ledger: where memory is reserved before it is allocated.
+        """
+        self.state_dict: dict[str, Any] = {}
+        self._plan = plan
+        self._framework = framework
+        self._devices = devices
+        self._parameters = parameters
+        self._ledger = ledger
+        self._buffers: dict[int, Buffer] = {}  # begun and not finished
+        self._released: set[int] = set()  # what they held is gone
+        self._loaded: set[int] = set()
+
+    def _parameter(self, index: int) -> Parameter | None:
+        if self._parameters is None:
+            return None
+        return self._parameters[self._plan.placements[index].name]
+
+    def begin_all(self) -> None:
+        """Enter what the model holds into the ledger; release it now where that is planned."""
+        made = self._plan
+        for p in made.placements:
+            if p.action == "in_place":
+                self._ledger.reserve(p.device, p.resident_nbytes)
+            elif p.released_nbytes:
+                self._ledger.reserve(p.device, p.released_nbytes)
+        for index, p in enumerate(made.placements):
+            if p.action == "replace" and made.device(p.device).release_first:
+                self._release(index)
+
+    def _release(self, index: int) -> str:
+        if index in self._released:
+            return ""
+        p = self._plan.placements[index]
+        parameter = self._parameter(index)
+        reason = parameter.release() if parameter else ""
+        if not reason:
+            self._released.add(index)
+            self._ledger.release(p.device, p.released_nbytes)
+        return reason
+
+    def begin(self, index: int) -> Buffer:
+        """Make room for one parameter."""
+        p = self._plan.placements[index]
+        parameter = self._parameter(index)
+        if p.action == "in_place" and parameter is not None:
+            self._buffers[index] = parameter.buffer()
+            return self._buffers[index]
+        reason = self._release(index) if p.action == "replace" else ""
+        device = self._devices[p.device]
+        self._ledger.reserve(
+            p.device, p.resident_nbytes, reason=f"{p.name}: {reason}" if reason else ""
+        )
+        try:
+            self._buffers[index] = device.allocate(p.dst, p.shape)
+        except BaseException:
+            self._ledger.release(p.device, p.resident_nbytes)
+            raise
+        return self._buffers[index]
+
+    def finish(self, index: int, counts: CastCounts) -> None:
+        """Make the parameter a tensor over its buffer."""
+        p = self._plan.placements[index]
+        parameter = self._parameter(index)
+        if parameter is None:
+            self.state_dict[p.name] = self._framework.tensor(
+                self._devices[p.device], self._buffers[index], p.dst, p.shape
+            )
+        elif p.action != "in_place":
+            parameter.attach(self._buffers[index], p.dst)
+        self._loaded.add(index)
+        del self._buffers[index]
+
+    def fail(self) -> LoadState:
+        """Give back what is half-filled, and say what each parameter is now."""
+        made = self._plan
+        invalid = self._released | set(self._buffers)
+        invalid -= self._loaded
+        for index in sorted(invalid):
+            p = made.placements[index]
+            buffer = self._buffers.pop(index, None)
+            parameter = self._parameter(index)
+            if parameter is not None:
+                parameter.invalidate()
+            device = self._devices[p.device]
+            if buffer is not None and p.action == "in_place":
+                _poison(device, buffer, p.nbytes)
+            elif buffer is not None:
+                with suppress(StreamloadError):
+                    device.release(buffer)
+            if buffer is not None:
+                self._ledger.release(p.device, p.resident_nbytes)
+        names = [p.name for p in made.placements]
+        everything = range(len(names))
+        return LoadState(
+            loaded=tuple(names[i] for i in everything if i in self._loaded),
+            untouched=tuple(
+                names[i] for i in everything if i not in self._loaded and i not in invalid
+            ),
+            invalid=tuple(names[i] for i in everything if i in invalid),
+        )
+
+
+def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
+    """Fill half-written memory that others may still hold: every float in it reads as NaN."""
+    if not device.info.host_visible:
+        return
+    with suppress(StreamloadError):
+        for at in range(0, nbytes, _POISON_NBYTES):
+            stop = min(at + _POISON_NBYTES, nbytes)
+            with device.window(buffer, at, stop) as view:
+                view[:] = b"\xff" * (stop - at)

@@ -1,0 +1,161 @@
+"""Reading parameters back from a device and comparing them, byte by byte, with the checkpoint.
+
+Nothing here goes through streamload's readers, kernels or chunks: file bytes come by plain reads,
+casts are those of numpy, row orders are computed by numpy. Memory is bounded to some 30 MB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamload.cast.reference import cast_bytes
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.base import framework, framework_of
+from streamload.errors import TruncatedFileError
+from streamload.plan.plan import Placement
+from streamload.report import LoadReport
+
+_BLOCK_NBYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A parameter whose bytes on the device are not those of the reference.
+
+    Attributes:
+        name: the parameter.
+        element: index of the first element that differs, in row-major order.
+        expected: its bytes by the reference, in hexadecimal.
+        found: its bytes on the device, in hexadecimal.
+    """
+
+    name: str
+    element: int
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: element {self.element}: expected {self.expected}, found {self.found}"
+
+
+def verify(
+    report: LoadReport,
+    checkpoint: Checkpoint,
+    model: Any = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Mismatch]:
+    """Compare every parameter of a load with the checkpoint.
+
+    Args:
+        report: the load's report.
+        checkpoint: what was loaded.
+        model: what it was loaded into; None for the report's ``state_dict``.
+        progress: told the parameter bytes compared so far.
+
+    Returns:
+        The parameters that differ; payloads of NaN are not compared where a cast was made.
+    """
+    loaded = report.state_dict if model is None else model
+    owner = framework(framework_of(loaded) or "host")
+    parameters = {name: p for p in owner.parameters(loaded) for name in p.names}
+    out = []
+    done = 0
+    for placement in report.plan.placements:
+        buffer = parameters[placement.name].buffer() if placement.nbytes else None
+        device = owner.device(placement.device)
+        at = 0
+        for expected in _reference(placement, checkpoint, report.plan.out_of_range == "clamp"):
+            found = device.read(buffer, at, at + len(expected))
+            if found != expected:
+                element = _first_difference(placement, expected, found)
+                if element is not None:
+                    n = placement.dst.itemsize
+                    out.append(
+                        Mismatch(
+                            placement.name,
+                            at // n + element,
+                            expected[element * n : (element + 1) * n].hex(),
+                            found[element * n : (element + 1) * n].hex(),
+                        )
+                    )
+                    break
+            at += len(expected)
+            done += len(expected)
+            progress(done)
+    return out
+
+
+def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
+    left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
+    differs = left != right
+    if p.src is not p.dst:
+        values, read = (np.frombuffer(data, p.dst.numpy) for data in (expected, found))
+        with np.errstate(all="ignore"):
+            differs &= ~(np.isnan(values) & np.isnan(read))
+    where = np.flatnonzero(differs)
+    return int(where[0]) if len(where) else None
+
+
+def _reference(p: Placement, checkpoint: Checkpoint, clamp: bool) -> Iterator[bytes]:
+    """The bytes that the parameter must have, block by block."""
+    block = max(_BLOCK_NBYTES // p.src.itemsize, 1) * p.src.itemsize
+    gathered = bytearray()
+    with ExitStack() as stack:
+        files = {
+            shard: stack.enter_context(open(shard, "rb"))
+            for shard in dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
+        }
+        for shard, start, nbytes in _extents(p, checkpoint):
+            files[shard].seek(start)
+            while nbytes:
+                data = files[shard].read(min(nbytes, block - len(gathered)))
+                if not data:
+                    raise TruncatedFileError(
+                        shard,
+                        "the file ended",
+                        tensor=p.source[0].tensor,
+                        expected=start + nbytes,
+                        found=files[shard].tell(),
+                    )
+                gathered += data
+                nbytes -= len(data)
+                if len(gathered) == block:
+                    yield _cast(p, gathered, clamp)
+                    gathered = bytearray()
+    if gathered:
+        yield _cast(p, gathered, clamp)
+
+
+def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int]]:
+    """(file, first byte, bytes) of the parameter's values in their order."""
+    if p.nbytes == 0:
+        return
+    total = sum(r.stop - r.start for r in p.source)
+    row_nbytes = p.src.nbytes(math.prod(p.shape)) // total
+    if p.transpose is None:
+        for r in p.source:
+            info = checkpoint.tensors[r.tensor]
+            yield info.shard, info.start + r.start * row_nbytes, (r.stop - r.start) * row_nbytes
+        return
+    rows = np.concatenate(
+        [np.array([(i, row) for row in range(r.start, r.stop)]) for i, r in enumerate(p.source)]
+    )
+    t = p.transpose
+    for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
+        info = checkpoint.tensors[p.source[which].tensor]
+        yield info.shard, info.start + int(row) * row_nbytes, row_nbytes
+
+
+def _cast(p: Placement, data: bytearray, clamp: bool) -> bytes:
+    if p.src is p.dst:
+        return bytes(data)
+    out = bytearray(len(data) // p.src.itemsize * p.dst.itemsize)
+    cast_bytes(p.src, p.dst, memoryview(data), memoryview(out), clamp=clamp)
+    return bytes(out)
