@@ -1,0 +1,172 @@
+"""Memory cgroups to run commands in: the small machine that a small device stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+_SEQUENCE = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRun:
+    """How a command in a box ended.
+
+    Attributes:
+        returncode: its exit status; negative for a signal.
+        stdout: what it printed.
+        stderr: what it complained of.
+        peak_nbytes: the most that the cgroup was charged, page cache included; None where the
+            kernel does not say.
+        oom_killed: the kernel killed a process of the box for memory.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    peak_nbytes: int | None
+    oom_killed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The names of the controller's files; `memory.stat` and `cgroup.procs` are in both versions.
+
+    Sources: the kernel's admin-guide/cgroup-v1/memory.rst and admin-guide/cgroup-v2.rst.
+    """
+
+    limit: str
+    limit_with_swap: str
+    peak: str
+    events: str
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.memsw.limit_in_bytes",
+    "memory.max_usage_in_bytes",
+    "memory.oom_control",
+)
+_V2 = _Files("memory.max", "memory.swap.max", "memory.peak", "memory.events")
+
+
+class NoBoxesError(Exception):
+    """Memory cgroups cannot be made here; the message says why."""
+
+
+class Boxes:
+    """Makes memory cgroups below this process's own (v1), or beside or below it (v2)."""
+
+    def __init__(self) -> None:
+        problems = []
+        for files, parent in _parents():
+            try:
+                self._files, self._parent = files, parent
+                with self._box(2**30):
+                    return
+            except OSError as error:
+                problems.append(f"{parent}: {error.strerror}")
+        raise NoBoxesError("no memory cgroup can be made: " + ("; ".join(problems) or "no mount"))
+
+    def run(
+        self,
+        argv: Sequence[str | os.PathLike[str]],
+        limit_nbytes: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_s: float = 300,
+    ) -> BoxRun:
+        """Run a command, and all that it starts, in ``limit_nbytes`` of memory without swap."""
+        # files, not pipes: a process left behind would hold a pipe open
+        with self._box(limit_nbytes) as box, TemporaryFile() as out, TemporaryFile() as err:
+            done = subprocess.run(
+                ["sh", "-c", 'echo $$ >"$0" && exec "$@"', box / "cgroup.procs", *argv],
+                env=env,
+                cwd=cwd,
+                timeout=timeout_s,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+            peak = box / self._files.peak
+            return BoxRun(
+                done.returncode,
+                _text(out),
+                _text(err),
+                int(peak.read_text()) if peak.exists() else None,
+                _oom_kills(box / self._files.events) > 0,
+            )
+
+    @contextlib.contextmanager
+    def _box(self, limit_nbytes: int) -> Iterator[Path]:
+        box = self._parent / f"streamload-{os.getpid()}-{next(_SEQUENCE)}"
+        box.mkdir()
+        try:
+            (box / self._files.limit).write_text(str(limit_nbytes))
+            swap = box / self._files.limit_with_swap
+            if swap.exists():  # not where the kernel does not account for swap
+                swap.write_text("0" if self._files is _V2 else str(limit_nbytes))
+            yield box
+        finally:
+            _remove(box)
+
+
+def _parents() -> Iterator[tuple[_Files, Path]]:
+    """Cgroups below which one with a memory limit may be made, nearest first."""
+    own = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own.update(dict.fromkeys(controllers.split(","), path))
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mounted, _, kind = line.partition(" - ")
+        root, mount = mounted.split()[3:5]
+        fstype, _, options = kind.split(maxsplit=2)
+        if fstype == "cgroup" and "memory" in options.split(","):
+            yield _V1, _below(Path(mount), root, own.get("memory", "/"))
+        elif fstype == "cgroup2":
+            inner = _below(Path(mount), root, own.get("", "/"))
+            for folder in (inner, *inner.parents):
+                if not folder.is_relative_to(mount):
+                    break
+                with contextlib.suppress(OSError):
+                    # processes of its own forbid it to delegate, unless it is the real root
+                    (folder / "cgroup.subtree_control").write_text("+memory")
+                    yield _V2, folder
+
+
+def _below(mount: Path, root: str, path: str) -> Path:
+    """Where a cgroup shows under a mount of the part of the hierarchy below ``root``."""
+    relative = os.path.relpath(path, root)
+    return mount if relative.startswith("..") else mount / relative
+
+
+def _oom_kills(events: Path) -> int:
+    counts = dict(line.split() for line in events.read_text().splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _remove(box: Path) -> None:
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            for pid in (box / "cgroup.procs").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)  # what the command left behind
+        with contextlib.suppress(OSError):
+            box.rmdir()
+            return
+        time.sleep(0.05)  # the kernel is still taking its processes apart
+    box.rmdir()

@@ -1,0 +1,69 @@
+"""Fixtures that several test modules share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import minilm as minilm_model
+import needs
+import pytest
+from boxes import Boxes, NoBoxesError
+from make_checkpoint import make_checkpoint, shape_of_size
+
+from streamload.dtypes import parse_dtype
+
+ROOT = Path(__file__).parent.parent
+
+# processes that tests start import the package that is tested, whether or not it is installed
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture
+def tmp_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """A factory of Llama-shaped checkpoints: ``tmp_checkpoint(nbytes, dtype=..., shards=...)``.
+
+    Takes the keyword arguments of `make_checkpoint` and gives the folder.
+    """
+
+    def make(nbytes: int = 100_000, *, dtype: str = "bfloat16", **arguments: Any) -> Path:
+        out = tmp_path / f"checkpoint-{len(list(tmp_path.iterdir()))}"
+        shape = shape_of_size(nbytes, parse_dtype(dtype))
+        make_checkpoint(out, shape, dtype=dtype, **arguments)
+        return out
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama-shaped bf16 checkpoint of 100 kB in two shards, for reading only."""
+    out = tmp_path_factory.mktemp("small") / "checkpoint"
+    make_checkpoint(out, shape_of_size(100_000, parse_dtype("bfloat16")), shards=2)
+    return out
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2; the test is skipped where it cannot be had, but not in CI."""
+    try:
+        return minilm_model.folder()
+    except OSError as error:
+        needs.lacking(str(error))
+
+
+@pytest.fixture(scope="session")
+def cgroup() -> Boxes:
+    """Memory cgroups: ``cgroup.run(argv, limit_nbytes)``.
+
+    Where none can be made the test is skipped; in CI, as root on Linux, it fails.
+    """
+    try:
+        return Boxes()
+    except (NoBoxesError, OSError) as error:
+        if sys.platform == "linux" and os.geteuid() == 0:
+            needs.lacking(str(error))
+        pytest.skip(str(error))

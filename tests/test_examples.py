@@ -1,0 +1,78 @@
+"""The examples: each is run as people run it, as a process, on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
+
+
+def _run(name: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_explains_itself(name: str) -> None:
+    """`--help` of each example says what it does, in the words of its docstring."""
+    if name == "bert.py":
+        needs.module("tokenizers")
+    first = (EXAMPLES / name).read_text().split('"""')[1].partition("\n\n")[0]
+    said = " ".join(_run(name, "--help").split())
+    assert " ".join(first.split()) in said
+
+
+def test_llama_loads_and_predicts(small_checkpoint: Path) -> None:
+    """The Llama example builds the model from config.json, loads it, and predicts a token."""
+    needs.device("CPU")
+    said = _run("llama.py", small_checkpoint, "--budget", "2MB", "--device", "CPU")
+    assert "budget 2.00 MB" in said
+    assert said.splitlines()[-1].startswith("next token: ")
+
+
+def test_plain_state_dict_lists_every_tensor(small_checkpoint: Path) -> None:
+    """The state dict example prints name, dtype and shape of every tensor."""
+    arguments = ("--device", "host", "--budget", "2MB", "--dtype", "float32")
+    said = _run("plain_state_dict.py", small_checkpoint, *arguments)
+    listed = [line.split()[:2] for line in said.splitlines() if line.startswith(("model.", "lm_"))]
+    assert ["model.embed_tokens.weight", "float32"] in listed
+    assert len(listed) == 12
+
+
+def test_two_devices_prints_the_plan_and_where_things_are(small_checkpoint: Path) -> None:
+    """The example of two devices says which layers go where, and puts the tensors there."""
+    needs.device("CPU")
+    said = _run("two_devices.py", small_checkpoint, "--budgets", "500kB", "500kB")
+    assert "CPU: layers " in said
+    counts = [int(line.split()[1]) for line in said.splitlines() if line.endswith(" tensors")]
+    assert sum(counts) == 12
+    assert len(counts) == 2
+
+
+def test_too_small_prints_one_error_with_the_numbers(small_checkpoint: Path) -> None:
+    """A budget that does not fit is told with what is needed, what is there, and the difference."""
+    said = _run("too_small.py", small_checkpoint, "--budget", "10kB", "--device", "host")
+    assert "but the budget is 10.00 kB (10000 bytes)" in said
+    assert said.splitlines()[-1].startswith("short by ")
+
+
+def test_bert_compares_sentences(minilm: Path) -> None:
+    """The BERT example finds the paraphrase nearer than the unrelated sentence."""
+    needs.device("CPU")
+    needs.module("tokenizers")
+    sentences = ("A man is eating.", "Someone has a meal.", "The stock market fell.")
+    said = _run("bert.py", minilm, *sentences, "--device", "CPU", "--budget", "50MB")
+    rows = [[float(x) for x in line.split()[:3]] for line in said.splitlines()[-3:]]
+    assert rows[0][0] == pytest.approx(1, abs=1e-3)
+    assert rows[0][1] > 0.5 > 0.3 > rows[0][2]

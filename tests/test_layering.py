@@ -1,0 +1,128 @@
+"""The layout: who may import whom, and what is done in one place only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "streamload"
+
+#: Each file imports only from the lines above its own; files of one line do not import each other.
+LAYERS = (
+    ("errors", "units", "dtypes"),
+    ("cast", "checkpoint", "devices", "plan"),  # their __init__.py: a docstring
+    ("checkpoint.header",),
+    ("checkpoint.checkpoint",),
+    ("checkpoint.readers",),
+    ("cast.kernels",),
+    ("cast.reference",),
+    ("cast.table",),
+    ("plan.budget",),
+    ("plan.partition",),
+    ("plan.plan",),
+    ("plan.planner",),
+    ("plan.chunks",),
+    ("devices.base",),
+    ("devices.host", "devices.tinygrad"),
+    ("mapping",),
+    ("progress",),
+    ("stream",),
+    ("report",),
+    ("verify",),
+    ("target",),
+    ("lookup",),
+    ("match",),
+    ("load",),
+    ("",),  # streamload/__init__.py
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
+
+FRAMEWORKS = {"tinygrad": "devices.tinygrad", "torch": "devices.torch"}
+READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "devices.base")
+START_THREADS = ("stream",)
+STARTERS = {
+    *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
+    *("ProcessPoolExecutor", "to_thread", "run_in_executor"),
+}
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def _tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text(), FILES[module])
+
+
+def _imports(module: str) -> Iterator[str]:
+    """Full names of the modules that a file imports, inside functions too."""
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: line {node.lineno}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = inner.removeprefix("streamload.") in FILES
+                yield inner if is_module else str(node.module)
+
+
+def _names(module: str) -> set[str]:
+    """Every identifier that a file uses, as a name, an attribute or an import."""
+    found: set[str] = set()
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.update(node.name.split("."))
+    return found
+
+
+def test_every_file_has_its_place() -> None:
+    """The list of layers names every file of the package, and no other."""
+    assert sorted(FILES) == sorted(LEVEL)
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_file_imports_only_from_those_above(module: str) -> None:
+    """A file imports only from files in a line above its own, lazily or not."""
+    inside = {
+        name.removeprefix("streamload").removeprefix(".")
+        for name in _imports(module)
+        if name.partition(".")[0] == "streamload"
+    }
+    below = [other for other in inside if LEVEL[other] >= LEVEL[module]]
+    assert not below, f"{module} imports {below}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_framework_is_imported_in_its_own_file_only(module: str) -> None:
+    """tinygrad and torch are imported by their device file and nowhere else, lazily or not."""
+    roots = {name.partition(".")[0] for name in _imports(module)}
+    foreign = [name for name, home in FRAMEWORKS.items() if name in roots and home != module]
+    assert not foreign, f"{module} imports {foreign}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_threads_are_started_in_one_file_only(module: str) -> None:
+    """Only the stream starts threads; locks may be anywhere."""
+    started = _names(module) & STARTERS
+    assert not started or module in START_THREADS, f"{module} uses {started}"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_the_environment_is_read_at_the_edge(module: str) -> None:
+    """Environment variables are read where the world comes in, and nowhere else."""
+    read = _names(module) & {"environ", "environb", "getenv", "getenvb"}
+    assert not read or module in READ_ENVIRONMENT, f"{module} uses {read}"
