@@ -123,7 +123,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout."
 
 @app.command()
 def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
-    """Show what a checkpoint holds; reads headers only."""
+    """Show what a checkpoint holds. Reads headers only."""
     checkpoint = open_checkpoint(path)
     if as_json:
         _print_json(
@@ -203,7 +203,7 @@ def plan(
     mapping: MappingOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a load would do, and whether it fits; reads headers only."""
+    """Show what a load would do, and whether it fits. Reads headers only."""
     split = _names(device)
     over = _nodes(nodes, budget, device)
     made = make_plan(
@@ -358,7 +358,7 @@ def devices(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compute on every device and show what works; takes seconds for each."""
+    """Compute on every device and show what works. Takes seconds for each."""
     found = []
     for owner_name, name in _wanted(names):
         try:

@@ -38,7 +38,7 @@ from streamload.plan.planner import (
 )
 from streamload.progress import Progress, reporting
 from streamload.report import Clock, LoadReport, Meter
-from streamload.stream import stream
+from streamload.stream import deferred_interrupt, stream
 from streamload.target import ModelTarget
 
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
@@ -120,7 +120,8 @@ def load_state_dict(
     options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
     checkpoint = open_checkpoint(path)
     load = _Load.prepare(model, checkpoint, options, device, rename, mapping, strict)
-    return load.run(progress, clock)
+    with deferred_interrupt():  # one that comes while we clean up waits until that is done
+        return load.run(progress, clock)
 
 
 def plan(
@@ -305,6 +306,8 @@ class _Load:
         engine, notes = _host_cast(checkpoint, wants, options)
         specs = devices.specs(options.budget, options.policy, checkpoint, options.cast, held)
         made = options.plan(checkpoint, wants, specs, tied, engine)
+        if match is not None:
+            match.check_views(checkpoint.path, made.placements)
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes, *notes]
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]
@@ -315,7 +318,7 @@ class _Load:
         made, devices = self.plan, self.devices.opened
         ledger = Ledger(
             # a model may hold more than the budget already; it only becomes less then
-            {d.device: max(d.budget_nbytes, d.peak_nbytes - d.fresh_nbytes) for d in made.devices}
+            {d.device: max(d.budget_nbytes, d.held_nbytes) for d in made.devices}
             | {STAGING: made.host_budget_nbytes}
         )
         parameters = self.match.parameters if self.match else None

@@ -12,6 +12,7 @@ from streamload.checkpoint.readers import open_reader
 from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import DROPPED, Source
+from streamload.plan.plan import Placement
 from streamload.plan.planner import Want
 
 _BLOCK_NBYTES = 2**20
@@ -82,6 +83,22 @@ class Match:
                 wrong_shape=self.wrong_shape if strict else (),
                 problems=self.problems,
             )
+
+    def check_views(self, path: Path, placements: Sequence[Placement]) -> None:
+        """Raise StateDictMismatchError for views that a plan would not write where they are.
+
+        Args:
+            path: the checkpoint.
+            placements: those of the plan that was made of ``wants``.
+        """
+        problems = [
+            f"{p.name}: {why}: written in place it stays {self.parameters[p.name].dtype}, and is "
+            f"not replaced by {p.dst} on {p.device}"
+            for p in placements
+            if p.action != "in_place" and (why := self.parameters[p.name].fixed)
+        ]
+        if problems:
+            raise StateDictMismatchError(path, problems=problems)
 
 
 def match(

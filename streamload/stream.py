@@ -341,13 +341,16 @@ class _Worker:
         for run in chunk.runs:
             n = (run.stop - run.start) // run.rows
             width = n if moved else n // p.src.itemsize * p.dst.itemsize
-            offset = run.offset - chunk.start if p.cast != "device" else 0
+            offset, stride = run.offset - chunk.start, run.stride
+            if p.cast == "device":  # the same places, in elements that are still to be cast
+                offset = offset // p.dst.itemsize * p.src.itemsize
+                stride = stride // p.dst.itemsize * p.src.itemsize
             if moved and run.rows == 1 and not reader.mapped:
                 reader.read_into(run.start, out[offset : offset + n])
                 continue
             with self._bytes(reader, run, whole, base) as src:
                 for row in range(run.rows):
-                    start = offset + row * run.stride
+                    start = offset + row * stride
                     counts += cast(src[row * n : (row + 1) * n], out[start : start + width])
         return counts
 

@@ -112,13 +112,16 @@ class ModelTarget:
     def fail(self) -> LoadState:
         """Give back what is half-filled, and say what each parameter is now."""
         made = self._plan
-        invalid = self._released | set(self._buffers)
-        invalid -= self._loaded
-        for index in sorted(invalid):
+        begun = (self._released | set(self._buffers)) - self._loaded
+        # a parameter that keeps what it held until its new buffer is full is as it was
+        invalid = {
+            i for i in begun if i in self._released or made.placements[i].action == "in_place"
+        }
+        for index in sorted(begun):
             p = made.placements[index]
             buffer = self._buffers.pop(index, None)
             parameter = self._parameter(index)
-            if parameter is not None:
+            if parameter is not None and index in invalid:
                 parameter.invalidate()
             device = self._devices[p.device]
             if buffer is not None and p.action == "in_place":

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
@@ -239,16 +240,12 @@ class Framework(Protocol):
         """The framework's tensor over a buffer, without a copy."""
 
 
-@runtime_checkable
-class _HasDict(Protocol):
-    __dict__: dict[str, Any]
-
-
 _FRAMEWORKS = {"tinygrad": "streamload.devices.tinygrad", "host": "streamload.devices.host"}
 
 
 def framework(name: str) -> Framework:
     """Import a framework's file; raises DeviceNotFoundError where it is not installed."""
+    _lend_caches()
     try:
         module = importlib.import_module(_FRAMEWORKS[name])
     except KeyError:
@@ -256,6 +253,26 @@ def framework(name: str) -> Framework:
     except ImportError as error:
         raise DeviceNotFoundError(name, f"it cannot be imported: {error}") from error
     return module.FRAMEWORK  # type: ignore[no-any-return]
+
+
+@cache
+def _lend_caches() -> tempfile.TemporaryDirectory[str] | None:
+    """Under a home that cannot be written, lend compilers a folder until this process ends.
+
+    Without a cache tinygrad (CACHEDB) and PoCL (POCL_CACHE_DIR) do not work at all. Neither can be
+    told otherwise than by the environment, before they are loaded.
+    """
+    home = _cache_home()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if os.access(home, os.W_OK):
+            return None
+    except OSError:
+        pass
+    lent = tempfile.TemporaryDirectory(prefix="streamload-cache-")
+    os.environ.setdefault("CACHEDB", os.path.join(lent.name, "cache.db"))
+    os.environ.setdefault("POCL_CACHE_DIR", os.path.join(lent.name, "pocl"))
+    return lent
 
 
 def framework_of(model: Any) -> str | None:
@@ -282,8 +299,8 @@ def framework_of(model: Any) -> str | None:
                 following.extend(obj.values())
             elif isinstance(obj, (list, tuple)):
                 following.extend(obj)
-            elif isinstance(obj, _HasDict):
-                following.extend(vars(obj).values())
+            else:
+                following.extend(getattr(obj, "__dict__", {}).values())
         level = following
     return None
 
@@ -403,9 +420,13 @@ def _from_json(data: Any) -> ProbeResult:
     return ProbeResult(**data, device_casts=casts)
 
 
-def _cache_file(key: str) -> Path:
+def _cache_home() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "streamload" / f"probe-{key}.json"
+    return Path(root)
+
+
+def _cache_file(key: str) -> Path:
+    return _cache_home() / "streamload" / f"probe-{key}.json"
 
 
 def _read_probe(path: Path) -> ProbeResult | None:

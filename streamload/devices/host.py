@@ -6,8 +6,9 @@ import ctypes
 import gc
 import math
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,8 +53,12 @@ class HostDevice:
     @contextmanager
     def window(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> Iterator[memoryview]:
         """The array's own bytes."""
-        with _flat_bytes(buffer)[start:stop] as view:
+        view = _flat_bytes(buffer)[start:stop]
+        try:
             yield view
+        finally:
+            with suppress(BufferError):  # the traceback of an error still refers to it
+                view.release()
 
     def staging(self, nbytes: int) -> Staging:
         """The host needs none."""
@@ -97,20 +102,23 @@ class HostDevice:
         return None
 
 
-class InvalidArray:
-    """What stands in a state dict for an array that a failed load left without values."""
+class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """What stands in a state dict for an array that a failed load left without values.
+
+    Whatever asks for values raises DeviceError: operators, numpy's functions, attributes, items.
+    """
 
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         self.name, self.dtype_name, self.shape = name, dtype, shape
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise DeviceError(
             "host", f"parameter {self.name!r} holds no values, since a load failed; load it again"
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: there are no values."""
-        self._refuse()
+    __array__ = __array_ufunc__ = __array_function__ = _refuse
+    __getitem__ = __setitem__ = __iter__ = __len__ = _refuse
+    __bool__ = __int__ = __float__ = __complex__ = __matmul__ = _refuse
 
     def __getattr__(self, attribute: str) -> NoReturn:
         """Refuse whatever an array would answer."""
@@ -118,19 +126,27 @@ class InvalidArray:
             raise AttributeError(attribute)
         self._refuse()
 
-    def __getitem__(self, key: object) -> NoReturn:
-        """Refuse: there are no values."""
-        self._refuse()
-
 
 _Slot = tuple[MutableMapping[str, Any], str]  # a dict of the model and a key in it
 
 
 class HostParameter:
-    """Entries of a state dict that are the same array."""
+    """Entries of a state dict that are the same array.
 
-    def __init__(self, names: tuple[str, ...], slots: list[_Slot]) -> None:
+    Args:
+        names: all names under which the model has it.
+        slots: where those names are.
+        collect: collects garbage cycles, which may hold memory.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        slots: list[_Slot],
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
         self.names = names
+        self._collect = collect
         self._slots = slots
         value = slots[0][0][slots[0][1]]
         self.shape = tuple(value.shape)
@@ -143,7 +159,8 @@ class HostParameter:
             return
         self.dtype = value.dtype.name
         self.device, self.nbytes = "host", value.nbytes
-        whole = value.flags.c_contiguous and value.flags.writeable
+        # numpy calls an array of the other byte order by the same name
+        whole = value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative
         if value.base is not None and isinstance(value.base, np.ndarray):
             # a view can be written where it lies in one piece; replaced, it would part company
             self.fixed = "it is a view of another array"
@@ -170,7 +187,7 @@ class HostParameter:
         self.invalidate()
         del value
         if gone() is not None:
-            gc.collect()
+            self._collect()
         held = gone()
         if held is None:
             return ""
@@ -203,13 +220,20 @@ class HostFramework:
     name = "host"
 
     def parameters(self, model: Any) -> list[Parameter]:
-        """The arrays of a (nested) dict; entries that are one array are tied."""
+        """The arrays of a (nested) dict; entries that are one array are tied.
+
+        Raises:
+            ValueError: the model is something else that holds arrays.
+        """
+        if not isinstance(model, MutableMapping):
+            raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
         groups: dict[int, tuple[list[str], list[_Slot]]] = {}
         for name, slot in _slots(model):
             names, slots = groups.setdefault(id(slot[0][slot[1]]), ([], []))
             names.append(name)
             slots.append(slot)
-        return [HostParameter(tuple(names), slots) for names, slots in groups.values()]
+        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
+        return [HostParameter(tuple(names), slots, collect) for names, slots in groups.values()]
 
     def canonical(self, name: str) -> str:
         """There is one host."""

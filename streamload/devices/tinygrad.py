@@ -1,9 +1,9 @@
 """tinygrad's devices and tensors. Everything that touches tinygrad's internals is in this file.
 
 The internals used are those of tinygrad 0.14 (the version is pinned): ``Buffer``, ``UOp``, the
-allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout``, ``cache`` and ``free_cache``,
-and the OpenCL bindings. A backend that lacks what the faster ways need is written through the
-public ``Tensor`` API instead (`_TensorDevice`), slower and within the same bounds.
+allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, and the OpenCL
+bindings. A backend that lacks what the faster ways need is written through the public ``Tensor``
+API instead (`_TensorDevice`), slower and within the same bounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -255,14 +255,15 @@ class TinygradDevice:
     def _trim(self, keep_nbytes: int = 0) -> None:
         """Empty the cache, but for one buffer of ``keep_nbytes`` that is about to be taken."""
         allocator = self._device.allocator
-        if not hasattr(allocator, "free_cache"):
-            return
-        kept = allocator.cache.get((keep_nbytes, None), [])[-1:]
-        if kept:
-            allocator.cache[keep_nbytes, None].pop()
-        allocator.free_cache()
-        if kept:
-            allocator.cache[keep_nbytes, None].append(kept[0])
+        freed = getattr(allocator, "cache", {})
+        for nbytes, options in list(freed):
+            kept = freed[nbytes, options]
+            # one by one, out of the cache first: tinygrad's own free_cache would free them again
+            # where Ctrl-C has interrupted it
+            while len(kept) > (nbytes == keep_nbytes and options is None):
+                Allocator.free(allocator, kept.pop(), nbytes, options)
+            if not kept:
+                del freed[nbytes, options]  # else there is a list for every size there ever was
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -448,7 +449,7 @@ class _OpenCLDevice(TinygradDevice):
         """Read raw bytes back."""
         if start == stop:
             return b""
-        out = ctypes.create_string_buffer(stop - start)
+        out = bytearray(stop - start)
         self._check(
             self._cl.clEnqueueReadBuffer(
                 self._device.queue,
@@ -456,14 +457,14 @@ class _OpenCLDevice(TinygradDevice):
                 True,
                 start,
                 stop - start,
-                ctypes.cast(out, ctypes.c_void_p),
+                ctypes.c_void_p(_address(memoryview(out))),  # ctypes.cast would leave a cycle
                 0,
                 None,
                 None,
             ),
             "clEnqueueReadBuffer",
         )
-        return out.raw
+        return bytes(out)
 
 
 class _OffsetDevice(TinygradDevice):
@@ -571,10 +572,22 @@ _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
 
 
 class TinygradParameter:
-    """Tensors of a model that stand on the same memory."""
+    """Tensors of a model that stand on the same memory.
 
-    def __init__(self, names: tuple[str, ...], tensors: list[Tensor]) -> None:
+    Args:
+        names: all names under which the model has them.
+        tensors: each object once.
+        collect: collects garbage cycles, which may hold memory.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        tensors: list[Tensor],
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
         self.names = names
+        self._collect = collect
         self._tensors = tensors
         first = tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
@@ -607,11 +620,11 @@ class TinygradParameter:
         if 0 in self.shape:
             return
         what = f"a view of {base.nbytes} bytes on {base.device}"
-        if uop.contiguous_view() is None:
-            self.refused = f"it is {what} that is not contiguous"
-            return
         if not _has(_Devices[base.device].allocator, "_offset"):
             self.refused = f"it is {what}, and that device has no views"
+            return
+        if uop.contiguous_view() is None:
+            self.refused = f"it is {what} that is not contiguous"
             return
         self.fixed = f"it is {what}"
         self.device = base.device
@@ -623,6 +636,8 @@ class TinygradParameter:
 
     def release(self) -> str:
         """Let go of the memory, and see that it is gone."""
+        if self.fixed:
+            return self.fixed
         held = _memory(self._tensors[0].uop)
         if held is None:
             return ""
@@ -631,7 +646,7 @@ class TinygradParameter:
         del held
         self.invalidate()
         if memory() is not None:
-            gc.collect()
+            self._collect()
         buffer = memory()
         if buffer is None:
             return ""
@@ -695,7 +710,8 @@ class TinygradFramework:
             names, tensors = groups.setdefault(_key(tensor), ([], {}))
             names.append(name)
             tensors[id(tensor)] = tensor
-        return [TinygradParameter(tuple(n), list(t.values())) for n, t in groups.values()]
+        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
+        return [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""
@@ -736,6 +752,7 @@ class TinygradFramework:
         for folder in (settings.get("OCL_ICD_VENDORS", ""), "/etc/OpenCL/vendors"):
             if folder and Path(folder).is_dir():
                 parts += [f"{p}{_stamp(str(p))}" for p in sorted(Path(folder).iterdir())]
+        settings.pop("POCL_CACHE_DIR", None)
         if re.fullmatch("[A-Z]*", settings.get("DEV", "")):
             settings.pop("DEV", None)  # which device is the default, and tinygrad sets that itself
         parts += [f"{key}={value}" for key, value in sorted(settings.items())]

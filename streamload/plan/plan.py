@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from streamload.cast.table import OutOfRange
+from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
 
 Action = Literal["new", "in_place", "replace"]
@@ -103,6 +104,8 @@ class DevicePlan:
         scratch_nbytes: temporary device memory (and host staging, on shared memory).
         peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
         fresh_nbytes: how much of the peak is not held already when the load begins.
+        held_nbytes: what the parameters hold there when the load begins; more than the peak where
+            old parameters are larger than the budget, and go first.
         layers: first and last (exclusive) layer, under a split; None without one.
         embedding: holds the embedding, under a split.
         head: holds the head, under a split.
@@ -115,6 +118,7 @@ class DevicePlan:
     scratch_nbytes: int
     peak_nbytes: int
     fresh_nbytes: int
+    held_nbytes: int
     layers: tuple[int, int] | None = None
     embedding: bool = False
     head: bool = False
@@ -148,7 +152,7 @@ class Plan:
     chunk_nbytes: int
     slot_nbytes: int
     threads: int
-    readers: tuple[str, ...]
+    readers: tuple[ResolvedKind, ...]
     out_of_range: OutOfRange
     notes: tuple[str, ...] = ()
 

@@ -427,6 +427,7 @@ def _fit(
                 scratch_nbytes=scratch[name],
                 peak_nbytes=peak + scratch[name],
                 fresh_nbytes=max(peak - held, 0) + scratch[name],
+                held_nbytes=held,
                 layers=(part.layers.start, part.layers.stop) if part else None,
                 embedding=bool(part and part.has_embedding),
                 head=bool(part and part.has_head),

@@ -1,0 +1,319 @@
+"""Finding devices: names, and probes that compute instead of believing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload.devices import base
+from streamload.devices.base import ProbeResult
+from streamload.errors import DeviceNotFoundError
+
+ROOT = str(Path(streamload.__file__).parent.parent)
+
+
+def child(
+    code: str, folder: Path, *argv: str | Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with a cache below ``folder``."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        env=os.environ | {"PYTHONPATH": ROOT, "XDG_CACHE_HOME": str(folder / "cache")} | variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> Any:
+    """The last line that a child printed, as JSON; the child must have ended well."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """One small tensor."""
+    data = np.arange(4, dtype=np.float32).tobytes()
+    return write_safetensors(tmp_path / "x.safetensors", {"w": ("F32", (4,), data)})
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> str:
+    """A PATH with the usual programs but no compiler."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "ld", "ld.bfd", "uname", "cat", "env"):
+        found = shutil.which(name)
+        if found:
+            (folder / name).symlink_to(found)
+    return str(folder)
+
+
+LOAD = """
+import json, sys, streamload
+try:
+    report = streamload.load_state_dict(
+        None, sys.argv[1], device=sys.argv[2], budget="1MB", progress=False
+    )
+    print(json.dumps({"notes": report.notes, "devices": [d.device for d in report.plan.devices]}))
+except streamload.errors.DeviceNotFoundError as error:
+    print(json.dumps({"error": str(error), "device": error.device, "working": error.working}))
+"""
+
+
+def test_a_device_whose_compiler_is_missing_is_not_found(
+    tmp_path: Path, checkpoint: Path, bare_path: str
+) -> None:
+    """Without clang tinygrad's CPU does not work, even with a warm compile cache; others do."""
+    warm = child(LOAD, tmp_path, checkpoint, "CPU", CACHEDB=str(tmp_path / "tinygrad.db"))
+    assert said(warm)["devices"] == ["CPU"]
+    cold = child(
+        LOAD, tmp_path, checkpoint, "CPU", PATH=bare_path, CACHEDB=str(tmp_path / "tinygrad.db")
+    )
+    answer = said(cold)
+    assert answer["device"] == "CPU"
+    assert "clang" in answer["error"]
+    assert "host" in answer["working"]
+    assert "CPU" not in answer["working"]
+    assert f"devices that work here: {', '.join(answer['working'])}" in answer["error"]
+    assert cold.stderr == ""
+
+
+@pytest.mark.slow
+def test_auto_takes_what_works_down_to_the_host(
+    tmp_path: Path, checkpoint: Path, bare_path: str
+) -> None:
+    """And says which it took, and why not the others."""
+    (tmp_path / "no drivers").mkdir()
+    nothing = {"PATH": bare_path, "OCL_ICD_VENDORS": str(tmp_path / "no drivers")}
+    answer = said(child(LOAD, tmp_path, checkpoint, "auto", **nothing))
+    assert answer["devices"] == ["host"]
+    assert any('device="auto" took host' in note and "CPU: " in note for note in answer["notes"])
+
+
+FULL = """
+import json, sys
+from dataclasses import asdict
+from streamload.devices import base
+print(json.dumps(asdict(base.probe("tinygrad", sys.argv[1], full=sys.argv[2:] == ["full"]))))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_probe_computes_in_every_dtype(tmp_path: Path) -> None:
+    """What fails on a real buffer is broken, whatever tinygrad says, and no noise gets through."""
+    done = child(FULL, tmp_path, "CPU", "full")
+    found = said(done)
+    assert found["works"]
+    assert found["dtypes"]["float32"] == "native"
+    assert found["dtypes"]["complex64"] == found["dtypes"]["float4_e2m1fn"] == "absent"
+    version = subprocess.run(["clang", "--version"], capture_output=True, text=True).stdout
+    if "version 14." in version:  # it has no __bf16 arithmetic
+        assert found["dtypes"]["bfloat16"] == "broken"
+    assert done.stderr == ""
+    done = child(FULL, tmp_path, "CL", "full")
+    found = said(done)
+    assert found["dtypes"]["float32"] == "native"
+    assert found["dtypes"]["bfloat16"] == "emulated"
+    assert ["bfloat16", "float32"] in found["device_casts"]
+    assert done.stderr == ""
+
+
+def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process, and on disk; a damaged file is probed again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(base, "_PROBES", {})
+    first = base.probe("host", "host")
+    assert base.probe("host", "host") is first
+    (file,) = (tmp_path / "streamload").iterdir()
+    good = file.read_text()
+    file.write_text(json.dumps(json.loads(good) | {"problem": "remembered"}))
+    assert base.probe("host", "host") is first
+    base._PROBES.clear()
+    assert base.probe("host", "host").problem == "remembered"
+    for damaged in ("", "[]", '{"works": true}', '{"device_casts": 3}'):
+        file.write_text(damaged)
+        base._PROBES.clear()
+        assert base.probe("host", "host") == first
+        assert json.loads(file.read_text()) == json.loads(good)
+    assert [path.name for path in (tmp_path / "streamload").iterdir()] == [file.name]
+
+
+def test_what_a_probe_depends_on_is_in_its_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers, drivers and settings; not which device tinygrad made its default."""
+    owner = base.framework("tinygrad")
+    for name in ("DEV", "CC", "POCL_DEBUG", "OCL_ICD_VENDORS"):
+        monkeypatch.delenv(name, raising=False)
+    plain = owner.fingerprint("CPU")
+    assert owner.fingerprint("CPU") == plain
+    monkeypatch.setenv("DEV", "CL")
+    assert owner.fingerprint("CPU") == plain
+    monkeypatch.setenv("DEV", "CPU:LLVM")
+    seen = {plain, owner.fingerprint("CPU")}
+    monkeypatch.delenv("DEV")
+    monkeypatch.setenv("POCL_DEBUG", "1")
+    seen.add(owner.fingerprint("CPU"))
+    (tmp_path / "pocl.icd").write_text("libpocl.so")
+    monkeypatch.setenv("OCL_ICD_VENDORS", str(tmp_path))
+    seen.add(owner.fingerprint("CPU"))
+    (tmp_path / "pocl.icd").write_text("another.so")
+    seen.add(owner.fingerprint("CPU"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    seen.add(owner.fingerprint("CPU"))
+    assert len(seen) == 6
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(tmp_path: Path, checkpoint: Path) -> None:
+    """Nothing is remembered then, and the folder that compilers were lent is gone at the end."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    home = {"XDG_CACHE_HOME": str(tmp_path / "file" / "cache"), "HOME": str(tmp_path / "file")}
+    for device in ("CL", "CPU"):
+        done = child(LOAD, tmp_path, checkpoint, device, TMPDIR=str(tmp_path / "tmp"), **home)
+        assert said(done)["devices"] == [device]
+        assert done.stderr == ""
+    assert (tmp_path / "file").read_bytes() == b""
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_probe_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that never answers leaves no process behind, and is not remembered."""
+    clang = tmp_path / "clang"
+    clang.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\nexec sleep 600\n")
+    clang.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    result = base.probe("tinygrad", "CPU:3", timeout_s=3)
+    assert result == ProbeResult("CPU:3", False, "it did not answer in 3 s")
+    pids = (tmp_path / "pids").read_text().split()
+    assert pids
+    for pid in pids:
+        status = Path("/proc", pid, "status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
+    assert not (tmp_path / "cache").exists()
+    assert base.probe("tinygrad", "CPU:3", timeout_s=3) is result  # once a process is enough
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "signal 11: no message"),
+        ("import sys; sys.stderr.write('first\\nlast\\n'); sys.exit(3)", "exit 3: last"),
+        ("print('[1, 2]', flush=True); import os; os._exit(0)", "exit 0: no message"),
+        ("raise ValueError('odd')", "exit 1: ValueError: odd"),
+    ],
+)
+def test_a_child_that_dies_is_a_device_that_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, problem: str
+) -> None:
+    """The signal or exit code is said, with the last that the child complained of."""
+    (tmp_path / "tinygrad").mkdir()  # what the child imports; this process has the real one
+    (tmp_path / "tinygrad" / "__init__.py").write_text(code)
+    base.framework("tinygrad")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(base, "_PROBES", {})
+    assert base.probe("tinygrad", "CPU") == ProbeResult("CPU", False, problem)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_host_needs_no_compiler() -> None:
+    """It always works."""
+    assert base.probe("host", "host").works
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("CL", (None, "CL")),
+        ("CPU:1", (None, "CPU:1")),
+        ("tinygrad:CL", ("tinygrad", "CL")),
+        ("tinygrad:CPU:1", ("tinygrad", "CPU:1")),
+        ("TinyGrad:cl", ("tinygrad", "cl")),
+        ("tinygrad", ("tinygrad", "")),
+        ("host", ("host", "host")),
+        ("Host", ("host", "host")),
+        ("", (None, "")),
+    ],
+)
+def test_a_name_may_carry_its_framework(name: str, expected: tuple[str | None, str]) -> None:
+    """In front, before a colon."""
+    assert base.split_name(name) == expected
+
+
+def test_a_framework_that_is_not_known_is_refused() -> None:
+    """With those that are."""
+    with pytest.raises(DeviceNotFoundError, match="no such framework") as caught:
+        base.framework("jax")
+    assert {"tinygrad", "host"} <= set(caught.value.working)
+
+
+def test_the_framework_of_a_model_is_seen_from_its_tensors() -> None:
+    """In order, a few levels deep, through cycles, and without importing anything."""
+    from tinygrad import Tensor
+
+    class Model:
+        def __init__(self, inside: Any) -> None:
+            self.me = self
+            self.inside = inside
+
+    assert base.framework_of({"a": np.zeros(1)}) == "host"
+    assert base.framework_of(Model([(Model({"x": Tensor([1])}),)])) == "tinygrad"
+    assert base.framework_of({}) is None
+    assert base.framework_of(Model("nothing")) is None
+    code = "import sys; from streamload.devices.base import framework_of; framework_of({'a': 1}); "
+    code += "print('tinygrad' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (None, None)),
+        ({"STREAMLOAD_DEVICE": "CL", "SUPPORT_BF16": "1"}, ("CL", "device")),
+        ({"STREAMLOAD_DEVICE": "", "SUPPORT_BF16": "0"}, (None, "llvm")),
+    ],
+)
+def test_the_environment_is_read_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    variables: Mapping[str, str],
+    expected: tuple[str | None, str | None],
+) -> None:
+    """An empty variable is one that is not set."""
+    for name in ("STREAMLOAD_DEVICE", "SUPPORT_BF16"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (base.environment_device(), base.environment_fp16_cast()) == expected
+    assert base.environment(("STREAMLOAD_",)).keys() <= {"STREAMLOAD_DEVICE"}
+
+
+def test_a_wrong_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it may be."""
+    monkeypatch.setenv("SUPPORT_BF16", "yes")
+    with pytest.raises(ValueError, match="'yes'; expected 0 or 1"):
+        base.environment_fp16_cast()

@@ -1,0 +1,242 @@
+"""The host device: numpy arrays and state dicts of them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload.devices.base import framework_of
+from streamload.devices.host import FRAMEWORK, InvalidArray
+from streamload.dtypes import BY_CODE, BY_NAME, F32
+from streamload.errors import (
+    AllocationError,
+    BudgetExceededError,
+    DeviceError,
+    DeviceNotFoundError,
+    OutOfRangeError,
+    StateDictMismatchError,
+    UnsupportedCastError,
+)
+
+
+def floats(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    """Ordinary numbers, the same for the same seed."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32") -> Path:
+    """Write arrays in one dtype."""
+    return write_safetensors(
+        path / "model.safetensors",
+        {k: (code, v.shape, v.astype(BY_CODE[code].numpy).tobytes()) for k, v in arrays.items()},
+    )
+
+
+def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
+    """Load quietly under a budget that suffices."""
+    arguments.setdefault("budget", "100MB")
+    return streamload.load_state_dict(model, path, progress=False, **arguments)
+
+
+def test_every_dtype_of_a_byte_or_more_is_an_array(tmp_path: Path) -> None:
+    """All bits arrive in numpy's dtypes and in those of ml_dtypes; rank 0 and size 0 too."""
+    tensors: dict[str, Any] = {}
+    for dtype in BY_NAME.values():
+        if dtype.bits >= 8:
+            data = np.random.default_rng(1).bytes(dtype.itemsize * 6)
+            data = bytes(b & 1 for b in data) if dtype.kind == "bool" else data
+            tensors[dtype.name] = (dtype.code, (2, 3), data)
+    tensors["scalar"] = ("F32", (), b"\x00\x00\x80\x3f")
+    tensors["nothing"] = ("BF16", (0, 7), b"")
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    state = load(None, path, device="host", dtype="checkpoint").state_dict
+    for name, (code, shape, data) in tensors.items():
+        assert state[name].dtype == BY_CODE[code].numpy
+        assert state[name].shape == shape
+        assert state[name].tobytes() == data
+    assert state["bfloat16"].dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_dtypes_below_a_byte_are_refused_by_name(tmp_path: Path, code: str) -> None:
+    """numpy cannot hold them."""
+    data = bytes(BY_CODE[code].nbytes(8))
+    path = write_safetensors(tmp_path / "x.safetensors", {"small": (code, (8,), data)})
+    with pytest.raises(UnsupportedCastError, match="small"):
+        load(None, path, device="host")
+
+
+def test_arrays_of_the_same_dtype_are_written_in_place(tmp_path: Path) -> None:
+    """Whoever else holds the array sees the new values; nested dicts are followed."""
+    array = np.zeros((3, 4), np.float32)
+    model = {"block": {"w": array}}
+    load(model, save(tmp_path, {"block.w": floats(1, 3, 4)}))
+    assert model["block"]["w"] is array
+    assert (array == floats(1, 3, 4)).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.zeros((3, 4), np.float64),
+        lambda: np.zeros((3, 4), ">f4"),
+        lambda: np.asfortranarray(np.zeros((3, 4), np.float32)),
+    ],
+    ids=["another dtype", "another byte order", "another order of axes"],
+)
+def test_other_arrays_are_replaced_and_gone(
+    tmp_path: Path, make: Callable[[], np.ndarray[Any, Any]]
+) -> None:
+    """What cannot take the bytes as they are is released, and another array comes."""
+    model = {"w": make()}
+    gone = weakref.ref(model["w"])
+    load(model, save(tmp_path, {"w": floats(1, 3, 4)}))
+    assert gone() is None
+    assert (model["w"] == floats(1, 3, 4)).all()
+
+
+def test_a_readonly_array_is_replaced(tmp_path: Path) -> None:
+    """An array that must not be written is not."""
+    array = np.zeros((3, 4), np.float32)
+    array.setflags(write=False)
+    model = {"w": array}
+    load(model, save(tmp_path, {"w": floats(1, 3, 4)}))
+    assert (array == 0).all()
+    assert (model["w"] == floats(1, 3, 4)).all()
+
+
+def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
+    """One array under two names is loaded once, replaced or not."""
+    for dtype in (np.float32, np.float16):
+        array = np.zeros(5, dtype)
+        model = {"a": array, "b": {"c": array}}
+        del array
+        report = load(model, save(tmp_path, {"a": floats(1, 5)}))
+        assert model["a"] is model["b"]["c"]
+        assert report.tied == ("b.c",)
+        assert (model["a"] == floats(1, 5)).all()
+
+
+def test_a_view_is_written_where_it_lies_or_refused(tmp_path: Path) -> None:
+    """A part of another array stays a part of it."""
+    whole = np.zeros((10, 4), np.float32)
+    load({"rows": whole[2:5]}, save(tmp_path, {"rows": floats(1, 3, 4)}))
+    assert (whole[2:5] == floats(1, 3, 4)).all()
+    assert (whole[5:] == 0).all()
+    path = save(tmp_path, {"columns": floats(1, 10, 2)})
+    with pytest.raises(StateDictMismatchError, match="columns: it is a view"):
+        load({"columns": whole[:, :2]}, path)
+    path = save(tmp_path, {"rows": floats(1, 3, 4)}, "F16")
+    with pytest.raises(StateDictMismatchError, match="rows: it is a view"):
+        load({"rows": whole[2:5]}, path)
+
+
+def test_an_array_that_something_else_holds_is_counted_twice_or_refused(tmp_path: Path) -> None:
+    """Both arrays are in memory: the budget must have room for both."""
+    held = np.full(1 << 16, 3, np.float32)
+    model = {"w": held}
+    path = save(tmp_path, {"w": floats(1, 1 << 16)}, "F16")
+    with pytest.raises(BudgetExceededError, match="w: something else still refers") as caught:
+        load(model, path, budget=4 << 16, chunk_nbytes=4096)
+    assert caught.value.state is not None
+    assert caught.value.state.untouched == ("w",)
+    assert model["w"] is held
+    report = load(model, path, budget="1MB", chunk_nbytes=4096)
+    assert report.held_nbytes["host"] >= 6 << 16
+    assert model["w"].dtype == np.float16
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "asarray": np.asarray,
+    "function": lambda a: np.concatenate([a, a]),
+    "ufunc": np.exp,
+    "add": lambda a: a + 1,
+    "radd": lambda a: np.ones(3) * a,
+    "iadd": lambda a: operator.iadd(a, 1),
+    "matmul": lambda a: a @ np.ones(3),
+    "equal": lambda a: a == 1,
+    "item": lambda a: a[0],
+    "set": lambda a: operator.setitem(a, 0, 1),
+    "sum": lambda a: a.sum(),
+    "dtype": lambda a: a.dtype,
+    "iterate": list,
+    "len": len,
+    "bool": bool,
+    "float": float,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_an_invalid_array_raises_whenever_it_is_used(use: str) -> None:
+    """Whatever asks for its values."""
+    with pytest.raises(DeviceError, match="'w' holds no values"):
+        USES[use](InvalidArray("w", "float32", (3,)))
+
+
+def test_a_failed_load_can_be_called_again(tmp_path: Path) -> None:
+    """Where every parameter is invalid the dict still counts as one of arrays."""
+    model: dict[str, Any] = {"w": np.zeros(3, np.float32)}
+    path = save(tmp_path, {"w": np.array([1e30, 1, 2], np.float32)})
+    with pytest.raises(OutOfRangeError) as caught:
+        load(model, path, dtype="float16", out_of_range="error")
+    assert caught.value.state is not None
+    assert caught.value.state.invalid == ("w",)
+    assert framework_of(model) == "host"
+    assert framework_of(copy.deepcopy(model)) == "host"
+    assert isinstance(pickle.loads(pickle.dumps(model))["w"], InvalidArray)
+    load(model, path)
+    assert (model["w"] == np.array([1e30, 1, 2], np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    "model", [SimpleNamespace(w=np.zeros(3)), [np.zeros(3)], MappingProxyType({"w": np.zeros(3)})]
+)
+def test_only_a_dict_of_arrays_can_be_filled(tmp_path: Path, model: Any) -> None:
+    """Arrays are replaced in the dict that holds them; other holders are refused."""
+    with pytest.raises(ValueError, match="into a dict"):
+        load(model, save(tmp_path, {"w": floats(1, 3)}))
+
+
+def test_there_is_one_host() -> None:
+    """It is called host, works, has no cast of its own, and refuses what it cannot do."""
+    device = FRAMEWORK.device("HOST")
+    assert device.info.host_visible
+    assert device.info.shared_memory
+    with pytest.raises(DeviceNotFoundError, match="host"):
+        FRAMEWORK.device("CL")
+    with pytest.raises(DeviceError):
+        device.staging(10)
+    with pytest.raises(AllocationError) as caught:
+        device.allocate(F32, (1 << 60,))
+    assert caught.value.nbytes == 1 << 62
+    statuses = FRAMEWORK.probe("host").dtypes
+    assert statuses["float32"] == "native"
+    assert statuses["bfloat16"] == statuses["float16"] == "emulated"
+    assert statuses["float4_e2m1fn"] == "absent"
+
+
+def test_a_window_is_the_arrays_own_memory() -> None:
+    """Of any rank; bytes outside stay what they are."""
+    device = FRAMEWORK.device("host")
+    buffer = device.allocate(F32, (2, 3))
+    buffer[...] = 7
+    with device.window(buffer, 4, 8) as view:
+        view[:] = np.float32(9).tobytes()
+    assert buffer.reshape(-1).tolist() == [7, 9, 7, 7, 7, 7]
+    assert device.read(buffer, 4, 12) == np.array([9, 7], np.float32).tobytes()
+    scalar = device.allocate(F32, ())
+    with device.window(scalar, 0, 4) as view:
+        view[:] = np.float32(2).tobytes()
+    assert scalar[()] == 2

@@ -1,0 +1,782 @@
+"""tinygrad's devices and tensors: every way in, and what a load promises about a model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+from tinygrad import Device, Tensor, TinyJit, dtypes, nn
+from tinygrad.device import Buffer
+from tinygrad.helpers import GlobalCounters
+from tinygrad.uop.ops import UOp
+
+import streamload
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.devices import tinygrad as ours
+from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32
+from streamload.errors import (
+    AllocationError,
+    BudgetExceededError,
+    DeviceError,
+    DeviceNotFoundError,
+    OutOfRangeError,
+    StateDictMismatchError,
+    StreamloadError,
+    UnsupportedCastError,
+)
+from streamload.plan.budget import STAGING, Ledger
+from streamload.plan.plan import RowRange
+from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.stream import stream
+from streamload.target import ModelTarget
+
+ROOT = str(Path(streamload.__file__).parent.parent)
+DEVICES = ("CL", "CPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    """A test leaves nothing under way on OpenCL, and nothing in a cache that a load emptied."""
+    yield
+    gc.collect()
+    assert Device["CL"].pending_copyin == []
+
+
+def floats(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    """Ordinary numbers, the same for the same seed."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def save(path: Path, arrays: dict[str, np.ndarray[Any, Any]], code: str = "F32") -> Path:
+    """Write arrays in one dtype."""
+    return write_safetensors(
+        path / "model.safetensors",
+        {k: (code, v.shape, v.astype(BY_CODE[code].numpy).tobytes()) for k, v in arrays.items()},
+    )
+
+
+def load(model: Any, path: Path, **arguments: Any) -> streamload.LoadReport:
+    """Load quietly under a budget that suffices."""
+    arguments.setdefault("budget", "100MB")
+    return streamload.load_state_dict(model, path, progress=False, **arguments)
+
+
+def cached_nbytes(device: str) -> int:
+    """What tinygrad keeps of freed buffers."""
+    cache = getattr(Device[device].allocator, "cache", {})
+    return sum(size * len(kept) for (size, _), kept in cache.items())
+
+
+def used_nbytes(device: str) -> int:
+    """What tinygrad says is allocated."""
+    gc.collect()
+    return int(GlobalCounters.mem_used_per_device[device])
+
+
+def full(value: float, *shape: int, device: str, dtype: Any = dtypes.float32) -> Tensor:
+    """A realised tensor."""
+    return Tensor.full(shape, value, dtype=dtype, device=device).contiguous().realize()
+
+
+# --- in place, or replaced ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_same_size_and_dtype_is_written_in_place(tmp_path: Path, device: str) -> None:
+    """A captured TinyJit, eager code and other tensors over the memory all see the new values."""
+    values = {"w": floats(1, 8, 8)}
+    model = {"w": full(1, 8, 8, device=device)}
+    x = full(1, 8, 8, device=device)
+    double = TinyJit(lambda x: (x * model["w"] * 2).realize())
+    for _ in range(4):
+        double(x)
+    other = Tensor(model["w"].uop)
+    memory = model["w"].uop.base.buffer
+    report = load(model, save(tmp_path, values))
+    assert [p.action for p in report.plan.placements] == ["in_place"]
+    assert model["w"].uop.base.buffer is memory
+    assert (model["w"].numpy() == values["w"]).all()
+    assert (other.numpy() == values["w"]).all()
+    assert (double(x).numpy() == values["w"] * 2).all()
+    assert ((x + model["w"]).numpy() == values["w"] + 1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_dtype_replaces_and_the_old_memory_is_gone(tmp_path: Path, device: str) -> None:
+    """Old buffers are dropped before new ones come, and tinygrad's cache keeps none of them."""
+    values = {f"w{i}": floats(i, 300 + i, 100) for i in range(5)}
+    before = used_nbytes(device)
+    model = {k: full(1, *v.shape, device=device) for k, v in values.items()}
+    old = [weakref.ref(t.uop.base.buffer) for t in model.values()]
+    report = load(model, save(tmp_path, values, "F16"))
+    assert {p.action for p in report.plan.placements} == {"replace"}
+    assert [ref() for ref in old] == [None] * 5
+    assert cached_nbytes(device) == 0
+    assert 0 <= used_nbytes(device) - before - sum(v.size * 2 for v in values.values()) < 64
+    for name, value in values.items():
+        assert model[name].dtype == dtypes.float16
+        assert read_back(model[name]) == value.astype(np.float16).tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_old_and_new_fit_where_only_one_has_room(tmp_path: Path, device: str) -> None:
+    """The budget of the larger of old and new is enough to replace all parameters."""
+    values = {f"w{i}": floats(i, 1 << 16) for i in range(6)}
+    model = {k: full(1, 1 << 16, device=device) for k in values}
+    report = load(model, save(tmp_path, values, "F16"), budget=6 * (4 << 16))
+    assert report.held_nbytes[device] <= 6 * (4 << 16)
+    assert all(read_back(model[k]) == v.astype(np.float16).tobytes() for k, v in values.items())
+
+
+def _jit_holder(tensor: Tensor) -> Any:
+    @TinyJit
+    def step(x: Tensor) -> Tensor:
+        return (x + tensor).realize()
+
+    x = full(0, *tensor.shape, device=str(tensor.device))
+    for _ in range(4):
+        step(x)
+    return step
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a captured TinyJit": _jit_holder,
+    "a lazy graph": lambda tensor: tensor * 2 + 1,
+    "a view": lambda tensor: tensor[1:],
+    "its buffer": lambda tensor: tensor.uop.base.buffer,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_something_else_holds_is_counted_twice_or_refused(
+    tmp_path: Path, device: str, holder: str
+) -> None:
+    """Memory that cannot go is counted beside the new; without room the load refuses, saying so.
+
+    The parameter is then what it was.
+    """
+    values = {"w": floats(1, 1 << 14)}
+    path = save(tmp_path, values, "F16")
+    model = {"w": full(3, 1 << 14, device=device)}
+    keeps = HOLDERS[holder](model["w"])
+    with pytest.raises(BudgetExceededError, match=r"w: something else still holds") as caught:
+        load(model, path, budget=4 << 14, chunk_nbytes=4096)
+    assert caught.value.state is not None
+    assert caught.value.state.untouched == ("w",)
+    assert model["w"].dtype == dtypes.float32
+    assert (model["w"].numpy() == 3).all()
+    report = load(model, path, budget=8 << 14)
+    assert report.held_nbytes[device] >= 6 << 14
+    assert read_back(model["w"]) == values["w"].astype(np.float16).tobytes()
+    del keeps
+
+
+# --- tied, views, and other parameters that are not plain ---------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_tied_parameters_are_loaded_once_and_stay_tied(
+    tmp_path: Path, device: str, dtype: Any
+) -> None:
+    """One object under two names, or two over one graph: one name in the checkpoint is enough."""
+    values = {"a": floats(1, 6, 4)}
+    a = full(1, 6, 4, device=device, dtype=dtype)
+    model = {"a": a, "same": a, "other": Tensor(a.uop), "deep": {"x": [Tensor(a.uop)]}}
+    report = load(model, save(tmp_path, values))
+    assert report.read_nbytes == 96
+    assert sorted(report.tied) == ["deep.x.0", "other", "same"]
+    memory = model["a"].uop.base.buffer
+    for tensor in (model["same"], model["other"], model["deep"]["x"][0]):
+        assert tensor.uop.base.buffer is memory
+        assert (tensor.numpy() == values["a"]).all()
+
+
+def test_tied_lazy_parameters_stay_tied(tmp_path: Path) -> None:
+    """Parameters that were never realised are tied where they are one graph."""
+    lazy = Tensor.ones(4, device="CL") * 3
+    model = {"a": lazy, "b": Tensor(lazy.uop), "c": Tensor.ones(4, device="CL") * 4}
+    load(model, save(tmp_path, {"a": floats(1, 4), "c": floats(2, 4)}), device="CL")
+    assert model["a"].uop is model["b"].uop
+    assert (model["b"].numpy() == floats(1, 4)).all()
+    assert (model["c"].numpy() == floats(2, 4)).all()
+
+
+def test_a_view_is_written_in_place_where_the_device_has_views(tmp_path: Path) -> None:
+    """On the CPU a slice of another tensor is written where it lies, and nothing else is."""
+    whole = full(1, 10, 4, device="CPU")
+    model = {"slice": whole[2:5], "whole": whole}
+    values = {"slice": floats(1, 3, 4), "whole": floats(2, 10, 4)}
+    load(model, save(tmp_path, {"slice": values["slice"]}), strict=False)
+    expected = np.ones((10, 4), np.float32)
+    expected[2:5] = values["slice"]
+    assert (whole.numpy() == expected).all()
+    assert (model["slice"].numpy() == values["slice"]).all()
+
+
+def test_a_view_that_would_change_its_dtype_is_refused(tmp_path: Path) -> None:
+    """A view cannot be replaced without parting from what it is a view of: nothing is touched."""
+    whole = full(1, 10, 4, device="CPU")
+    model = {"slice": whole[2:5]}
+    with pytest.raises(StreamloadError, match="slice"):
+        load(model, save(tmp_path, {"slice": floats(1, 3, 4)}, "F16"))
+    assert (whole.numpy() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "cut", "why"),
+    [
+        ("CL", lambda t: t[2:5], "no views"),
+        ("CL", lambda t: t.permute(1, 0), "no views"),
+        ("CPU", lambda t: t.permute(1, 0), "not contiguous"),
+        ("CPU", lambda t: t[:, 1:3], "not contiguous"),
+        ("CPU", lambda t: t[::2], "not contiguous"),
+    ],
+)
+def test_a_view_that_cannot_be_written_is_refused_by_name(
+    tmp_path: Path, device: str, cut: Callable[[Tensor], Tensor], why: str
+) -> None:
+    """Before anything is read, with the reason."""
+    whole = full(1, 10, 10, device=device)
+    model = {"part": cut(whole)}
+    path = save(tmp_path, {"part": floats(1, *map(int, model["part"].shape))})
+    with pytest.raises(StateDictMismatchError, match=f"part.*{why}"):
+        load(model, path)
+    assert (whole.numpy() == 1).all()
+
+
+def test_a_parameter_sharded_over_devices_is_refused_by_name(tmp_path: Path) -> None:
+    """Tensors over several devices are for a later day."""
+    tensor = Tensor.ones(4, 4).contiguous().shard(("CPU", "CPU:1"), axis=0).realize()
+    with pytest.raises(StateDictMismatchError, match="w: it is sharded over CPU, CPU:1"):
+        load({"w": tensor}, save(tmp_path, {"w": floats(1, 4, 4)}))
+
+
+class Net:
+    def __init__(self) -> None:
+        self.first = nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(4)
+        self.blocks = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_was_never_realised_is_filled(tmp_path: Path, device: str) -> None:
+    """Lazy initialisers are not run: the parameters are new on the device asked for."""
+    model = Net()
+    names = nn.state.get_state_dict(model)
+    values = {k: floats(i, *map(int, t.shape)) for i, (k, t) in enumerate(names.items())}
+    report = load(model, save(tmp_path, values), device=device)
+    assert {p.action for p in report.plan.placements} == {"new"}
+    for name, tensor in nn.state.get_state_dict(model).items():
+        assert tensor.device == device
+        assert (tensor.numpy() == values[name]).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_empty_model_is_filled(tmp_path: Path, device: str) -> None:
+    """Tensor.empty names its device, and has no memory yet."""
+    model = {"w": Tensor.empty(5, 5, device=device), "n": Tensor.empty(0, 3, device=device)}
+    load(model, save(tmp_path, {"w": floats(1, 5, 5), "n": floats(1, 0, 3)}), device=device)
+    assert (model["w"].numpy() == floats(1, 5, 5)).all()
+    assert model["n"].numpy().shape == (0, 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_store_that_was_not_run_is_replaced_with_its_memory(tmp_path: Path, device: str) -> None:
+    """A parameter with a pending assign gets the checkpoint's values, and keeps them."""
+    tensor = full(1, 4096, device=device)
+    before = used_nbytes(device)
+    tensor.assign(tensor + 1)
+    model = {"w": tensor}
+    load(model, save(tmp_path, {"w": floats(1, 4096)}), device=device)
+    assert (model["w"].numpy() == floats(1, 4096)).all()
+    assert (model["w"].realize().numpy() == floats(1, 4096)).all()
+    assert used_nbytes(device) == before
+
+
+def test_a_model_of_disk_tensors_goes_to_the_device(tmp_path: Path) -> None:
+    """Tensors that tinygrad itself maps from a file hold no memory of a device."""
+    path = save(tmp_path, {"w": floats(1, 4, 4)})
+    model = {"w": nn.state.safe_load(str(path))["w"]}
+    other = save(tmp_path / "other", {"w": floats(2, 4, 4)})
+    before = path.read_bytes()
+    load(model, other, device="CL")
+    assert model["w"].device == "CL"
+    assert (model["w"].numpy() == floats(2, 4, 4)).all()
+    assert path.read_bytes() == before
+
+
+def test_tensors_of_one_memory_and_several_shapes(tmp_path: Path) -> None:
+    """A reshaped tensor is the same parameter, in its own shape, before and after."""
+    a = full(1, 6, 4, device="CL", dtype=dtypes.float16)
+    model = {"a": a, "flat": a.reshape(24)}
+    load(model, save(tmp_path, {"a": floats(1, 6, 4)}))
+    assert model["flat"].shape == (24,)
+    assert model["flat"].uop.base is model["a"].uop.base
+    assert (model["flat"].numpy() == floats(1, 24).reshape(-1)).all()
+
+
+# --- dtypes -------------------------------------------------------------------------------------
+
+HELD = sorted(set(BY_NAME) - ours._UNSUPPORTED)
+
+
+def _bits(name: str) -> bytes:
+    """Awkward bits: subnormals, NaN, infinities, all of a 16-bit dtype's codes."""
+    dtype = BY_NAME[name]
+    if dtype.kind == "bool":
+        return bytes([0, 1, 1, 0, 1])
+    codes = np.arange(1 << min(dtype.bits, 16), dtype=np.uint64)
+    return (
+        (codes * (0x0001_0001_0001_0001 if dtype.bits > 16 else 1))
+        .astype(f"u{dtype.itemsize}")
+        .tobytes()
+    )
+
+
+def read_back(tensor: Tensor) -> bytes:
+    """The raw bytes of a tensor's memory, by tinygrad's own copy."""
+    buffer = tensor.uop.base.buffer
+    return bytes(buffer.as_memoryview())[: buffer.nbytes]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_dtype_that_tinygrad_has_arrives_bit_for_bit(tmp_path: Path, device: str) -> None:
+    """dtype="checkpoint" keeps all bits, bfloat16 and float8 too, whatever the device emulates."""
+    tensors: dict[str, Any] = {}
+    for name in HELD:
+        data = _bits(name)
+        tensors[name] = (BY_NAME[name].code, (len(data) // BY_NAME[name].itemsize,), data)
+    tensors["scalar"] = ("F32", (), b"\x00\x00\x80\x3f")
+    tensors["nothing"] = ("BF16", (0, 7), b"")
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    state = load(None, path, device=device, dtype="checkpoint", chunk_nbytes=999).state_dict
+    assert state.keys() == tensors.keys()
+    for name in HELD:
+        assert state[name].dtype == ours._TO_TINYGRAD[name]
+        assert read_back(state[name]) == tensors[name][2], name
+    assert state["scalar"].item() == 1
+    assert state["scalar"].shape == ()
+    assert state["nothing"].shape == (0, 7)
+    assert state["nothing"].device == device
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [("F4", (4,)), ("F6_E2M3", (4,)), ("F6_E3M2", (4,)), ("F8_E8M0", (3,)), ("C64", (1,))],
+)
+@pytest.mark.parametrize("dtype", ["checkpoint", None])
+def test_a_dtype_that_tinygrad_lacks_is_refused_before_anything(
+    tmp_path: Path, code: str, shape: tuple[int, ...], dtype: str | None
+) -> None:
+    """By tensor and dtype; nothing is allocated."""
+    nbytes = BY_CODE[code].nbytes(shape[0])
+    tensors = {"fine": ("F32", (1,), bytes(4)), "odd": (code, shape, bytes(nbytes))}
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    before = used_nbytes("CL")
+    with pytest.raises(UnsupportedCastError, match=r"'odd'.*CL has no such dtype") as caught:
+        load(None, path, device="CL", dtype=dtype)
+    assert caught.value.tensor == "odd"
+    assert caught.value.src == BY_CODE[code].name
+    assert used_nbytes("CL") == before
+
+
+# --- what a failed load leaves ------------------------------------------------------------------
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda t: t.numpy(),
+    "tolist": lambda t: t.tolist(),
+    "data": lambda t: t.data(),
+    "expression": lambda t: (t + 1).realize(),
+    "reduction": lambda t: t.sum().item(),
+    "view": lambda t: t[1:].numpy(),
+    "bitcast": lambda t: t.bitcast(dtypes.uint32).numpy(),
+    "to": lambda t: t.to("PYTHON").numpy(),
+    "clone": lambda t: t.clone().realize(),
+    "jit": lambda t: [TinyJit(lambda x: (x + t).realize())(Tensor.ones(8, device=t.device))],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_invalid_parameter_raises_whenever_it_is_used(tmp_path: Path, device: str) -> None:
+    """It holds no memory, says what happened, and goes on raising until a load completes it."""
+    values = {f"w{i}": floats(i, 8) for i in range(10)}
+    values["w1"] = np.full(8, 1e6, np.float32)
+    path = save(tmp_path, values)
+    before = used_nbytes(device)
+    dtype = dtypes.float16
+    model = {k: full(1, 8, device=device, dtype=dtype) for k in values}
+    jit = TinyJit(lambda x: (x + model["w1"]).realize())
+    with pytest.raises(OutOfRangeError) as caught:
+        load(model, path, dtype="float16", out_of_range="error", chunk_nbytes=16, threads=1)
+    state = caught.value.state
+    assert state is not None
+    assert state.loaded == ("w0",)
+    assert "w1" in state.invalid  # and what had been begun after it
+    assert "w9" in state.untouched
+    assert caught.value.__notes__ == [f"parameters: {state}"]
+    assert read_back(model["w0"]) == values["w0"].astype(np.float16).tobytes()
+    assert (model["w9"].numpy() == 1).all()
+    held = 16 * (len(state.loaded) + len(state.untouched))
+    assert 0 <= used_nbytes(device) - before - held < 64
+    for use, call in USES.items():
+        if use == "bitcast":
+            continue
+        with pytest.raises(DeviceError, match="'w1' holds no values"):
+            call(model["w1"])
+    with pytest.raises(DeviceError, match="'w1' holds no values"):
+        jit(full(1, 8, device=device, dtype=dtype))
+    with pytest.warns(RuntimeWarning, match="w1"):
+        load(model, path, dtype="float16", out_of_range="clamp", device=device)
+    assert (model["w1"].numpy() == 65504).all()
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("device", [*DEVICES, "PYTHON"])
+def test_every_use_of_an_invalid_parameter_raises(device: str, use: str) -> None:
+    """Each way to look at the values raises, and leaves the parameter invalid."""
+    parameter = ours.TinygradParameter(("w",), [tensor := full(1, 8, device=device)])
+    parameter.invalidate()
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="'w' holds no values"):
+            USES[use](tensor)
+    again = ours.TinygradParameter(("w",), [tensor])
+    assert (again.device, again.nbytes, again.release()) == (None, 0, "")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_failed_load_leaves_old_values_where_they_still_are(tmp_path: Path, device: str) -> None:
+    """What was never overwritten nor released is untouched: a lazy initialiser, held memory."""
+    values = {"held": np.full(4096, 1e6, np.float32), "lazy": np.full(64, 1e6, np.float32)}
+    path = save(tmp_path, values)
+    lazy = Tensor.ones(64, device=device) * 3
+    model = {"held": full(5, 4096, device=device), "lazy": lazy}
+    graph = model["held"] + 1
+    with pytest.raises(OutOfRangeError) as caught:
+        load(model, path, device=device, dtype="float16", out_of_range="error")
+    assert caught.value.state is not None
+    assert caught.value.state.untouched == ("held", "lazy")
+    assert cached_nbytes(device) == 0
+    assert (model["held"].numpy() == 5).all()
+    assert (model["lazy"].numpy() == 3).all()
+    assert (graph.numpy() == 6).all()
+
+
+# --- the ways in --------------------------------------------------------------------------------
+
+
+class _OffsetOnCPU(ours._OffsetDevice):
+    """The way of CUDA and AMD, on an allocator that has the same calls."""
+
+
+WAYS: dict[str, Callable[[], ours.TinygradDevice]] = {
+    "CL mapped": lambda: ours._OpenCLDevice("CL", mapped=True),
+    "CL staged": lambda: ours._OpenCLDevice("CL", mapped=False),
+    "CPU": lambda: ours._HostVisibleDevice("CPU"),
+    "CPU:1": lambda: ours._HostVisibleDevice("CPU:1"),
+    "PYTHON": lambda: ours._HostVisibleDevice("PYTHON"),
+    "CPU by offset": lambda: _OffsetOnCPU("CPU"),
+    "PYTHON by offset": lambda: ours._OffsetDevice("PYTHON"),
+    "CPU by tensors": lambda: ours._TensorDevice("CPU"),
+    "CL by tensors": lambda: ours._TensorDevice("CL"),
+}
+
+
+def stream_to(
+    device: ours.TinygradDevice, path: Path, dtype: Any = "checkpoint", **arguments: Any
+) -> tuple[dict[str, Tensor], ModelTarget, Ledger]:
+    """Stream all of a checkpoint to a device object."""
+    checkpoint = open_checkpoint(path)
+    info = device.info
+    plan = make_plan(
+        checkpoint,
+        wants=[
+            Want(n, t.shape, (RowRange(n, 0, t.shape[0] if t.shape else 1),))
+            for n, t in checkpoint.tensors.items()
+        ],
+        devices=[
+            DeviceSpec(
+                info.name,
+                10**9,
+                host_visible=info.host_visible,
+                shared_memory=info.shared_memory,
+                threads=info.threads,
+                device_casts=frozenset({("bfloat16", "float32")}),
+            )
+        ],
+        dtype=DTypePolicy.parse(dtype),
+        out_of_range="inf",
+        cast=arguments.pop("cast", "llvm"),
+        reader="mmap",
+        tied={},
+        **arguments,
+    )
+    ledger = Ledger({info.name: 10**9, STAGING: plan.host_nbytes})
+    target = ModelTarget(plan, ours.FRAMEWORK, {info.name: device}, None, ledger)
+    stream(plan, checkpoint, target, {info.name: device}, ledger)
+    return target.state_dict, target, ledger
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_in_is_exact(tmp_path: Path, way: str) -> None:
+    """All 16-bit codes (subnormal halves too), odd sizes and small chunks arrive bit for bit."""
+    rng = np.random.default_rng(5)
+    tensors: dict[str, Any] = {
+        "half": ("F16", (65536,), np.arange(65536, dtype="<u2").tobytes()),
+        "bf16": ("BF16", (2, 77), rng.bytes(308)),
+        "odd": ("U8", (12345,), rng.bytes(12345)),
+        "wide": ("I64", (3,), rng.bytes(24)),
+        "one": ("F32", (), rng.bytes(4)),
+        "none": ("F32", (0,), b""),
+    }
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    device = WAYS[way]()
+    state, _, ledger = stream_to(device, path, chunk_nbytes=40_000)
+    for name, (code, shape, data) in tensors.items():
+        tensor = state[name]
+        assert tensor.shape == tuple(shape)
+        assert tensor.dtype == ours._TO_TINYGRAD[BY_CODE[code].name]
+        assert tensor.device == device.name
+        if data:
+            raw = tensor.reshape(-1).bitcast(dtypes.uint8)
+            assert bytes(raw.contiguous().data()) == data, name
+    assert ledger.held(device.name) == sum(len(data) for _, _, data in tensors.values())
+    device.trim()
+    assert cached_nbytes(device.name) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_reads_back_what_was_written(way: str) -> None:
+    """Any range, with nothing else touched."""
+    device = WAYS[way]()
+    buffer = device.allocate(BY_NAME["uint8"], (1000,))
+    staging = device.staging(1000)
+    staging.view[:] = bytes(1000)
+    device.copy(staging, 0, 1000, buffer, 0).wait()
+    data = np.random.default_rng(1).bytes(1000)
+    staging.view[:] = data
+    device.copy(staging, 100, 57, buffer, 333).wait()
+    staging.close()
+    assert device.read(buffer, 333, 390) == data[100:157]
+    assert device.read(buffer, 0, 1000) == bytes(333) + data[100:157] + bytes(610)
+    assert device.read(buffer, 5, 5) == b""
+    device.release(buffer)
+
+
+@pytest.mark.parametrize("way", ["CL mapped", "CL staged", "CL by tensors"])
+def test_the_devices_own_cast_is_exact_where_it_is_used(tmp_path: Path, way: str) -> None:
+    """bfloat16 to float32 on OpenCL: all codes, in chunks that cut through the tensor."""
+    codes = np.arange(65536, dtype="<u2")
+    path = write_safetensors(tmp_path / "x.safetensors", {"w": ("BF16", (65536,), codes.tobytes())})
+    device = WAYS[way]()
+    before = used_nbytes("CL")
+    state, _, _ = stream_to(device, path, "float32", cast="device", chunk_nbytes=50_001)
+    got = np.frombuffer(state["w"].bitcast(dtypes.uint32).data(), np.uint32)
+    want = codes.astype(np.uint32) << 16
+    nan = np.isnan(want.view(np.float32))
+    assert (got[~nan] == want[~nan]).all()
+    assert np.isnan(got.view(np.float32)[nan]).all()
+    device.trim()
+    assert used_nbytes("CL") - before <= 65536 * 4
+    assert cached_nbytes("CL") == 0
+
+
+def test_support_bf16_1_falls_back_where_the_device_is_not_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SUPPORT_BF16=1 asks for the device's cast; PoCL's is wrong, so LLVM's runs and it is said."""
+    values = floats(1, 5000).astype(ml_dtypes.bfloat16)
+    path = save(tmp_path, {"w": values}, "BF16")
+    for setting, said in (("1", True), ("0", False)):
+        monkeypatch.setenv("SUPPORT_BF16", setting)
+        report = load(None, path, device="CL")
+        assert [(p.dst, p.cast) for p in report.plan.placements] == [(F16, "llvm")]
+        assert any("not on the device" in note for note in report.notes) is said
+        bits = np.frombuffer(read_back(report.state_dict["w"]), np.uint16)
+        assert (bits == values.astype(np.float32).astype(np.float16).view(np.uint16)).all()
+    monkeypatch.setenv("SUPPORT_BF16", "2")
+    with pytest.raises(ValueError, match="SUPPORT_BF16"):
+        load(None, path, device="CL")
+
+
+def test_cast_device_is_used_where_it_is_exact(tmp_path: Path) -> None:
+    """cast="device" on OpenCL widens bfloat16 there: raw bits go up."""
+    values = floats(1, 3, 5000).astype(ml_dtypes.bfloat16)
+    path = save(tmp_path, {"w": values}, "BF16")
+    report = load(None, path, device="CL", dtype="float32", cast="device")
+    assert [(p.src, p.dst, p.cast) for p in report.plan.placements] == [(BF16, F32, "device")]
+    assert (report.state_dict["w"].numpy() == values.astype(np.float32)).all()
+    assert cached_nbytes("CL") == 0
+
+
+def test_bf16_becomes_fp16_on_opencl_and_stays_when_asked(tmp_path: Path) -> None:
+    """By default bfloat16 becomes float16 where it is emulated; "checkpoint" keeps the bits."""
+    path = save(tmp_path, {"w": floats(1, 100)}, "BF16")
+    assert load(None, path, device="CL").state_dict["w"].dtype == dtypes.float16
+    kept = load(None, path, device="CL", dtype="checkpoint").state_dict["w"]
+    assert kept.dtype == dtypes.bfloat16
+    assert read_back(kept) == floats(1, 100).astype(ml_dtypes.bfloat16).tobytes()
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+MEASURED = """
+import json, sys, threading
+import numpy as np
+import streamload
+from streamload.plan.budget import STAGING
+
+def now():
+    total = 0
+    for line in open("/proc/self/status"):
+        if line.startswith(("RssAnon:", "RssShmem:")):
+            total += int(line.split()[1]) * 1024
+    return total
+
+device, small, large = sys.argv[1:]
+warm = streamload.load_state_dict(None, small, device=device, budget="1GB", progress=False)
+del warm
+base = peak = now()
+done = threading.Event()
+
+def sample():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, now())
+
+sampler = threading.Thread(target=sample)
+sampler.start()
+report = streamload.load_state_dict(None, large, device=device, budget="1GB", progress=False)
+done.set()
+sampler.join()
+peak = max(peak, now())
+predicted = sum(report.predicted_nbytes.values())
+print(json.dumps([peak - base, predicted, report.resident_nbytes]))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: str) -> None:
+    """By the kernel's own count: weights, staging and scratch, and a few MB for all the rest."""
+    small = save(tmp_path / "small", {"w": floats(1, 1000)}, dtype)
+    large = save(tmp_path / "large", {f"w{i}": floats(i, 4_000_000) for i in range(8)}, dtype)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, device, small, large],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    used, predicted, resident = json.loads(done.stdout)
+    assert resident == 8 * 8_000_000 + (8 * (-8_000_000 % 4096) if device == "CPU" else 0)
+    assert used >= 8 * 8_000_000
+    assert used <= predicted + 8 * 2**20
+
+
+def test_huge_pages_never_reach_beyond_a_buffer() -> None:
+    """A byte in each of many buffers makes at most those buffers resident, no neighbour."""
+    device = ours._OpenCLDevice("CL", mapped=True)
+    size = 2 * 2**20 + 12345
+    code = "RssAnon:"
+
+    def now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(x.split()[1]) * 1024 for x in lines if x.startswith(code))
+
+    device.trim()
+    before = now()
+    buffers = [device.allocate(BY_NAME["uint8"], (size,)) for _ in range(16)]
+    for buffer in buffers:
+        with device.window(buffer, size - 1, size) as view:
+            view[0] = 1
+    assert now() - before <= 16 * 65536 + 2**20  # the last page is not in an aligned huge one
+    for buffer in buffers:
+        device.release(buffer)
+
+
+# --- finding devices ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cl", "CL", "CL:0", "cl:0"])
+def test_names_are_tinygrads(name: str) -> None:
+    """Case and a trailing :0 do not matter."""
+    assert ours.FRAMEWORK.canonical(name) == "CL"
+    assert ours.FRAMEWORK.device(name).name == "CL"
+
+
+@pytest.mark.parametrize("name", ["NOSUCH", "CL:7", "CUDA"])
+def test_a_device_that_is_not_there_is_an_error_of_ours(name: str) -> None:
+    """Whatever tinygrad raises for it."""
+    with pytest.raises(DeviceNotFoundError):
+        ours.FRAMEWORK.device(name)
+
+
+def test_an_allocation_beyond_the_largest_is_an_error_of_ours() -> None:
+    """With the size; nothing stays behind."""
+    device = ours.FRAMEWORK.device("CL")
+    before = used_nbytes("CL")
+    most = device.info.largest_allocation_nbytes
+    assert most is not None
+    with pytest.raises(AllocationError) as caught:
+        device.allocate(BY_NAME["uint8"], (most * 4,))
+    assert caught.value.nbytes == most * 4
+    assert used_nbytes("CL") == before
+
+
+def test_a_freed_buffer_of_the_size_is_taken_again_and_no_other_stays() -> None:
+    """tinygrad's cache never holds what the ledger counts as gone when memory is allocated."""
+    device = ours.FRAMEWORK.device("CL")
+    device.trim()
+    buffers = [device.allocate(BY_NAME["uint8"], (n,)) for n in (1 << 20, 2 << 20, 2 << 20)]
+    freed = [buffer._buf for buffer in buffers[1:]]
+    for buffer in reversed(buffers):
+        buffer.deallocate()
+    assert cached_nbytes("CL") == 5 << 20
+    new = device.allocate(BY_NAME["float16"], (1 << 20,))
+    assert any(new._buf is memory for memory in freed)
+    assert cached_nbytes("CL") == 0
+    device.release(new)
+    assert cached_nbytes("CL") == 0
+
+
+def test_opening_a_device_says_what_it_is() -> None:
+    """The largest allocation, the memory and the granularity come from the driver."""
+    info = ours.FRAMEWORK.device("CL").info
+    assert info.host_visible
+    assert info.shared_memory
+    assert not info.native_bf16
+    assert info.total_nbytes and info.largest_allocation_nbytes
+    assert info.granularity_nbytes >= 1
+    assert info.free_nbytes is not None and info.free_nbytes <= info.total_nbytes
+    cpu = ours.FRAMEWORK.device("CPU").info
+    assert cpu.granularity_nbytes == os.sysconf("SC_PAGESIZE")
+
+
+def test_a_tensor_stands_on_its_buffer() -> None:
+    """No copy is made, and the buffer lives as long as the tensor."""
+    device = ours.FRAMEWORK.device("CL")
+    buffer = device.allocate(F32, (2, 3))
+    assert isinstance(buffer, Buffer)
+    tensor = ours.FRAMEWORK.tensor(device, buffer, F32, (2, 3))
+    assert tensor.uop.base.buffer is buffer
+    assert tensor.uop.base is UOp.from_buffer(buffer)
+    gone = weakref.ref(buffer)
+    del buffer
+    assert gone() is not None
+    del tensor
+    gc.collect()
+    assert gone() is None
