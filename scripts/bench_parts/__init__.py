@@ -1,0 +1,1 @@
+"""The parts of ``scripts/bench``: what is measured, each in its own process, and the tables."""

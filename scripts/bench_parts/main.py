@@ -1,0 +1,126 @@
+"""The command line of ``scripts/bench``, and its tables."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench_parts import machine
+from bench_parts.processes import SCRIPTS
+from bench_parts.sections import SECTIONS, NotHereError, Options, Section, working
+from streamload.units import parse_bytes
+
+DEVICES = ("CL", "CPU", "host")
+DEFAULT_SIZE = "2.27GB"
+DEFAULT_RUNS = 5
+
+
+def main() -> None:
+    """Measure, print tables, and write JSON."""
+    parser = argparse.ArgumentParser(
+        prog="bench",
+        description="Measure streamload on this machine, beside tinygrad's own loader, memset, "
+        "memcpy, numpy and ml_dtypes. Each measurement is a process of its own.",
+    )
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)"
+    )
+    parser.add_argument("--size", default=DEFAULT_SIZE, help="checkpoint (default: %(default)s)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=DEFAULT_RUNS,
+        help="processes of each kind, in turn (%(default)s)",
+    )
+    parser.add_argument("--devices", default=",".join(DEVICES), help="default: %(default)s")
+    # not the system's temporary folder: that may be in memory
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=SCRIPTS.parent / ".cache",
+        help="folder on a disk, in which checkpoints are made and removed (default: .cache)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    args = parser.parse_args()
+    unknown = [name for name in args.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    if args.runs < 1:
+        parser.error("--runs is at least 1")
+    try:
+        nbytes = parse_bytes(args.size)
+    except ValueError as error:
+        parser.error(str(error))
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    command = shlex.join(["scripts/bench", *sys.argv[1:]])
+    facts = machine.facts()
+    wanted = tuple(args.devices.split(","))
+    devices = working(wanted)
+    facts["devices that do not work"] = ", ".join(name for name in wanted if name not in devices)
+    report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
+    console.print(_table([{"machine": key, "": value} for key, value in facts.items()]))
+    args.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work) as work:
+        options = Options(
+            nbytes=nbytes,
+            runs=args.runs,
+            devices=devices,
+            work=Path(work),
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+        for name in args.sections or SECTIONS:
+            try:
+                section = SECTIONS[name](options)
+            except NotHereError as error:
+                console.print(f"\n{name}: not here: {error}", markup=False)
+                report["sections"][name] = {"not_here": str(error)}
+                continue
+            _print(console, section)
+            report["sections"][name] = section.to_json()
+    console.print(f"\nagain: {command}", markup=False)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _print(console: Console, section: Section) -> None:
+    console.print(f"\n{section.name}: {section.note}", markup=False)
+    console.print(_table(section.rows))
+    rows = [
+        {
+            "target": target.what,
+            "measured": f"{target.value:.4g}",
+            "wanted": _wanted(target.at_least, target.at_most),
+            "": "met" if target.met else "MISSED",
+        }
+        for target in section.targets
+    ]
+    console.print(_table(rows))
+
+
+def _wanted(at_least: float | None, at_most: float | None) -> str:
+    low = "" if at_least is None else f">= {at_least:.4g}"
+    high = "" if at_most is None else f"<= {at_most:.4g}"
+    return " ".join(filter(None, (low, high)))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """Rows as a table; a column for each key of any row, in order."""
+    table = Table(box=None, pad_edge=False)
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        numbers = any(isinstance(row.get(column), (int, float)) for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", overflow="fold")
+    for row in rows:
+        # texts, not markup: what the kernel says has brackets in it
+        table.add_row(*(Text("" if row.get(c) is None else str(row[c])) for c in columns))
+    return table

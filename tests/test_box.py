@@ -1,0 +1,140 @@
+"""The box that kills: tinygrad's own load and streamload's in one small memory cgroup."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import needs
+import pytest
+from bench_parts.processes import argv, environment
+from boxes import Boxes, BoxRun
+from make_checkpoint import make_checkpoint, shape_of_size
+
+from streamload.devices.base import probe
+from streamload.dtypes import BF16
+
+BOX_NBYTES = 400_000_000
+FITS_NBYTES = 280_000_000
+SMALL_BOX_NBYTES = (
+    140_000_000  # half of that checkpoint, and enough for a driver and an interpreter
+)
+DEVICES = ("CL", "CPU", "host")
+
+# Runs its arguments in a cgroup without a limit of its own, below the one that it is in.
+NESTED = """
+import subprocess, sys, time
+from pathlib import Path
+
+groups = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+(name,) = {Path(group).name for group in groups if Path(group).name.startswith("streamload-")}
+inner = next(Path("/sys/fs/cgroup").rglob(name)) / "inner"
+inner.mkdir()
+enter = 'echo $$ >"$0" && exec "$@"'
+done = subprocess.run(["sh", "-c", enter, inner / "cgroup.procs", *sys.argv[1:]])
+while inner.exists():
+    try:
+        inner.rmdir()
+    except OSError:  # the kernel is still taking the process apart
+        time.sleep(0.01)
+sys.exit(done.returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 checkpoint whose data begins at 8 modulo 16, where tinygrad copies every source."""
+    out = tmp_path_factory.mktemp("box") / "checkpoint"
+    make_checkpoint(out, shape_of_size(FITS_NBYTES, BF16), offset_mod_16=8)
+    return out
+
+
+def _works(device: str) -> str:
+    framework = "host" if device == "host" else "tinygrad"
+    result = probe(framework, device)
+    if not result.works:
+        needs.lacking(f"{device}: {result.problem}")
+    return device
+
+
+def _load(path: Path, device: str, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "streamload", "load", str(path), "--device", device]
+    return [*command, "--no-progress", *options]
+
+
+def _run(cgroup: Boxes, command: Sequence[str], limit_nbytes: int) -> BoxRun:
+    return cgroup.run(command, limit_nbytes, env=environment())
+
+
+def _forget(path: Path) -> None:
+    """Drop a file from the page cache, so that reading it is charged to whoever reads it next."""
+    for file in path.glob("*.safetensors"):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # dirty pages stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def test_the_box_kills_the_usual_load(cgroup: Boxes, checkpoint: Path) -> None:
+    """tinygrad's safe_load, a cast and load_state_dict to OpenCL are killed for memory."""
+    _works("CL")
+    file = checkpoint / "model.safetensors"
+    done = _run(cgroup, argv("tinygrad", path=str(file), device="CL", way="cast"), BOX_NBYTES)
+    assert done.oom_killed
+    assert done.returncode == -9
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_streamload_finishes_in_the_box(
+    cgroup: Boxes, checkpoint: Path, device: str, reader: str
+) -> None:
+    """The same file loads in the same box, and every tensor read back is right."""
+    options = ("--budget", "290MB", "--reader", reader, "--verify")
+    done = _run(cgroup, _load(checkpoint, _works(device), *options), BOX_NBYTES)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert "verified:" in done.stdout
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+def test_a_file_that_is_not_cached_is_no_burden(
+    cgroup: Boxes, checkpoint: Path, reader: str
+) -> None:
+    """Pages of the file that are read in the box, and charged to it, make way for weights."""
+    _works("CL")
+    _forget(checkpoint)
+    options = ("--budget", "290MB", "--reader", reader, "--verify")
+    done = _run(cgroup, _load(checkpoint, "CL", *options), BOX_NBYTES)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert "verified:" in done.stdout
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"], ids=["no budget", "a budget beyond the box"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_twice_the_box_is_refused(
+    cgroup: Boxes, checkpoint: Path, device: str, budget: str | None
+) -> None:
+    """A checkpoint of twice the box does not fit, and is not killed, whatever the budget says."""
+    options = ("--budget", budget) if budget else ()
+    done = _run(cgroup, _load(checkpoint, _works(device), *options), SMALL_BOX_NBYTES)
+    assert (done.returncode, done.oom_killed) == (3, False), done.stderr
+    assert "does not fit" in done.stderr
+
+
+def test_without_a_budget_what_fits_is_loaded(cgroup: Boxes, checkpoint: Path) -> None:
+    """The budget that is guessed leaves enough alone for the load to end."""
+    _works("CL")
+    done = _run(cgroup, _load(checkpoint, "CL", "--verify"), BOX_NBYTES + 40_000_000)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+
+
+def test_the_limit_of_a_group_above_counts(cgroup: Boxes, checkpoint: Path) -> None:
+    """In a cgroup without a limit, below one with a limit, that limit is what is free."""
+    command = [sys.executable, "-c", NESTED, *_load(checkpoint, "host")]
+    done = _run(cgroup, command, SMALL_BOX_NBYTES)
+    assert (done.returncode, done.oom_killed) == (3, False), done.stderr
+    assert "does not fit" in done.stderr

@@ -1,0 +1,87 @@
+"""What a load really takes, by the kernel's counters as another process reads them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from bench_parts.processes import measure
+from make_checkpoint import make_checkpoint, shape_of_size
+
+from streamload.devices.base import probe
+from streamload.dtypes import BF16
+
+NBYTES = 200_000_000
+SMALL_NBYTES = 1_000_000
+SLACK_NBYTES = 64_000_000
+DEVICES = ("CL", "CPU", "host")
+READERS = ("mmap", "pread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints: "large", "sharded" (as large, in five files) and "small"."""
+    root = tmp_path_factory.mktemp("memory")
+    for name, nbytes, shards in (
+        ("large", NBYTES, 1),
+        ("sharded", NBYTES, 5),
+        ("small", SMALL_NBYTES, 1),
+    ):
+        make_checkpoint(root / name, shape_of_size(nbytes, BF16), shards=shards)
+    return root
+
+
+def _peak_nbytes(path: Path, device: str, **arguments: Any) -> int:
+    """Peak RssAnon + RssShmem of a process that loads a checkpoint, from its start to its end."""
+    framework = "host" if device == "host" else "tinygrad"
+    result = probe(framework, device)
+    if not result.works:
+        needs.lacking(f"{device}: {result.problem}")
+    return measure(
+        "streamload", sampled=True, path=str(path), device=device, **arguments
+    ).peak_nbytes
+
+
+@cache
+def _least_nbytes(path: Path, device: str, reader: str) -> int:
+    """The peak of loading almost nothing: interpreter, libraries, drivers, the same casts."""
+    return _peak_nbytes(path, device, reader=reader)
+
+
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_takes_the_weights_and_little_more(
+    folder: Path, device: str, reader: str, threads: int
+) -> None:
+    """The peak is the weights and at most 64 MB over that of a load of 1 MB."""
+    least = _least_nbytes(folder / "small", device, reader)
+    peak = _peak_nbytes(folder / "large", device, reader=reader, threads=threads)
+    assert peak <= least + NBYTES + SLACK_NBYTES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shards_take_no_more(folder: Path, device: str) -> None:
+    """A checkpoint in several files takes what one in a single file takes."""
+    least = _least_nbytes(folder / "small", device, "mmap")
+    peak = _peak_nbytes(folder / "sharded", device, reader="mmap")
+    assert peak <= least + NBYTES + SLACK_NBYTES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_loading_again_takes_no_more(folder: Path, device: str) -> None:
+    """A second load writes the weights of the first in place."""
+    least = _least_nbytes(folder / "small", device, "mmap")
+    peak = _peak_nbytes(folder / "large", device, reader="mmap", loads=2)
+    assert peak <= least + NBYTES + SLACK_NBYTES
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_old_weights_do_not_stand_beside_new_ones(folder: Path, device: str) -> None:
+    """float32 weights that become float16 are released as these are made, not afterwards."""
+    least = _least_nbytes(folder / "small", device, "mmap")
+    peak = _peak_nbytes(folder / "large", device, reader="mmap", model="float32")
+    assert peak <= least + 2 * NBYTES + SLACK_NBYTES
