@@ -18,7 +18,7 @@ from streamload.devices.base import (
 )
 from streamload.dtypes import BF16
 from streamload.errors import DeviceNotFoundError
-from streamload.plan.budget import Budget, available_host_nbytes
+from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
 from streamload.plan.planner import DeviceSpec, DTypePolicy
 
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
@@ -59,6 +59,7 @@ class Devices:
         # and those without a stated budget get equal parts
         sharing = [name for name, info in infos.items() if info.shared_memory]
         host = available_host_nbytes() if sharing else 0
+        host -= overhead_nbytes(host)
         promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
         rest = max(host - sum(promised.values()), 0) // max(len(sharing) - len(promised), 1)
         out = []

@@ -24,7 +24,7 @@ from typing import Protocol
 from streamload.cast.table import Cast, CastCounts, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader, open_reader
-from streamload.devices.base import Buffer, Device, Staging, Ticket
+from streamload.devices.base import Buffer, Device, Staging, Ticket, populate
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.plan.budget import STAGING, Ledger
@@ -290,6 +290,8 @@ class _Worker:
                         counts.append(_NO_COUNTS)
                     elif job.host_visible[name] and p.cast != "device":
                         with device.window(buffer, chunk.start, chunk.stop) as out:
+                            if p.action != "in_place":
+                                populate(out)
                             counts.append(self._fill(reader, chunk, p, out, whole, base))
                     else:
                         slot = slot or self._slot(name)

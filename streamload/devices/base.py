@@ -7,9 +7,11 @@ file a framework implements both `Device` and `Framework`, and is imported only 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -238,6 +240,35 @@ class Framework(Protocol):
 
     def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
         """The framework's tensor over a buffer, without a copy."""
+
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
+
+
+def populate(window: memoryview) -> None:
+    """Have the kernel fill a window with fresh pages in one call, where it can.
+
+    First touch is the limit of a load into fresh memory, and a fault for each 4 KiB page is a good
+    part of that. Tried beside it: huge pages (MADV_HUGEPAGE). They are faster where the machine has
+    2 MiB blocks at hand, and were 2 to 3 times slower (2.2 to 2.8 CPU seconds for 2.3 GB, against
+    1.1) in virtual machines whose host takes freed blocks back; this way was the faster one or
+    level there, 0.74 s for 1.72 s of the same load to OpenCL.
+    """
+    if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
+        return
+    address = ctypes.addressof(ctypes.c_char.from_buffer(window))
+    # whole pages inside the window: what lies around it is not ours to touch
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
 
 
 _FRAMEWORKS = {"tinygrad": "streamload.devices.tinygrad", "host": "streamload.devices.host"}

@@ -75,8 +75,6 @@ _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = ("DEV", "CC", "POCL_", "OCL_", "CUDA_", "EMULATED_DTYPES", "LD_LIBRARY_PATH")
 
-_HUGE_PAGE_NBYTES = 2 * 2**20
-
 
 class _HostStaging:
     """A page-aligned anonymous map: tinygrad has no pinned memory to offer."""
@@ -108,29 +106,6 @@ def _address(view: memoryview) -> int:
 
 def _bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
-def _advise_huge(address: int, nbytes: int) -> None:
-    """Ask for huge pages in the 2 MiB-aligned inside of fresh memory.
-
-    First touch is the limit of a load into fresh memory, and a huge page is cleared several times
-    faster than 512 small ones. Only whole pages inside the range are asked for, so that no
-    byte beyond the allocation is ever populated.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    start = -(-address // _HUGE_PAGE_NBYTES) * _HUGE_PAGE_NBYTES
-    stop = (address + nbytes) // _HUGE_PAGE_NBYTES * _HUGE_PAGE_NBYTES
-    if stop > start:
-        # advice: where the kernel refuses it, small pages serve
-        _libc().madvise(start, stop - start, mmap.MADV_HUGEPAGE)
 
 
 def _has(allocator: Any, method: str) -> bool:
@@ -193,11 +168,7 @@ class TinygradDevice:
             buffer.allocate()
         except (MemoryError, RuntimeError, OSError, AssertionError) as error:
             raise AllocationError(self.name, str(error), nbytes=buffer.nbytes) from error
-        self._allocated(buffer)
         return buffer
-
-    def _allocated(self, buffer: Buffer) -> None:
-        """Called once on each fresh buffer."""
 
     def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """Host-visible devices only."""
@@ -288,11 +259,6 @@ class _HostVisibleDevice(TinygradDevice):
         view: memoryview = self._device.allocator._as_buffer(buffer._buf)
         return view.cast("B") if view.format != "B" or view.ndim != 1 else view
 
-    def _allocated(self, buffer: Buffer) -> None:
-        if buffer.nbytes >= _HUGE_PAGE_NBYTES:
-            view = self._view(buffer)
-            _advise_huge(_address(view), buffer.nbytes)
-
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
         """The device's own memory."""
@@ -371,18 +337,6 @@ class _OpenCLDevice(TinygradDevice):
             native_bf16=False,
             unsupported=base.unsupported,
         )
-
-    def _allocated(self, buffer: Buffer) -> None:
-        if not self.host_visible or buffer.nbytes < _HUGE_PAGE_NBYTES:
-            return
-        # one byte at each end: a driver that shadows what it maps shows them anywhere, and whole
-        # maps would cost it a second copy
-        last = buffer.nbytes - 1
-        with self.window(buffer, 0, 1) as head, self.window(buffer, last, last + 1) as tail:
-            address = _address(head)
-            in_place = _address(tail) - address == last
-        if in_place:
-            _advise_huge(address, buffer.nbytes)
 
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:

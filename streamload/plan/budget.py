@@ -191,6 +191,16 @@ class Budget:
         return int(Fraction(str(size.fraction)) * free_nbytes)
 
 
+def overhead_nbytes(free_nbytes: int) -> int:
+    """What a load takes of the host's memory and no plan counts, of ``free_nbytes`` free now.
+
+    Even a stated budget leaves it alone: 32 MiB for what the process still grows by (kernels that
+    are compiled, threads, a verification; up to 30 MB were seen where a memory cgroup killed loads
+    without it), and 1/256 for page tables, which are 1/512 of what is mapped with 4 KiB pages.
+    """
+    return min(32 * 2**20 + free_nbytes // 256, free_nbytes)
+
+
 def reserve_nbytes(free_nbytes: int) -> int:
     """What a budget that was guessed leaves alone, of ``free_nbytes`` that are free now.
 
