@@ -518,4 +518,4 @@ def main() -> None:
         message = "interrupted" if code == 130 else ""
     if message:
         _complain(message)
-    sys.exit(code)
+    sys.exit(code or 0)

@@ -115,15 +115,18 @@ _ALIASES = {
 BF16, F16, F32, F64 = (BY_CODE[code] for code in ("BF16", "F16", "F32", "F64"))
 
 
-def parse_dtype(name: str | DType) -> DType:
-    """Read a dtype's name: the long name, the safetensors code, or a usual short form.
+def parse_dtype(name: object) -> DType:
+    """Read a dtype: a `DType`, its long name, its safetensors code, or a usual short form.
+
+    The dtypes of numpy, ml_dtypes, torch and tinygrad, which print as such names, are read too.
 
     Raises:
         ValueError: there is no such dtype.
     """
     if isinstance(name, DType):
         return name
-    key = name.removeprefix("torch.").lower() if isinstance(name, str) else ""
+    text = name.__name__ if isinstance(name, type) else str(name)
+    key = text.removeprefix("torch.").removeprefix("dtypes.").lower()
     found = BY_NAME.get(_ALIASES.get(key, key)) or BY_CODE.get(key.upper())
     if found is None:
         raise ValueError(f"unknown dtype {name!r}; known: {', '.join(BY_NAME)}")

@@ -25,7 +25,7 @@ from streamload.lookup import CastArgument, Devices, bf16_is_undecided, open_dev
 from streamload.mapping import MappingArgument, Rename, Source, sources
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
-from streamload.plan.budget import STAGING, Budget, BudgetLike, Ledger
+from streamload.plan.budget import STAGING, Budget, BudgetLike, Ledger, canonical_device
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan
 from streamload.plan.planner import (
@@ -128,7 +128,7 @@ def plan(
     path: str | os.PathLike[str] | Checkpoint,
     *,
     budget: BudgetLike = None,
-    device: str | None = None,
+    device: str | Sequence[str] | None = None,
     devices: Sequence[str] | None = None,
     nodes: Sequence[Node] | None = None,
     dtype: DTypeArgument = None,
@@ -172,7 +172,14 @@ def plan(
     options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
     parsed, policy = options.budget, options.policy
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    names = [node.name for node in nodes] if nodes else list(devices or [device or "device"])
+    if nodes is not None:
+        names = [node.name for node in nodes]
+    else:
+        given = devices if devices is not None else device
+        names = [given or "device"] if isinstance(given, str) or given is None else list(given)
+        _check_names(parsed, names, device)
+    if not names or len({canonical_device(name) for name in names}) < len(names):
+        raise ValueError(f"expected devices or nodes of different names, found {names}")
     stated = nodes is not None or all(parsed.is_stated(name) for name in names)
     if stated and cast != "device" and not bf16_is_undecided(policy, checkpoint):
         sizes = {n.name: n.budget for n in nodes or ()}
@@ -186,6 +193,16 @@ def plan(
     fill, _, tied = sources(checkpoint, mapping, rename)
     engine: CastChoice = "llvm" if cast == "auto" else cast
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
+
+
+def _check_names(budget: Budget, names: Iterable[str], device: object) -> None:
+    """Refuse a budget for a device that the load does not have: it would hold nothing back."""
+    known = {canonical_device(name) for name in names}
+    unknown = [name for name in budget.devices if name not in known]
+    if unknown and device != "auto":  # which device that is could not be known
+        raise ValueError(
+            f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
+        )
 
 
 def _default_threads() -> int:
@@ -294,6 +311,7 @@ class _Load:
                 held[parameter.device] = held.get(parameter.device, 0) + parameter.nbytes
         fill, skipped, tied = sources(checkpoint, mapping, rename)
         devices = open_devices(device, owner, held)
+        _check_names(options.budget, devices.opened, device)
         match = None
         if model is None:
             wants = _wants(checkpoint, fill)
@@ -355,6 +373,7 @@ class _Load:
         }
         _warn_of_overflow(self.checkpoint, made, counts)
         names = [*(d.device for d in made.devices), STAGING]
+        tensors = target.state_dict
         return LoadReport(
             path=str(self.checkpoint.path),
             plan=made,
@@ -371,7 +390,7 @@ class _Load:
             missing=tuple(self.match.left_out) if self.match else (),
             tied=tuple(self.match.tied) if self.match else (),
             notes=made.notes,
-            state_dict=target.state_dict,
+            state_dict={p.name: tensors[p.name] for p in made.placements} if tensors else {},
         )
 
 

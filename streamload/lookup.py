@@ -78,6 +78,7 @@ class Devices:
                     budget_nbytes=budget.resolve(name, room),
                     limit="budget" if budget.for_device(name) else "free memory less a reserve",
                     free_nbytes=free,
+                    host_free_nbytes=host if info.shared_memory else None,
                     host_visible=info.host_visible,
                     shared_memory=info.shared_memory,
                     granularity_nbytes=info.granularity_nbytes,

@@ -17,11 +17,11 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Read a size in bytes.
 
     Args:
-        text: an int (bytes), or a number with an optional unit: B, kB, MB, GB, TB, PB (powers of
+        text: a whole number (bytes; ``3e9`` is one), or a number with an optional unit: B, kB, MB, GB, TB, PB (powers of
             1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may be left out and case
             does not matter.
 
@@ -31,10 +31,11 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ValueError: the text is not such a size, or is negative.
     """
-    if isinstance(text, int) and not isinstance(text, bool):
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
         if text < 0:
             raise ValueError(f"a size in bytes cannot be negative: {text}")
-        return text
+        if isinstance(text, int) or text.is_integer():
+            return int(text)
     match = _SIZE.fullmatch(text) if isinstance(text, str) and len(text) < 100 else None
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"not a size in bytes: {text!r} (write 3GB, 2.5GiB, 500MB or a number)")

@@ -309,9 +309,11 @@ def _lend_caches() -> tempfile.TemporaryDirectory[str] | None:
 def framework_of(model: Any) -> str | None:
     """Name of the framework whose tensors a model holds, without importing any; None if empty.
 
-    Looks at the classes of the model and of what it holds, a few levels deep, in order.
+    Looks at the classes of the model and of what it holds, a few levels deep, in order. Arrays of
+    numpy decide where there is nothing else: models of every framework keep some beside.
     """
     seen: set[int] = set()
+    found: str | None = None
     level: list[Any] = [model]
     for _ in range(8):
         following: list[Any] = []
@@ -324,8 +326,9 @@ def framework_of(model: Any) -> str | None:
                 return "torch"
             if "tinygrad" in roots and type(obj).__name__ == "Tensor":
                 return "tinygrad"
-            if "numpy" in roots:
-                return "host"
+            arrays = roots & {"numpy", "streamload"}
+            if arrays and type(obj).__name__ in ("ndarray", "InvalidArray"):
+                found = "host"
             if isinstance(obj, Mapping):
                 following.extend(obj.values())
             elif isinstance(obj, (list, tuple)):
@@ -333,7 +336,7 @@ def framework_of(model: Any) -> str | None:
             else:
                 following.extend(getattr(obj, "__dict__", {}).values())
         level = following
-    return None
+    return found
 
 
 def split_name(device: str) -> tuple[str | None, str]:

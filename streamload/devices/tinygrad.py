@@ -99,6 +99,8 @@ class _Done:
 
 _DONE = _Done()
 
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
 
 def _address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
@@ -227,14 +229,18 @@ class TinygradDevice:
         """Empty the cache, but for one buffer of ``keep_nbytes`` that is about to be taken."""
         allocator = self._device.allocator
         freed = getattr(allocator, "cache", {})
+        emptied = False
         for nbytes, options in list(freed):
             kept = freed[nbytes, options]
             # one by one, out of the cache first: tinygrad's own free_cache would free them again
             # where Ctrl-C has interrupted it
             while len(kept) > (nbytes == keep_nbytes and options is None):
                 Allocator.free(allocator, kept.pop(), nbytes, options)
+                emptied = True
             if not kept:
                 del freed[nbytes, options]  # else there is a list for every size there ever was
+        if emptied and _malloc_trim is not None:
+            _malloc_trim(0)  # a driver's buffers may be heap memory (PoCL), which malloc keeps
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -30,7 +30,7 @@ DEFAULT_HOST_NBYTES = 64 * 2**20
 _FRAMEWORKS = ("tinygrad:", "torch:")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
-BudgetLike: TypeAlias = "int | str | Mapping[str, int | str | None] | Budget | None"
+BudgetLike: TypeAlias = "float | str | Mapping[str, float | str | None] | Budget | None"
 
 
 @cache
@@ -70,7 +70,7 @@ class Size:
             raise ValueError(f"a budget must be above 0% and at most 100%, not {self.fraction:%}")
 
     @classmethod
-    def parse(cls, value: int | str) -> Size:
+    def parse(cls, value: float | str) -> Size:
         """Read bytes (``3_000_000_000``, ``"3GB"``, ``"2.5GiB"``) or a percentage (``"80%"``).
 
         Raises:
@@ -110,9 +110,9 @@ class Budget:
 
     def __init__(
         self,
-        devices: int | str | Mapping[str, int | str | None] | None = None,
+        devices: float | str | Mapping[str, float | str | None] | None = None,
         *,
-        host: int | str | None = None,
+        host: float | str | None = None,
     ) -> None:
         """Read a budget.
 

@@ -30,7 +30,7 @@ class Node:
     name: str
     budget: int
 
-    def __init__(self, name: str, budget: int | str) -> None:
+    def __init__(self, name: str, budget: float | str) -> None:
         """Read a node.
 
         Args:

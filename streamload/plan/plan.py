@@ -170,8 +170,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan's JSON without its path: equal plans have equal digests."""
-        return hashlib.sha256(replace(self, path="").to_json().encode()).hexdigest()
+        """SHA-256 of the plan's JSON without what differs between machines: path and readers."""
+        same = replace(self, path="", readers=())
+        return hashlib.sha256(same.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""

@@ -1,0 +1,457 @@
+"""The commands, as people run them: real processes, their output, their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from safetensors_files import header_bytes, write_safetensors
+
+import streamload
+from streamload.cli import main
+
+COMMANDS = ("inspect", "plan", "load", "devices")
+
+
+def run(*arguments: object, env: Mapping[str, str] | None = None, code: int = 0) -> tuple[str, str]:
+    """Run a command and expect an exit code; gives stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "streamload", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | (env or {}),
+        timeout=120,
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:
+    """Like `run`, in this process: for the many ways to call a command wrongly."""
+
+    def call(*arguments: object, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["streamload", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, (out, err)
+        return out, err
+
+    return call
+
+
+def refused(*arguments: object, code: int) -> str:
+    """Run a command that fails: nothing on stdout, one line on stderr, which is given."""
+    return complaint(*run(*arguments, code=code))
+
+
+def complaint(out: str, err: str) -> str:
+    """Stderr of a command that failed, where that is one line and all that was printed."""
+    assert out == ""
+    assert err.startswith("streamload: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 6 layers of 4 kB in bfloat16, and its embedding."""
+    names = ["model.embed_tokens.weight", *(f"model.layers.{i}.w" for i in range(6))]
+    values = bytes(range(62)) * 66 + bytes(4)  # below 1: nothing overflows
+    path = tmp_path_factory.mktemp("layers") / "model.safetensors"
+    tensors = {name: ("BF16", (64, 32), values) for name in names}
+    return write_safetensors(path, tensors, metadata={"format": "pt"})
+
+
+# --- help and usage -------------------------------------------------------------------------------
+
+
+def test_without_arguments_there_is_help() -> None:
+    """The commands, a line on each, none of them cut off, and success."""
+    out, err = run()
+    assert err == ""
+    assert out == run("--help")[0]
+    assert all(f"  {command} " in out for command in COMMANDS)
+    assert not any(line.endswith("...") for line in out.splitlines()[1:])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_help_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    here: Callable[..., tuple[str, str]],
+    command: str,
+    columns: str,
+) -> None:
+    """Each command says what it does and what its options are, in the width that there is."""
+    monkeypatch.setenv("COLUMNS", columns)
+    out, _ = here(command, "--help")
+    assert f"Usage: streamload {command}" in out
+    assert "--json" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "nope"),
+        (["inspect"], "PATH"),
+        (["inspect", "PATH", "more"], "more"),
+        (["plan", "PATH", "--budgte", "3GB"], "--budgte"),
+        (["plan", "PATH", "--budget", "3 parsecs", "--dtype", "float16"], "3 parsecs"),
+        (["plan", "PATH", "--budget", "0", "--dtype", "float16"], "not a budget"),
+        (["plan", "PATH", "--budget", "=3GB"], "DEVICE=SIZE"),
+        (["plan", "PATH", "--nodes", "3"], "--budget"),
+        (["plan", "PATH", "--nodes", "0", "--budget", "3GB"], "from 1 to"),
+        (["plan", "PATH", "--nodes", "-2", "--budget", "3GB"], "from 1 to"),
+        (["plan", "PATH", "--nodes", "a,,b", "--budget", "3GB"], "a,,b"),
+        (["plan", "PATH", "--nodes", "a,a", "--budget", "3GB", "--dtype", "float16"], "a"),
+        (["plan", "PATH", "--nodes", "3", "--budget", "3GB,4GB"], "2 budgets for 3 nodes"),
+        (["plan", "PATH", "--nodes", "2", "--budget", "80%"], "80%"),
+        (["plan", "PATH", "--nodes", "2", "--budget", "1GB", "--device", "CL"], "exclude"),
+        (["plan", "PATH", "--budget", "1GB", "--device", "CL,,CPU"], "CL,,CPU"),
+        (["load", "PATH", "--budget", "1GB,2GB"], "2 sizes for 0 devices"),
+        (["load", "PATH", "--dtype", "int8"], "int8"),
+        (["load", "PATH", "--dtype", "x=float99"], "float99"),
+        (["load", "PATH", "--cast", "gpu"], "gpu"),
+        (["load", "PATH", "--mapping", "gpt"], "gpt"),
+        (["load", "PATH", "--device", "host"], "SUPPORT_BF16"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch,
+    here: Callable[..., tuple[str, str]],
+    layers: Path,
+    arguments: Sequence[str],
+    message: str,
+) -> None:
+    """Exit code 2, one line that names what is wrong."""
+    if message == "SUPPORT_BF16":
+        monkeypatch.setenv("SUPPORT_BF16", "maybe")
+    given = [str(layers) if argument == "PATH" else argument for argument in arguments]
+    assert message in complaint(*here(*given, code=2))
+
+
+def test_usage_from_outside(layers: Path) -> None:
+    """The same as a process: exit code 2 and one line, with where to read on."""
+    assert refused("plan", layers, "--budgte", "3GB", code=2).endswith(
+        "(see streamload plan --help)\n"
+    )
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+def test_inspect(layers: Path) -> None:
+    """A line for each tensor, then how much there is, then the metadata."""
+    out, err = run("inspect", layers)
+    lines = out.splitlines()
+    assert lines[0].split() == ["tensor", "dtype", "shape", "bytes"]
+    assert lines[1].split() == [
+        "model.embed_tokens.weight",
+        "bfloat16",
+        "64",
+        "x",
+        "32",
+        "4.10",
+        "kB",
+    ]
+    assert lines[-2:] == ["7 tensors in 1 file, 28.67 kB: bfloat16 28.67 kB", "metadata format: pt"]
+    assert (len(lines), err) == (10, "")
+
+
+def test_inspect_as_json(layers: Path) -> None:
+    """Everything that the headers say."""
+    data = json.loads(run("inspect", layers, "--json")[0])
+    assert (data["nbytes"], data["metadata"]) == (7 * 4096, {"format": "pt"})
+    assert [t["name"] for t in data["tensors"]] == list(streamload.open_checkpoint(layers).tensors)
+    first = data["tensors"][0]
+    assert (first["dtype"], first["shape"], first["nbytes"]) == ("bfloat16", [64, 32], 4096)
+    assert first["stop"] - first["start"] == 4096
+    assert data["shards"][0]["file_nbytes"] == layers.stat().st_size
+
+
+ODD = (
+    "[bold]w[/bold]",
+    ":smile:",
+    "a\nb",
+    "\x1b[31mred",
+    "w\u202e",
+    "Gewicht.ä",
+    "重み",
+    "",
+    " x ",
+)
+
+
+def test_names_are_shown_and_never_obeyed(tmp_path: Path) -> None:
+    """Markup and emoji codes stay text; line breaks and terminal codes are escaped."""
+    path = tmp_path / "odd.safetensors"
+    write_safetensors(path, {name: ("U8", (2,), bytes(2)) for name in ODD}, metadata={"a\x07": "b"})
+    for encoding in ("utf-8", "ascii"):
+        env = {"PYTHONIOENCODING": encoding}
+        out, _ = run("inspect", path, env=env)
+        assert len(out.splitlines()) == len(ODD) + 3
+        assert "\x1b" not in out
+        assert "\x07" not in out
+        for shown in ("[bold]w[/bold]", ":smile:", r"a\nb", r"\x1b[31mred", r"w\u202e"):
+            assert shown in out
+        data = json.loads(run("inspect", path, "--json", env=env)[0])
+        assert {t["name"] for t in data["tensors"]} == set(ODD)
+    err = refused("load", path, "--device", "host", "--budget", "17", code=3)
+    assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--json"], ["plan", "--json"]])
+def test_a_reader_that_goes_away(tmp_path: Path, arguments: list[str]) -> None:
+    """Like any other program: it ends, and says nothing."""
+    path = tmp_path / "many.safetensors"
+    write_safetensors(path, {f"layers.{i}.w": ("U8", (1,), b"0") for i in range(5000)})
+    command, *rest = arguments
+    argv = [sys.executable, "-m", "streamload", command, str(path), *rest]
+    argv += ["--budget", "1GB", "--dtype", "float16"] * (command == "plan")
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 141
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("what", ["nothing", "not safetensors", "truncated", "a folder without"])
+def test_bad_input(
+    here: Callable[..., tuple[str, str]], tmp_path: Path, layers: Path, what: str
+) -> None:
+    """Exit code 1, one line with the path."""
+    path = tmp_path / "x.safetensors"
+    if what == "not safetensors":
+        path.write_bytes(b"hello, world")
+    elif what == "truncated":
+        path.write_bytes(layers.read_bytes()[:-1])
+    elif what == "a folder without":
+        path.mkdir()
+    for command in ("inspect", "plan", "load"):
+        assert str(path) in complaint(*here(command, path, code=1))
+    assert str(path) in refused("inspect", path, code=1)
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan_over_nodes(layers: Path) -> None:
+    """A line for each node with what it holds, and how full it gets."""
+    out, _ = run("plan", layers, "--nodes", "3", "--budget", "20kB", "--dtype", "float16")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["device", "holds", "tensors", "resident", "peak", "budget", "share"]
+    assert [row[0] for row in rows[1:4]] == ["node0", "node1", "node2"]
+    assert "node0   embedding, layer" in out
+    assert "7 tensors from bfloat16 to float16 by llvm" in out
+    assert all(row[-1].endswith("%") for row in rows[1:4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--budget", "1MB"], {"device": 10**6}),
+        (["--budget", "1MB,2MB"], {"node0": 10**6, "node1": 2 * 10**6}),
+        (["--nodes", "a,b", "--budget", "1MB"], {"a": 10**6, "b": 10**6}),
+        (["--nodes", "a, b", "--budget", "1MB, 3MB"], {"a": 10**6, "b": 3 * 10**6}),
+        (["--device", "CL,CPU", "--budget", "1MB,2MB"], {"CL": 10**6, "CPU": 2 * 10**6}),
+        (["--device", "CL,CPU", "--budget", "CPU=1MB,CL=2MB"], {"CL": 2 * 10**6, "CPU": 10**6}),
+        (["--device", "CL", "--budget", "CL=1MB"], {"CL": 10**6}),
+    ],
+    ids=" ".join,
+)
+def test_budgets_and_where_they_go(
+    here: Callable[..., tuple[str, str]],
+    layers: Path,
+    arguments: list[str],
+    expected: dict[str, int],
+) -> None:
+    """One size for all, one for each, or by name; the JSON is a plan."""
+    out, err = here("plan", layers, "--dtype", "float16", "--json", *arguments)
+    plan = streamload.Plan.from_json(out)
+    assert {d.device: d.budget_nbytes for d in plan.devices} == expected
+    assert err == ""
+
+
+def test_patterns_of_dtypes(layers: Path) -> None:
+    """Repeated options are patterns in their order; one without a pattern is for all."""
+    out, _ = run(
+        *("plan", layers, "--budget", "1MB", "--json"),
+        *("--dtype", "*embed*=float32", "--dtype", "float16"),
+    )
+    plan = streamload.Plan.from_json(out)
+    assert [p.dst.name for p in plan.placements] == ["float32"] + ["float16"] * 6
+
+
+def test_what_does_not_fit(layers: Path) -> None:
+    """Exit code 3, both numbers, and what would fit."""
+    err = refused("plan", layers, "--budget", "10kB", "--dtype", "float16", code=3)
+    for told in ("28672", "10000", "4 devices or nodes"):
+        assert told in err
+    refused("load", layers, "--budget", "10kB", "--device", "host", code=3)
+
+
+def test_llama_3_8b_over_nodes(tmp_path: Path) -> None:
+    """14 nodes of 3 GB hold it with at most 1.31 GB each, 6 hold it, 5 do not: exit code 3."""
+    shapes = {"model.embed_tokens.weight": [128256, 4096], "lm_head.weight": [128256, 4096]}
+    for i in range(32):
+        for name, rows, columns in (
+            ("self_attn.q_proj", 4096, 4096),
+            ("self_attn.k_proj", 1024, 4096),
+            ("self_attn.v_proj", 1024, 4096),
+            ("self_attn.o_proj", 4096, 4096),
+            ("mlp.gate_proj", 14336, 4096),
+            ("mlp.up_proj", 14336, 4096),
+            ("mlp.down_proj", 4096, 14336),
+        ):
+            shapes[f"model.layers.{i}.{name}.weight"] = [rows, columns]
+    header, at = {}, 0
+    for name, (rows, columns) in shapes.items():
+        stop = at + rows * columns * 2
+        header[name] = {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [at, stop]}
+        at = stop
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header_bytes(header))
+    os.truncate(path, path.stat().st_size + at)
+    common = ("plan", path, "--budget", "3GB", "--dtype", "float16", "--nodes")
+    plan = streamload.Plan.from_json(run(*common, 14, "--json")[0])
+    assert max(d.resident_nbytes for d in plan.devices) <= 1_310_000_000
+    assert len(streamload.Plan.from_json(run(*common, 6, "--json")[0]).devices) == 6
+    assert "6 devices or nodes of 3.00 GB" in refused(*common, 5, code=3)
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["host", "CPU", "CL", "CPU,CPU:1"])
+def test_load_and_verify(layers: Path, name: str) -> None:
+    """A short table on stdout, nothing on stderr, and every byte compared."""
+    if name != "host":
+        needs.device(name.partition(",")[0])
+    out, err = run("load", layers, "--device", name, "--budget", "1MB", "--verify")
+    assert out.splitlines()[-1] == "verified: 7 tensors, byte by byte"
+    assert all(len(line.split(None, 1)) == 2 for line in out.splitlines())
+    assert "budget 1.00 MB" in out
+    assert err == ""
+
+
+def test_load_as_json(layers: Path) -> None:
+    """The report and the verdict, nothing else on stdout."""
+    budget = ("--budget", "1MB", "--device", "host")
+    data = json.loads(run("load", layers, "--verify", "--json", *budget)[0])
+    assert (data["tensors"], data["read_nbytes"]) == (7, 7 * 4096)
+    assert (data["verified"], data["mismatches"]) == (True, [])
+    assert data["budget_nbytes"] == {"host": 10**6}
+    assert "verified" not in json.loads(run("load", layers, "--json", *budget)[0])
+
+
+def test_warnings_are_one_line(tmp_path: Path) -> None:
+    """Values out of range are told on stderr, without a line of source code."""
+    path = write_safetensors(
+        tmp_path / "m.safetensors", {"big": ("F32", (1,), b"\xff\xff\x7f\x7f")}
+    )
+    out, err = run("load", path, "--device", "host", "--dtype", "float16", "--json")
+    assert json.loads(out)["counts"]["big"]["overflowed"] == 1
+    assert err.startswith("streamload: warning: ")
+    assert "big" in err
+    assert err.count("\n") == 1
+    out_of_range = ("--dtype", "float16", "--out-of-range", "error")
+    assert "big" in refused("load", path, "--device", "host", *out_of_range, code=1)
+
+
+def test_the_environment_chooses_the_device(layers: Path) -> None:
+    """STREAMLOAD_DEVICE is what --device is not."""
+    env = {"STREAMLOAD_DEVICE": "host"}
+    assert list(json.loads(run("load", layers, "--json", env=env)[0])["budget_nbytes"]) == ["host"]
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """In the middle of a load: the bar goes, one line says so, and the exit code is 130."""
+    path = tmp_path / "big.safetensors"
+    nbytes = 400 * 10**6
+    raw = header_bytes({"w": {"dtype": "F32", "shape": [10**8], "data_offsets": [0, nbytes]}})
+    path.write_bytes(raw)
+    os.truncate(path, len(raw) + nbytes)
+    arguments = ["load", str(path), "--device", "host", "--dtype", "float16", "--cast", "numpy"]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "streamload", *arguments],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = os.read(ours, 1000)  # the bar is there
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    while True:
+        try:
+            seen += os.read(ours, 1000)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.returncode == 130, seen
+    assert seen.decode().rstrip().endswith("streamload: interrupted")
+    assert b"Traceback" not in seen
+    assert out == b""
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_devices_by_name() -> None:
+    """What works, its memory, and what each dtype is there; other spellings are the same device."""
+    needs.device("CPU")
+    rows: list[dict[str, Any]] = json.loads(run("devices", "tinygrad:cpu:0", "host", "--json")[0])
+    assert [(row["device"], row["works"]) for row in rows] == [("CPU", True), ("host", True)]
+    assert rows[0]["dtypes"]["float32"] == "native"
+    assert rows[0]["dtypes"]["complex64"] == "absent"
+    out, _ = run("devices", "CPU", "host")
+    assert out.splitlines()[0].startswith("CPU (tinygrad): works.")
+    assert "  native: " in out
+
+
+def test_a_device_by_a_wrong_name() -> None:
+    """It is listed as what does not work, and the exit code says so."""
+    out, _ = run("devices", "NOPE", code=1)
+    assert out.startswith("NOPE: does not work: ")
+
+
+# --- start-up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_reading_headers_imports_no_framework(layers: Path, command: str) -> None:
+    """Looking at a checkpoint, and planning with everything stated, start without tinygrad."""
+    code = (
+        "import sys\n"
+        "from streamload.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as done: assert done.code in (0, None), done.code\n"
+        "for name in ('tinygrad', 'torch', 'rich.console'): assert name not in sys.modules, name\n"
+    )
+    stated = ["--budget", "1MB", "--dtype", "float16"] * (command == "plan")
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, layers, *stated], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,206 @@
+"""The error tree: facts as attributes, messages of one line, and pickling."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamload import errors
+from streamload.errors import (
+    AllocationError,
+    BudgetError,
+    BudgetExceededError,
+    CastError,
+    CheckpointError,
+    DeviceError,
+    DeviceNotFoundError,
+    HeaderError,
+    LoadState,
+    NodeError,
+    OutOfRangeError,
+    PeerFailedError,
+    PlanInfeasibleError,
+    PlanMismatchError,
+    ShapeMismatch,
+    ShardNotFoundError,
+    StateDictMismatchError,
+    StreamloadError,
+    TruncatedFileError,
+    UnsupportedCastError,
+)
+
+TREE = {
+    CheckpointError: (StreamloadError, ValueError),
+    HeaderError: (CheckpointError,),
+    TruncatedFileError: (CheckpointError,),
+    ShardNotFoundError: (CheckpointError,),
+    StateDictMismatchError: (StreamloadError, ValueError),
+    BudgetError: (StreamloadError, MemoryError),
+    PlanInfeasibleError: (BudgetError,),
+    BudgetExceededError: (BudgetError,),
+    CastError: (StreamloadError, ValueError),
+    UnsupportedCastError: (CastError,),
+    OutOfRangeError: (CastError,),
+    DeviceError: (StreamloadError, RuntimeError),
+    DeviceNotFoundError: (DeviceError,),
+    AllocationError: (DeviceError,),
+    NodeError: (StreamloadError, RuntimeError),
+    PeerFailedError: (NodeError,),
+    PlanMismatchError: (NodeError,),
+}
+
+#: One of each, with the facts that a message must show.
+EXAMPLES: list[tuple[StreamloadError, dict[str, Any], tuple[str, ...]]] = [
+    (
+        cls(Path("a.safetensors"), "is wrong", tensor="w", expected=3, found="four"),
+        {
+            "path": "a.safetensors",
+            "problem": "is wrong",
+            "tensor": "w",
+            "expected": 3,
+            "found": "four",
+        },
+        ("a.safetensors", "is wrong", "w", "3", "four"),
+    )
+    for cls in (CheckpointError, HeaderError, TruncatedFileError, ShardNotFoundError)
+]
+EXAMPLES += [
+    (
+        StateDictMismatchError(
+            "m",
+            missing=["a"],
+            unexpected=["b"],
+            wrong_shape=[ShapeMismatch("c", (1, 2), (3,))],
+            problems=["d: it is a view"],
+        ),
+        {
+            "path": "m",
+            "missing": ("a",),
+            "unexpected": ("b",),
+            "wrong_shape": (ShapeMismatch("c", (1, 2), (3,)),),
+            "problems": ("d: it is a view",),
+        },
+        ("1 missing", "1 unexpected", "c: expected [1, 2], found [3]", "d: it is a view"),
+    ),
+    (
+        PlanInfeasibleError(
+            "CL", 5 * 10**9, 3 * 10**9, largest=[("w", 10**9)], would_fit=["2 devices"]
+        ),
+        {
+            "device": "CL",
+            "needed_nbytes": 5 * 10**9,
+            "budget_nbytes": 3 * 10**9,
+            "limit": "budget",
+            "largest": (("w", 10**9),),
+            "would_fit": ("2 devices",),
+        },
+        ("CL", "5000000000", "3000000000", "the budget", "w 1.00 GB", "2 devices"),
+    ),
+    (
+        BudgetExceededError("CL", 7, 95, 100, reason="a lazy graph"),
+        {"device": "CL", "requested_nbytes": 7, "held_nbytes": 95, "budget_nbytes": 100},
+        ("CL", "7 bytes", "95 bytes", "100 bytes", "a lazy graph"),
+    ),
+    (
+        UnsupportedCastError("float32", "int8", reason="why", tensor="w", path=Path("f")),
+        {"src": "float32", "dst": "int8", "reason": "why", "tensor": "w", "path": "f"},
+        ("f", "'w'", "cannot cast float32 to int8", "why"),
+    ),
+    (
+        UnsupportedCastError("complex64", "complex64"),
+        {"tensor": None, "path": None, "reason": ""},
+        ("cannot hold complex64",),
+    ),
+    (
+        OutOfRangeError("w", Path("f"), "bfloat16", "float16", 3),
+        {"tensor": "w", "path": "f", "src": "bfloat16", "dst": "float16", "overflowed": 3},
+        ("f", "'w'", "3", "bfloat16", "float16"),
+    ),
+    (DeviceError("CL", "lost"), {"device": "CL", "problem": "lost"}, ("CL: lost",)),
+    (
+        DeviceNotFoundError("CL", "no driver", working=["CPU"]),
+        {"device": "CL", "problem": "no driver", "working": ("CPU",)},
+        ("CL", "no driver", "CPU"),
+    ),
+    (
+        AllocationError("CL", "full", nbytes=1234),
+        {"device": "CL", "problem": "full", "nbytes": 1234},
+        ("CL", "full", "1234"),
+    ),
+]
+EXAMPLES += [
+    (cls("n1", "gone"), {"node": "n1", "problem": "gone"}, ("n1", "gone"))
+    for cls in (NodeError, PeerFailedError, PlanMismatchError)
+]
+
+
+def test_the_tree() -> None:
+    """Each error is what it should be, of Python's own kinds too, and there is no other."""
+    found = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, Exception) and cls is not StreamloadError
+    }
+    assert found == set(TREE)
+    for cls, bases in TREE.items():
+        assert cls.__bases__ == bases
+
+
+@pytest.mark.parametrize(
+    ("error", "facts", "told"), EXAMPLES, ids=[type(e).__name__ for e, _, _ in EXAMPLES]
+)
+def test_facts_and_message(
+    error: StreamloadError, facts: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    """Facts are attributes, and the message, one line, is built from them."""
+    assert {name: getattr(error, name) for name in facts} == facts
+    assert all(text in str(error) for text in told), str(error)
+    assert "\n" not in str(error)
+    assert error.state is None
+
+
+@pytest.mark.parametrize("how", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize(
+    ("error", "facts", "told"), EXAMPLES, ids=[type(e).__name__ for e, _, _ in EXAMPLES]
+)
+def test_errors_travel(
+    error: StreamloadError, facts: dict[str, Any], told: tuple[str, ...], how: Any
+) -> None:
+    """Between processes with class, message, facts, notes and state."""
+    error = copy.copy(error)
+    error.state = LoadState(("a",), (), ("b", "c"))
+    error.add_note("seen")
+    again = how(error)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert {name: getattr(again, name) for name in facts} == facts
+    assert again.state == error.state
+    assert again.__notes__ == ["seen"]
+
+
+def test_long_lists_are_cut_in_the_message_alone() -> None:
+    """Eight names are shown, and how many more there are; the attribute has all."""
+    error = StateDictMismatchError("m", missing=[f"w{i}" for i in range(20)])
+    assert "w7, and 12 more" in str(error)
+    assert "w8" not in str(error)
+    assert len(error.missing) == 20
+
+
+def test_the_state_of_a_load() -> None:
+    """Three kinds, with how many and which."""
+    state = LoadState(("a",), (), ("b", "c"))
+    assert str(state) == "1 loaded (a); 0 untouched; 2 invalid (b, c)"
+
+
+def test_a_tensor_named_later() -> None:
+    """A reader's error gets the tensor's name where it is known, and keeps class and facts."""
+    error = TruncatedFileError("f", "the file ended", expected=10, found=7)
+    named = error.of_tensor("w")
+    assert type(named) is TruncatedFileError
+    assert (named.tensor, named.expected, named.found) == ("w", 10, 7)
+    assert "w" in str(named)

@@ -1,0 +1,380 @@
+"""Names and row orders of model families, and explicit mappings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload import RowRange
+from streamload.errors import CheckpointError, StateDictMismatchError
+from streamload.mapping import MAPPINGS, sources
+from streamload.plan.plan import RowTranspose
+
+Array = np.ndarray[Any, Any]
+
+CODES = {"float32": "F32", "float16": "F16", "uint8": "U8", "int8": "I8"}
+
+
+def write(
+    folder: Path, tensors: Mapping[str, Array], config: Mapping[str, Any] | None = None
+) -> Path:
+    """A checkpoint of these arrays, with a config.json where there is a config."""
+    write_safetensors(
+        folder / "model.safetensors",
+        {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in tensors.items()},
+    )
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def to_meta(w: Array, heads: int) -> Array:
+    """Half-split rows to interleaved ones, by the definition of Hugging Face's ``permute``.
+
+    Their conversion is ``w.view(heads, dim // heads // 2, 2, dim2).transpose(1, 2)`` from Meta's
+    rows; this is its inverse.
+    """
+    out = np.empty_like(w)
+    size = len(w) // heads
+    for head in range(heads):
+        for i in range(size // 2):
+            out[head * size + 2 * i] = w[head * size + i]
+            out[head * size + 2 * i + 1] = w[head * size + size // 2 + i]
+    return out
+
+
+def to_hf(w: Array, heads: int) -> Array:
+    """Interleaved rows to half-split ones, as transformers' conversion script has it."""
+    dim, rest = len(w), w.shape[1:]
+    axes = w.reshape(heads, dim // heads // 2, 2, *rest).swapaxes(1, 2)
+    return axes.reshape(dim, *rest)
+
+
+def hf_llama(rng: np.random.Generator, *, dim: int, heads: int, kv: int) -> dict[str, Array]:
+    """A Llama of two layers with biases, by Hugging Face's names."""
+
+    def new(*shape: int) -> Array:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    kv_dim = dim // heads * kv
+    tensors = {"model.embed_tokens.weight": new(17, dim), "model.norm.weight": new(dim)}
+    tensors["lm_head.weight"] = new(17, dim)
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for kind, rows in (("q", dim), ("k", kv_dim), ("v", kv_dim), ("o", dim)):
+            tensors[f"{at}.self_attn.{kind}_proj.weight"] = new(rows, dim)
+            tensors[f"{at}.self_attn.{kind}_proj.bias"] = new(rows)
+        for kind in ("gate", "up", "down"):
+            tensors[f"{at}.mlp.{kind}_proj.weight"] = new(3, dim)
+        tensors[f"{at}.input_layernorm.weight"] = new(dim)
+        tensors[f"{at}.post_attention_layernorm.weight"] = new(dim)
+    return tensors
+
+
+CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2}
+META_NAMES = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.layers.1.input_layernorm.weight": "layers.1.attention_norm.weight",
+    "model.layers.1.post_attention_layernorm.weight": "layers.1.ffn_norm.weight",
+    "model.layers.1.self_attn.q_proj.weight": "layers.1.attention.wq.weight",
+    "model.layers.1.self_attn.k_proj.bias": "layers.1.attention.wk.bias",
+    "model.layers.1.self_attn.v_proj.weight": "layers.1.attention.wv.weight",
+    "model.layers.1.self_attn.o_proj.weight": "layers.1.attention.wo.weight",
+    "model.layers.1.mlp.gate_proj.weight": "layers.1.feed_forward.w1.weight",
+    "model.layers.1.mlp.down_proj.weight": "layers.1.feed_forward.w2.weight",
+    "model.layers.1.mlp.up_proj.weight": "layers.1.feed_forward.w3.weight",
+}
+
+
+def load(path: Path, **arguments: Any) -> dict[str, Array]:
+    """Load onto the host."""
+    report = streamload.load_state_dict(
+        None, path, device="host", dtype="checkpoint", progress=False, budget="1GB", **arguments
+    )
+    return report.state_dict
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("chunk_nbytes", [64, 1000, 2**20])
+def test_hf_llama_to_meta(tmp_path: Path, heads: tuple[int, int], chunk_nbytes: int) -> None:
+    """Names are Meta's; query and key rows interleave by their head counts, biases too."""
+    tensors = hf_llama(np.random.default_rng(0), dim=32, heads=heads[0], kv=heads[1])
+    config = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    path = write(tmp_path, tensors, config)
+    found = load(path, mapping="hf-llama", chunk_nbytes=chunk_nbytes)
+    assert len(found) == len(tensors)
+    for hf, meta in META_NAMES.items():
+        expected = tensors[hf]
+        if ".q_proj" in hf or ".k_proj" in hf:
+            expected = to_meta(expected, heads[".k_proj" in hf])
+        assert np.array_equal(found[meta], expected), hf
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    """The mapping "meta-llama" undoes "hf-llama": every name and every byte; rows are permuted."""
+    tensors = hf_llama(np.random.default_rng(1), dim=32, heads=4, kv=2)
+    meta = load(write(tmp_path / "hf", tensors, CONFIG), mapping="hf-llama")
+    back = load(write(tmp_path / "meta", meta, CONFIG), mapping="meta-llama")
+    assert back.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert np.array_equal(back[name], array), name
+    wq = meta["layers.0.attention.wq.weight"]
+    assert np.array_equal(to_hf(wq, 4), tensors["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_metas_own_config(tmp_path: Path) -> None:
+    """Head counts by Meta's names; without a count of key heads, there are as many as queries."""
+    tensors = hf_llama(np.random.default_rng(1), dim=32, heads=4, kv=4)
+    meta = load(write(tmp_path / "a", tensors, {"num_attention_heads": 4}), mapping="hf-llama")
+    config = {"n_heads": 4, "n_kv_heads": None}
+    back = load(write(tmp_path / "b", meta, config), mapping="meta-llama")
+    assert all(np.array_equal(back[name], array) for name, array in tensors.items())
+
+
+def test_norms_of_queries_and_keys(tmp_path: Path) -> None:
+    """A norm over one head is permuted as one head, one over all heads like the weight."""
+    rng = np.random.default_rng(2)
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    tensors = {norm: rng.standard_normal(8).astype(np.float32)}
+    tensors["model.layers.0.self_attn.k_norm.weight"] = rng.standard_normal(16).astype(np.float32)
+    config = CONFIG | {"hidden_size": 32}
+    found = load(write(tmp_path, tensors, config), mapping="hf-llama")
+    q, k = (found[f"layers.0.attention.{kind}_norm.weight"] for kind in "qk")
+    assert np.array_equal(q, to_meta(tensors[norm], 1))
+    assert np.array_equal(k, to_meta(tensors["model.layers.0.self_attn.k_norm.weight"], 2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        {},
+        {"num_attention_heads": 3},
+        {"num_attention_heads": 32},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": -4},
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": True},
+        {"num_attention_heads": None, "num_key_value_heads": None},
+    ],
+)
+def test_head_counts_that_do_not_fit(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    """Missing or impossible head counts are an error with tensor, what is needed, and the count."""
+    tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=4)
+    with pytest.raises(CheckpointError, match="num_attention_heads") as caught:
+        load(write(tmp_path, tensors, config), mapping="hf-llama")
+    error = caught.value
+    assert error.tensor == "model.layers.0.self_attn.q_proj.weight"
+    assert error.found == (config or {}).get("num_attention_heads")
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("q_proj.weight", np.zeros((64, 1), np.uint8)),
+        ("q_proj.qweight", np.zeros((4, 32), np.float32)),
+        ("k_proj.weight_scale_inv", np.zeros((1 << 4, 4), np.float32)),
+    ],
+)
+def test_packed_rows_are_not_reordered(tmp_path: Path, name: str, array: Array) -> None:
+    """Packed and block-wise tensors of a query or key layer are refused, not scrambled."""
+    tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=4)
+    tensors[f"model.layers.0.self_attn.{name}"] = array
+    with pytest.raises(CheckpointError, match="packed or in blocks") as caught:
+        load(write(tmp_path, tensors, CONFIG | {"num_key_value_heads": 4}), mapping="hf-llama")
+    assert caught.value.tensor == f"model.layers.0.self_attn.{name}"
+
+
+def test_scales_of_rows_go_with_their_rows(tmp_path: Path) -> None:
+    """One scale for each row is permuted like the rows; one for all stays."""
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": np.arange(64, dtype=np.int8).reshape(32, 2),
+        "model.layers.0.self_attn.q_proj.weight_scale": np.arange(32, dtype=np.float32)[:, None],
+        "model.layers.0.self_attn.q_proj.input_scale": np.ones(1, np.float32),
+    }
+    found = load(write(tmp_path, tensors, CONFIG), mapping="hf-llama")
+    weight, scale = (found[f"layers.0.attention.wq.{n}"] for n in ("weight", "weight_scale"))
+    assert np.array_equal(weight[:, 0], 2 * scale[:, 0])
+    assert "layers.0.attention.wq.input_scale" in found
+
+
+def test_a_permutation_is_its_transposes_inverse(tmp_path: Path) -> None:
+    """What the sources say of both families: the same rows, outer and inner exchanged."""
+    tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=2)
+    checkpoint = streamload.open_checkpoint(write(tmp_path, tensors, CONFIG))
+    fill, _, _ = sources(checkpoint, "hf-llama", None)
+    assert fill["layers.0.attention.wq.weight"].transpose == RowTranspose(4, 2, 4)
+    assert fill["layers.0.attention.wk.weight"].transpose == RowTranspose(2, 2, 4)
+    assert fill["layers.0.attention.wv.weight"].transpose is None
+    assert MAPPINGS == ("hf-llama", "meta-llama")
+
+
+# --- explicit mappings ----------------------------------------------------------------------------
+
+ABC = {
+    "a": np.arange(6, dtype=np.float32).reshape(3, 2),
+    "b": np.arange(10, 14, dtype=np.float32).reshape(2, 2),
+    "c": np.arange(3, dtype=np.float32),
+}
+
+
+def test_concatenation_and_slices(tmp_path: Path) -> None:
+    """Parameters are rows of tensors in the order given; other tensors keep their names."""
+    path = write(tmp_path, ABC)
+    found = load(
+        path,
+        mapping={
+            "ba": ["b", "a"],
+            "middle": RowRange("a", 1, 2),
+            "pieces": (RowRange("a", 2, 3), "b", RowRange("a", 0, 1)),
+        },
+    )
+    a, b = ABC["a"], ABC["b"]
+    assert found.keys() == {"ba", "middle", "pieces", "c"}
+    assert np.array_equal(found["ba"], np.concatenate([b, a]))
+    assert np.array_equal(found["middle"], a[1:2])
+    assert np.array_equal(found["pieces"], np.concatenate([a[2:], b, a[:1]]))
+
+
+def test_names_can_be_exchanged(tmp_path: Path) -> None:
+    """A mapping is done all at once: a gets b, and b gets a."""
+    found = load(write(tmp_path, ABC), mapping={"a": "b", "b": "a"})
+    assert np.array_equal(found["a"], ABC["b"])
+    assert np.array_equal(found["b"], ABC["a"])
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ("llama", "no mapping 'llama'; there are hf-llama, meta-llama"),
+        (["a"], "hf-llama, meta-llama or a dict"),
+        ({"x": "nope"}, "no tensor 'nope'"),
+        ({"x": ["a", "nope"]}, "no tensor 'nope'"),
+        ({"x": RowRange("nope", 0, 1)}, "no tensor 'nope'"),
+        ({"x": []}, "no tensor is given"),
+        ({"x": 3}, "not 3"),
+        ({"x": ["a", None]}, "not None"),
+    ],
+)
+def test_bad_mappings(tmp_path: Path, mapping: Any, message: str) -> None:
+    """Unknown families and tensors, nothing, and things that are no tensors are ValueErrors."""
+    with pytest.raises(ValueError, match=message):
+        load(write(tmp_path, ABC), mapping=mapping)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["a", "c"], "does not continue"),
+        (RowRange("a", 0, 4), "no rows 0 to 4"),
+        (RowRange("a", -1, 2), "no rows -1 to 2"),
+        (RowRange("a", 2, 1), "no rows 2 to 1"),
+    ],
+)
+def test_rows_that_do_not_go_together(tmp_path: Path, given: Any, message: str) -> None:
+    """Rows of other widths and rows that are not there name the parameter, in a plan too."""
+    path = write(tmp_path, ABC)
+    with pytest.raises(StateDictMismatchError, match=message) as caught:
+        load(path, mapping={"x": given})
+    assert caught.value.problems[0].startswith("x: ")
+    with pytest.raises(StateDictMismatchError, match=message):
+        streamload.plan(path, budget="1GB", dtype="float16", mapping={"x": given})
+
+
+# --- rename ---------------------------------------------------------------------------------------
+
+
+def test_rename(tmp_path: Path) -> None:
+    """A dict renames what it names; a callable gets every name, and None skips the tensor."""
+    path = write(tmp_path, ABC)
+    assert load(path, rename={"a": "A", "zzz": "y"}).keys() == {"A", "b", "c"}
+    assert load(path, rename={"a": None}).keys() == {"b", "c"}
+    report = streamload.load_state_dict(
+        None, path, device="host", rename=lambda n: None if n == "b" else n.upper(), progress=False
+    )
+    assert report.state_dict.keys() == {"A", "C"}
+    assert report.skipped == ("b",)
+
+
+def test_rename_comes_after_the_mapping(tmp_path: Path) -> None:
+    """Names that a mapping made are what ``rename`` gets."""
+    found = load(write(tmp_path, ABC), mapping={"ab": ["a", "b"]}, rename={"ab": "x", "a": "y"})
+    assert found.keys() == {"x", "c"}
+
+
+@pytest.mark.parametrize("rename", [["a"], 3, lambda name: 3, {"a": 3}])
+def test_bad_renames(tmp_path: Path, rename: Any) -> None:
+    """What is no renaming, and new names that are no names, are ValueErrors."""
+    with pytest.raises(ValueError, match="rename"):
+        load(write(tmp_path, ABC), rename=rename)
+
+
+def test_two_tensors_of_one_new_name(tmp_path: Path) -> None:
+    """Refused, with both old names and the new one."""
+    with pytest.raises(CheckpointError, match=r"'a' and this tensor .* 'b'") as caught:
+        load(write(tmp_path, ABC), rename={"a": "b"})
+    assert caught.value.tensor == "b"
+
+
+# --- tied heads -----------------------------------------------------------------------------------
+
+
+def tied(
+    tmp_path: Path, names: Sequence[str], config: Mapping[str, Any], **arguments: Any
+) -> dict[str, str]:
+    """The names that `sources` says are tied."""
+    tensors = {name: np.zeros((2, 2), np.float32) for name in names}
+    checkpoint = streamload.open_checkpoint(write(tmp_path, tensors, config))
+    return sources(checkpoint, arguments.get("mapping"), arguments.get("rename"))[2]
+
+
+LM = {"architectures": ["LlamaForCausalLM"], **CONFIG}
+EMBED = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "arguments", "expected"),
+    [
+        ([EMBED], LM, {}, {"lm_head.weight": EMBED}),
+        ([EMBED], LM | {"tie_word_embeddings": True}, {}, {"lm_head.weight": EMBED}),
+        ([EMBED], LM | {"tie_word_embeddings": False}, {}, {}),
+        ([EMBED, "lm_head.weight"], LM, {}, {}),
+        ([EMBED], {"architectures": ["BertModel"]}, {}, {}),
+        ([EMBED], {}, {}, {}),
+        (["transformer.wte.weight"], {"architectures": ["GPT2LMHeadModel"]}, {}, None),
+        (
+            [EMBED],
+            LM,
+            {"mapping": "hf-llama"},
+            {"output.weight": "tok_embeddings.weight"},
+        ),
+        (
+            [EMBED],
+            LM,
+            {"rename": {"lm_head.weight": "head", EMBED: "tok"}},
+            {"head": "tok"},
+        ),
+        ([EMBED], LM, {"rename": {EMBED: None}}, {}),
+        (["a.embed_tokens.weight", "b.embed_tokens.weight"], LM, {}, {}),
+    ],
+)
+def test_tied_heads(
+    tmp_path: Path,
+    names: list[str],
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    expected: dict[str, str] | None,
+) -> None:
+    """A language model that stores its embedding alone ties its head to it, by the new names."""
+    if expected is None:
+        expected = {"lm_head.weight": names[0]}
+    assert tied(tmp_path, names, config, **arguments) == expected

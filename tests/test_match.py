@@ -1,0 +1,197 @@
+"""Matching parameters to tensors: everything that is wrong, in one error, before any I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.errors import ShapeMismatch, StateDictMismatchError
+from streamload.mapping import Source, sources
+from streamload.match import Match, incoherent, match
+from streamload.plan.plan import RowRange, RowTranspose
+from streamload.plan.planner import DeviceSpec, DTypePolicy, make_plan
+
+
+@dataclass
+class FakeParameter:
+    """A parameter that says what it is, and is never filled."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...] = (2,)
+    dtype: str = "float32"
+    device: str | None = None
+    nbytes: int = 0
+    fixed: str = ""
+    refused: str = ""
+
+    def buffer(self) -> Any:
+        """Nothing is matched by looking at memory."""
+        raise AssertionError
+
+    release = attach = invalidate = buffer
+
+
+def write(path: Path, **tensors: Sequence[float]) -> Checkpoint:
+    """A checkpoint of flat float32 tensors; ``__`` in a name is a dot."""
+    import numpy as np
+
+    raw = {n.replace("__", "."): np.array(v, np.float32) for n, v in tensors.items()}
+    file = write_safetensors(
+        path / "model.safetensors", {n: ("F32", a.shape, a.tobytes()) for n, a in raw.items()}
+    )
+    return streamload.open_checkpoint(file)
+
+
+def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more: Any) -> Match:
+    """Match parameters to a checkpoint as it is."""
+    fill, _, tied = sources(checkpoint, more.get("mapping"), more.get("rename"))
+    return match(checkpoint, parameters, fill, tied | more.get("tied", {}), frozenset(keep_on))
+
+
+def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
+    """Missing, unexpected, of another shape, and what cannot be written: all names at once."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[1, 2, 3], c=[1], extra=[1], view=[1, 2])
+    found = matched(
+        checkpoint,
+        FakeParameter(("a",)),
+        FakeParameter(("b",)),
+        FakeParameter(("c",), (1, 1)),
+        FakeParameter(("gone", "also_gone")),
+        FakeParameter(("view",), refused="it is a view that is not contiguous"),
+    )
+    with pytest.raises(StateDictMismatchError) as caught:
+        found.check(checkpoint.path, strict=True)
+    error = caught.value
+    assert error.missing == ("gone",)
+    assert error.unexpected == ("extra",)
+    assert error.wrong_shape == (ShapeMismatch("b", (2,), (3,)), ShapeMismatch("c", (1, 1), (1,)))
+    assert error.problems == ("view: it is a view that is not contiguous",)
+    for told in ("gone", "extra", "b: expected [2], found [3]", "not contiguous", "model.safe"):
+        assert told in str(error)
+
+
+def test_not_strict_loads_what_matches(tmp_path: Path) -> None:
+    """Missing, unexpected and other shapes are left out; what cannot be written is still wrong."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[1, 2, 3], extra=[1])
+    parameters = [FakeParameter(("a",)), FakeParameter(("b",)), FakeParameter(("gone",))]
+    found = matched(checkpoint, *parameters)
+    found.check(checkpoint.path, strict=False)
+    assert [want.name for want in found.wants] == ["a"]
+    assert found.left_out == ["gone", "b"]
+    found = matched(checkpoint, FakeParameter(("a",), refused="no"), FakeParameter(("gone",)))
+    with pytest.raises(StateDictMismatchError) as caught:
+        found.check(checkpoint.path, strict=False)
+    assert (caught.value.missing, caught.value.problems) == ((), ("a: no",))
+
+
+@pytest.mark.parametrize(
+    "name", ["rotary_emb.inv_freq", "model.layers.3.self_attn.rotary_emb.inv_freq", "rope.freqs"]
+)
+def test_what_models_drop_by_convention(tmp_path: Path, name: str) -> None:
+    """Buffers that frameworks compute themselves are not unexpected, but loaded where wanted."""
+    checkpoint = write(tmp_path, a=[1, 2], **{name.replace(".", "__"): [1.0]})
+    assert matched(checkpoint, FakeParameter(("a",))).unexpected == []
+    found = matched(checkpoint, FakeParameter(("a",)), FakeParameter((name,), (1,)))
+    assert [want.name for want in found.wants] == ["a", name]
+
+
+def test_tied_parameters_need_one_name(tmp_path: Path) -> None:
+    """One parameter of two names is loaded once, from whichever name is stored."""
+    checkpoint = write(tmp_path, b=[1, 2])
+    found = matched(checkpoint, FakeParameter(("a", "b")))
+    found.check(checkpoint.path, strict=True)
+    assert [(want.name, want.source[0].tensor) for want in found.wants] == [("b", "b")]
+    assert found.tied == ["a"]
+
+
+def test_tied_parameters_whose_values_differ(tmp_path: Path) -> None:
+    """Two stored tensors for one parameter must be the same bytes, whatever is strict."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[1, 2], c=[1, 3], d=[1, 2, 3])
+    assert matched(checkpoint, FakeParameter(("a", "b"))).problems == []
+    found = matched(checkpoint, FakeParameter(("a", "b", "c", "d")))
+    assert found.problems == [
+        "c is tied to a, but their values differ",
+        "d is tied to a, but their values differ",
+    ]
+    with pytest.raises(StateDictMismatchError):
+        found.check(checkpoint.path, strict=False)
+
+
+def test_tied_values_are_compared_as_they_will_be(tmp_path: Path) -> None:
+    """Rows put together compare by their bytes, however they are cut; a reordering is another."""
+    many = list(range(600_000))
+    checkpoint = write(tmp_path, whole=many, left=many[:7], right=many[7:], other=[*many[1:], 0])
+    shape = (len(many),)
+
+    def problems(mapping: dict[str, Any]) -> list[str]:
+        return matched(checkpoint, FakeParameter(("x", "y"), shape), mapping=mapping).problems
+
+    assert problems({"x": "whole", "y": ["left", "right"]}) == []
+    assert problems({"x": "whole", "y": ["right", "left"]}) != []
+    assert problems({"x": "whole", "y": "other"}) != []
+    assert problems({"x": "whole", "y": RowRange("whole", 0, 600_001)})[0].startswith("y: whole")
+
+
+def test_a_head_that_is_not_stored_is_a_copy(tmp_path: Path) -> None:
+    """Where config.json ties the head and the model does not, it gets the embedding's values."""
+    checkpoint = write(tmp_path, embed=[1, 2])
+    parameters = [FakeParameter(("embed",)), FakeParameter(("head",))]
+    found = matched(checkpoint, *parameters, tied={"head": "embed"})
+    found.check(checkpoint.path, strict=True)
+    assert [(w.name, w.source[0].tensor) for w in found.wants] == [
+        ("embed", "embed"),
+        ("head", "embed"),
+    ]
+    assert found.notes == ["head is tied to embed by config.json: it is a copy"]
+
+
+def test_what_is_held_is_told_to_the_planner(tmp_path: Path) -> None:
+    """Device, dtype and bytes of what a parameter holds; bound to its place only where it stays."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[1, 2])
+    a = FakeParameter(("a",), dtype="float16", device="CL", nbytes=4)
+    wants = matched(checkpoint, a, FakeParameter(("b",)), keep_on=["CL"]).wants
+    assert [(w.held, w.device) for w in wants] == [(("CL", "float16", 4), "CL"), (None, None)]
+    assert matched(checkpoint, a, FakeParameter(("b",))).wants[0].device is None
+
+
+def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
+    """A plan that would part a view from what it is a view of is refused, with the reason."""
+    checkpoint = write(tmp_path, a=[1, 2])
+    view = FakeParameter(("a",), device="CPU", nbytes=8, fixed="it is a view of 80 bytes on CPU")
+    found = matched(checkpoint, view)
+
+    def placements(dtype: str) -> Any:
+        return make_plan(
+            checkpoint,
+            wants=found.wants,
+            devices=[DeviceSpec("CPU", 100)],
+            dtype=DTypePolicy.parse(dtype),
+            out_of_range="inf",
+            cast="llvm",
+            reader="mmap",
+            tied={},
+        ).placements
+
+    found.check_views(checkpoint.path, placements("checkpoint"))
+    with pytest.raises(
+        StateDictMismatchError, match=r"view of 80 bytes.* float16 on CPU"
+    ) as caught:
+        found.check_views(checkpoint.path, placements("float16"))
+    assert len(caught.value.problems) == 1
+
+
+def test_below_a_byte_only_whole_tensors(tmp_path: Path) -> None:
+    """Rows of dtypes smaller than a byte are neither cut nor reordered."""
+    file = write_safetensors(tmp_path / "m.safetensors", {"w": ("F4", (4, 4), bytes(8))})
+    checkpoint = streamload.open_checkpoint(file)
+    assert incoherent(checkpoint, Source((RowRange("w", 0, 4),))) == ""
+    assert "not whole bytes" in incoherent(checkpoint, Source((RowRange("w", 0, 3),)))
+    turned = Source((RowRange("w", 0, 4),), RowTranspose(1, 2, 2))
+    assert "not whole bytes" in incoherent(checkpoint, turned)

@@ -1,0 +1,243 @@
+"""Chunks: every byte of every parameter once, from the right byte of the file."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamload.checkpoint.checkpoint import Checkpoint, from_headers
+from streamload.checkpoint.header import Header, TensorInfo
+from streamload.dtypes import BY_CODE, F16, F32, F64, DType
+from streamload.plan.chunks import Chunk, Run, chunks
+from streamload.plan.plan import Placement, Plan, RowRange, RowTranspose, slot_nbytes
+
+Array = np.ndarray[Any, Any]
+
+START = 1000  # first data byte of each shard
+
+
+def checkpoint_of(*shards: Mapping[str, tuple[str, Sequence[int]]]) -> Checkpoint:
+    """A checkpoint of headers alone: (dtype code, shape) by name, for each shard."""
+    headers = []
+    for number, tensors in enumerate(shards):
+        path = Path(f"shard-{number}")
+        infos, at = [], START
+        for name, (code, shape) in tensors.items():
+            stop = at + BY_CODE[code].nbytes(math.prod(shape))
+            infos.append(TensorInfo(name, BY_CODE[code], tuple(shape), path, at, stop))
+            at = stop
+        headers.append(Header(path, at, START, tuple(infos), {}))
+    return from_headers(Path("model"), headers)
+
+
+def plan_of(chunk_nbytes: int, *placements: Placement) -> Plan:
+    """A plan of these placements; its numbers of bytes do not matter here."""
+    return Plan(
+        path="model",
+        placements=placements,
+        devices=(),
+        host_nbytes=0,
+        host_budget_nbytes=0,
+        chunk_nbytes=chunk_nbytes,
+        slot_nbytes=slot_nbytes(chunk_nbytes),
+        threads=1,
+        readers=("mmap",),
+        out_of_range="inf",
+    )
+
+
+def place(
+    name: str,
+    shape: tuple[int, ...],
+    source: Sequence[RowRange],
+    *,
+    src: DType = F32,
+    dst: DType = F32,
+    transpose: RowTranspose | None = None,
+    cast: str = "llvm",
+) -> Placement:
+    """A placement on a device of no interest."""
+    how = "copy" if src is dst else cast
+    nbytes = dst.nbytes(math.prod(shape))
+    return Placement(name, "d", shape, src, dst, tuple(source), transpose, "new", how, nbytes)
+
+
+def played(plan: Plan, cut: Sequence[Chunk], files: Sequence[Array]) -> list[Array]:
+    """The parameters that the chunks make; ``files`` are the shards' data, in float32.
+
+    No byte may be written twice or left out, and none outside of its chunk.
+    """
+    sizes = [p.dst.nbytes(math.prod(p.shape)) for p in plan.placements]
+    out = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
+    times = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
+    for chunk in cut:
+        p = plan.placements[chunk.placement]
+        for run in chunk.runs:
+            raw = files[chunk.shard].view(np.uint8)[run.start - START : run.stop - START]
+            for row, part in enumerate(np.split(raw, run.rows)):
+                if p.src is not p.dst:
+                    part = part.view(np.float32).astype(p.dst.numpy).view(np.uint8)
+                at = run.offset + row * run.stride
+                assert chunk.start <= at <= at + len(part) <= chunk.stop
+                out[chunk.placement][at : at + len(part)] = part
+                times[chunk.placement][at : at + len(part)] += 1
+    assert all((count == 1).all() for count in times)
+    return [data.view(p.dst.numpy) for data, p in zip(out, plan.placements, strict=True)]
+
+
+def test_a_tensor_is_cut_anywhere() -> None:
+    """Chunks end at whole elements, go up in the file, and the last is what is left."""
+    checkpoint = checkpoint_of({"w": ("F32", [5, 3])})
+    plan = plan_of(16, place("w", (5, 3), [RowRange("w", 0, 5)]))
+    cut = chunks(plan, checkpoint)
+    assert [(c.start, c.stop) for c in cut] == [(0, 16), (16, 32), (32, 48), (48, 60)]
+    assert cut[1].runs == (Run(START + 16, START + 32, 16),)
+    assert {(c.placement, c.shard) for c in cut} == {(0, 0)}
+
+
+@pytest.mark.parametrize(("src", "dst"), [(F64, F16), (F16, F64)])
+def test_the_longer_side_bounds_a_chunk(src: DType, dst: DType) -> None:
+    """Neither what is read nor what is written is longer than a chunk."""
+    checkpoint = checkpoint_of({"w": (src.code, [100])})
+    plan = plan_of(80, place("w", (100,), [RowRange("w", 0, 100)], src=src, dst=dst))
+    cut = chunks(plan, checkpoint)
+    assert len(cut) == 10
+    assert {max(c.read_nbytes, c.stop - c.start) for c in cut} == {80}
+    p = plan.placements[0]
+    assert {c.staged_nbytes(p) for c in cut} == {10 * dst.itemsize}
+
+
+def test_a_device_cast_stages_raw_bytes() -> None:
+    """Where the device casts, the bytes in staging are those of the file."""
+    checkpoint = checkpoint_of({"w": ("F32", [10])})
+    plan = plan_of(80, place("w", (10,), [RowRange("w", 0, 10)], dst=F16, cast="device"))
+    (chunk,) = chunks(plan, checkpoint)
+    assert (chunk.staged_nbytes(plan.placements[0]), chunk.stop - chunk.start) == (40, 20)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 7)])
+def test_no_elements_is_one_empty_chunk(shape: tuple[int, ...]) -> None:
+    """So that the parameter is begun and finished like any other."""
+    checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", shape)})
+    plan = plan_of(8, place("w", shape, [RowRange("w", 0, shape[0])]))
+    assert chunks(plan, checkpoint) == [Chunk(0, 0, 0, 0, ())]
+
+
+def test_a_scalar_is_one_row() -> None:
+    """A tensor of rank 0 is the four bytes that it is."""
+    checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", [])})
+    plan = plan_of(8, place("w", (), [RowRange("w", 0, 1)]))
+    assert chunks(plan, checkpoint) == [Chunk(0, 0, 0, 4, (Run(START + 8, START + 12, 0),))]
+
+
+@pytest.mark.parametrize("code", ["F4", "F6_E2M3"])
+def test_dtypes_below_a_byte_are_bytes(code: str) -> None:
+    """What passes unchanged is cut by bytes, whatever an element is."""
+    dtype = BY_CODE[code]
+    checkpoint = checkpoint_of({"w": (code, [4, 8])})
+    plan = plan_of(5, place("w", (4, 8), [RowRange("w", 0, 4)], src=dtype, dst=dtype))
+    cut = chunks(plan, checkpoint)
+    assert cut[-1].stop == dtype.nbytes(32)
+    assert [c.start for c in cut] == list(range(0, dtype.nbytes(32), 5))
+
+
+def test_files_are_read_front_to_back() -> None:
+    """Chunks go by shard and by first byte, whatever the order of the placements."""
+    checkpoint = checkpoint_of({"a": ("F32", [8]), "b": ("F32", [8])}, {"c": ("F32", [8])})
+    placements = [
+        place("x", (16,), [RowRange("c", 0, 8), RowRange("b", 0, 8)]),
+        place("y", (8,), [RowRange("a", 0, 8)]),
+    ]
+    cut = chunks(plan_of(16, *placements), checkpoint)
+    at = [(c.shard, c.runs[0].start) for c in cut]
+    assert at == sorted(at)
+    assert [c.placement for c in cut] == [1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1, 4, 7, 64, 96, 100, 10**6])
+@pytest.mark.parametrize(
+    "transpose", [RowTranspose(4, 2, 3), RowTranspose(4, 3, 2), RowTranspose(1, 24, 1)]
+)
+def test_row_permutation(transpose: RowTranspose, chunk_nbytes: int) -> None:
+    """Rows come out as numpy's swap of axes has them, at any size of chunk, cast or not."""
+    checkpoint = checkpoint_of({"pad": ("F32", [3]), "w": ("F32", [24, 5])})
+    values = np.arange(3 + 120, dtype=np.float32)
+    rows = values[3:].reshape(transpose.groups, transpose.outer, transpose.inner, 5)
+    expected = rows.swapaxes(1, 2).reshape(-1)
+    for dst in (F32, F16, F64):
+        p = place("w", (24, 5), [RowRange("w", 0, 24)], dst=dst, transpose=transpose)
+        plan = plan_of(chunk_nbytes, p)
+        cut = chunks(plan, checkpoint)
+        assert np.array_equal(played(plan, cut, [values])[0], expected)
+        longest = max(chunk_nbytes, p.src.itemsize, dst.itemsize)  # an element is never cut
+        assert all(max(c.read_nbytes, c.stop - c.start) <= longest for c in cut)
+
+
+def random_placements(
+    rng: random.Random, checkpoint: Checkpoint, files: list[Array]
+) -> tuple[list[Placement], list[Array]]:
+    """Parameters put together of random rows, and what they are by numpy's own indexing."""
+    placements, expected = [], []
+    for number in range(rng.randint(1, 5)):
+        width = rng.choice([None, 1, 3, 8])
+        shape = () if width is None else (width,)
+        fitting = [i for i in checkpoint.tensors.values() if i.shape[1:] == shape]
+        source, values = [], []
+        for _ in range(rng.randint(1, 4)):
+            info = rng.choice(fitting)
+            a, b = sorted(rng.randint(0, info.shape[0]) for _ in range(2))
+            source.append(RowRange(info.name, a, b))
+            shard = int(info.shard.name[-1])
+            first = (info.start - START) // 4
+            numel = math.prod(info.shape)
+            values.append(files[shard][first : first + numel].reshape(info.shape)[a:b])
+        whole = np.concatenate(values)
+        transpose = None
+        if len(whole) and len(whole) % 2 == 0 and rng.random() < 0.6:
+            outer = rng.choice([n for n in range(1, len(whole) + 1) if len(whole) % n == 0])
+            inner = rng.choice([n for n in range(1, 50) if (len(whole) // outer) % n == 0])
+            transpose = RowTranspose(len(whole) // outer // inner, outer, inner)
+            split = whole.reshape(transpose.groups, outer, inner, -1)
+            whole = split.swapaxes(1, 2).reshape(whole.shape)
+        dst = rng.choice([F32, F16, F64])
+        placements.append(
+            place(f"p{number}", whole.shape, source, dst=dst, transpose=transpose),
+        )
+        expected.append(whole.reshape(-1))
+    return placements, expected
+
+
+def test_random_sources() -> None:
+    """Concatenations of row ranges of several shards, permuted or not, against numpy."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        shards = [
+            {
+                f"{shard}.{i}": ("F32", [rng.randint(1, 12), *([width] if width else [])])
+                for i, width in enumerate([None, 1, 3, 8])
+            }
+            for shard in range(rng.randint(1, 3))
+        ]
+        checkpoint = checkpoint_of(*shards)
+        files = []
+        for header in checkpoint.shards:
+            nbytes = header.file_nbytes - START
+            files.append(np.arange(nbytes // 4, dtype=np.float32) + 300 * len(files))
+        placements, expected = random_placements(rng, checkpoint, files)
+        chunk_nbytes = rng.choice([8, 11, 50, 200, 5000])
+        plan = plan_of(chunk_nbytes, *placements)
+        cut = chunks(plan, checkpoint)
+        for p, found, wanted in zip(placements, played(plan, cut, files), expected, strict=True):
+            assert np.array_equal(found, wanted), (seed, p)
+        for chunk in cut:
+            assert max(chunk.read_nbytes, chunk.stop - chunk.start) <= chunk_nbytes
+        spans = sorted((c.placement, c.start, c.stop) for c in cut)
+        for (p1, _, stop), (p2, start, _) in pairwise(spans):
+            assert p1 != p2 or stop <= start

@@ -1,0 +1,118 @@
+"""Progress: what is told, how often, and where it goes."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+
+from streamload import progress as module
+from streamload.progress import reporting
+
+
+class Stderr(io.StringIO):
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_a_callable_is_told_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, then at most every tenth of a second, and always at the end."""
+    clock = Clock(monkeypatch)
+    told: list[tuple[int, int]] = []
+    with reporting(lambda done, total: told.append((done, total)), 100) as tell:
+        for done in range(1, 101):
+            clock.now += 0.03
+            tell(done)
+    assert told[0] == (1, 100)
+    assert told[-1] == (100, 100)
+    assert 25 <= len(told) <= 30
+
+
+def test_off(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """False is silence."""
+    with caplog.at_level(logging.DEBUG), reporting(False, 10) as tell:
+        tell(5)
+        tell(10)
+    assert capsys.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+def test_elsewhere_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a terminal "auto" writes to the log: done, all, rate and time left; short loads none.
+
+    The rate is what was done over the time that it took.
+    """
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("sys.stderr", Stderr(False))
+    with caplog.at_level(logging.INFO, "streamload"):
+        with reporting("auto", 4_000_000_000) as tell:
+            for second in range(1, 41):
+                clock.now += 1
+                tell(100_000_000 * second)
+        with reporting("auto", 10) as tell:
+            clock.now += 3
+            tell(10)
+    messages = [record.message for record in caplog.records]
+    assert messages[0] == "loaded 1.00 GB of 4.00 GB, 100 MB/s, 30 s left"
+    assert len(messages) == 4
+
+
+@pytest.mark.parametrize("progress", ["auto", True])
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, progress: Any) -> None:
+    """Bytes done, bytes in all; it goes when the load is done."""
+    stderr = Stderr(True)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with reporting(progress, 2_000_000) as tell:
+        tell(1_000_000)
+        assert "1.0/2.0 MB" in stderr.getvalue()
+        tell(2_000_000)
+    assert stderr.getvalue().rstrip("\n").endswith("\x1b[2K")
+
+
+def test_a_bar_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """True writes wherever stderr goes: what came of it, once, without terminal codes."""
+    stderr = Stderr(False)
+    monkeypatch.setattr("sys.stderr", stderr)
+    with reporting(True, 2_000_000) as tell:
+        tell(1_000_000)
+        tell(2_000_000)
+    assert stderr.getvalue().count("\n") == 1
+    assert "2.0/2.0 MB" in stderr.getvalue()
+    assert "\x1b" not in stderr.getvalue()
+
+
+def test_nothing_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of no bytes at all draws a bar and divides by nothing."""
+    monkeypatch.setattr("sys.stderr", Stderr(True))
+    with reporting(True, 0) as tell:
+        tell(0)
+
+
+@pytest.mark.parametrize("progress", ["yes", None, 0.5, []])
+def test_what_is_no_progress(progress: Any) -> None:
+    """Anything else is a ValueError that says what there is."""
+    with (
+        pytest.raises(ValueError, match="auto, True, False or a callable"),
+        reporting(progress, 10),
+    ):
+        pytest.fail("was let in")

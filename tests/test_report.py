@@ -1,0 +1,101 @@
+"""The report of a load: right fields, a short table, and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import needs
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload import CastCounts
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Two tensors of float32, one of which rounds and flushes as float16, and one of ids."""
+    tensors = {
+        "exact": ("F32", (2, 2), np.ones(4, np.float32).tobytes()),
+        "ids": ("I64", (3,), np.arange(3).tobytes()),
+        "inexact": ("F32", (3,), np.array([0.1, 1e-30, 2], np.float32).tobytes()),
+    }
+    return write_safetensors(tmp_path / "m.safetensors", tensors)
+
+
+def load(path: Path, device: str = "host") -> streamload.LoadReport:
+    """Load as float16."""
+    return streamload.load_state_dict(
+        None, path, device=device, dtype="float16", budget="1MB", progress=False
+    )
+
+
+@pytest.mark.parametrize("device", ["host", "CPU", "CL"])
+def test_numbers(path: Path, device: str) -> None:
+    """What was read, what is resident, what was predicted, held and measured, and the counts."""
+    if device != "host":
+        needs.device(device)
+    report = load(path, device)
+    assert report.path == str(path)
+    assert report.read_nbytes == 16 + 24 + 12
+    assert report.resident_nbytes == report.plan.resident_nbytes >= 8 + 24 + 6
+    assert report.predicted_nbytes == {device: report.plan.device(device).peak_nbytes, "staging": 0}
+    assert report.held_nbytes[device] <= report.predicted_nbytes[device]
+    assert 0 < report.stream_seconds <= report.seconds
+    assert report.gigabytes_per_second == report.read_nbytes / 1e9 / report.seconds
+    assert report.counts == {"inexact": CastCounts(overflowed=0, flushed=1, rounded=1)}
+    assert (report.skipped, report.missing, report.tied) == ((), (), ())
+    assert report.state_dict.keys() == {"exact", "ids", "inexact"}
+    if device != "host":
+        assert 0 < report.measured_nbytes[device] <= report.predicted_nbytes[device]
+
+
+def test_the_table_is_short(path: Path) -> None:
+    """One line a fact, in two columns, not wider than a terminal but for the path."""
+    report = load(path)
+    lines = str(report).splitlines()
+    assert lines[0].split(None, 1) == ["checkpoint", str(path)]
+    assert len({len(line) - len(line.split("  ", 1)[1].lstrip()) for line in lines}) == 1
+    assert len(lines) <= 8
+    assert all(len(line) <= 120 for line in lines[1:])
+    for told in ("tensors", "3", "budget 1.00 MB", "1 flushed to zero, 1 rounded"):
+        assert told in str(report)
+
+
+def test_json(path: Path) -> None:
+    """All but the tensors and the placements; numbers are numbers."""
+    report = load(path)
+    data = json.loads(report.to_json())
+    assert data["digest"] == report.plan.digest
+    assert data["budget_nbytes"] == {"host": 10**6}
+    assert data["counts"] == {"inexact": {"overflowed": 0, "flushed": 1, "rounded": 1}}
+    assert data["tensors"] == 3
+    for name in ("read_nbytes", "resident_nbytes", "seconds", "held_nbytes", "measured_nbytes"):
+        assert data[name] == getattr(report, name)
+    assert "state_dict" not in data
+
+
+def test_a_report_does_not_print_its_tensors(path: Path) -> None:
+    """The repr of a report leaves the state dict out."""
+    assert "array" not in repr(load(path))
+
+
+def test_what_was_left_out_is_in_the_table(path: Path) -> None:
+    """Skipped, missing and tied names are counted beside the tensors."""
+    array = np.zeros((2, 2), np.float32)
+    model = {"exact": array, "again": array, "more": np.zeros(1)}
+    report = streamload.load_state_dict(model, path, strict=False, progress=False)
+    assert report.missing == ("more",)
+    assert report.tied == ("again",)
+    assert set(report.skipped) == {"ids", "inexact"}
+    assert "1 (1 tied, 2 skipped, 1 missing)" in str(report)
+
+
+def test_an_empty_checkpoint(tmp_path: Path) -> None:
+    """A file without tensors loads, reports zeros, and divides by nothing."""
+    report = load(write_safetensors(tmp_path / "m.safetensors", {}))
+    assert (report.read_nbytes, report.resident_nbytes, report.state_dict) == (0, 0, {})
+    assert json.loads(report.to_json())["gigabytes_per_second"] == 0.0
+    assert "tensors" in str(report)

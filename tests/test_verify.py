@@ -1,0 +1,169 @@
+"""`verify`: finds every difference, by bytes of its own reading, in bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import needs
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload import RowRange, open_checkpoint
+from streamload.verify import Mismatch, verify
+
+TENSORS = {
+    "bf": ("BF16", (4, 8), np.arange(32, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes()),
+    "f32": ("F32", (3, 8), np.linspace(-3, 3, 24, dtype=np.float32).tobytes()),
+    "ids": ("I64", (5,), np.arange(5).tobytes()),
+    "nan": ("BF16", (2,), b"\xff\x7f\x81\xff"),
+    "one": ("F16", (), b"\x00\x3c"),
+    "none": ("F32", (0, 3), b""),
+}
+
+
+def load(path: Path, device: str = "host", **arguments: Any) -> streamload.LoadReport:
+    """Load quietly, under a budget."""
+    return streamload.load_state_dict(
+        None, path, device=device, budget="1MB", progress=False, **arguments
+    )
+
+
+@pytest.mark.parametrize("device", ["host", "CPU", "CL"])
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16", "float32"])
+def test_a_load_is_verified(tmp_path: Path, device: str, dtype: str) -> None:
+    """Every tensor of a load is what it must be, and all of its bytes were compared."""
+    if device != "host":
+        needs.device(device)
+    path = write_safetensors(tmp_path / "m.safetensors", TENSORS)
+    report = load(path, device, dtype=dtype)
+    done: list[int] = []
+    assert verify(report, open_checkpoint(path), progress=done.append) == []
+    assert done[-1] == sum(p.nbytes for p in report.plan.placements)
+
+
+@pytest.mark.parametrize("name", ["bf", "f32", "ids", "one"])
+def test_one_byte_is_enough(tmp_path: Path, name: str) -> None:
+    """A bit that flips on the device is found, with the element and both values."""
+    path = write_safetensors(tmp_path / "m.safetensors", TENSORS)
+    report = load(path, dtype="float16")
+    array = report.state_dict[name].reshape(-1)
+    element = len(array) - 1
+    before = array[element:].tobytes()
+    array.view(np.uint8)[-1] ^= 1
+    after = array[element:].tobytes()
+    assert verify(report, open_checkpoint(path)) == [
+        Mismatch(name, element, before.hex(), after.hex())
+    ]
+
+
+@pytest.mark.parametrize("device", ["CPU", "CL"])
+def test_a_byte_in_the_memory_of_a_device(tmp_path: Path, device: str) -> None:
+    """The device's own memory is what is compared."""
+    needs.device(device)
+    from tinygrad import Tensor, dtypes
+
+    path = write_safetensors(tmp_path / "m.safetensors", TENSORS)
+    report = load(path, device)
+    value = report.state_dict["ids"]
+    changed = [0, 1, 2, 7, 4]
+    value.assign(Tensor(changed, device=device, dtype=dtypes.int64)).realize()
+    (found,) = verify(report, open_checkpoint(path))
+    assert (found.name, found.element) == ("ids", 3)
+    assert str(found) == f"ids: element 3: expected {'03':0<16}, found {'07':0<16}"
+
+
+def test_a_difference_beyond_the_first_block(tmp_path: Path) -> None:
+    """Elements are counted over the blocks in which a tensor is compared."""
+    values = np.arange(5_000_000, dtype=np.uint16)
+    tensors = {"w": ("U16", values.shape, values.tobytes())}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    report = streamload.load_state_dict(None, path, device="host", progress=False)
+    report.state_dict["w"][4_500_001] += 1
+    (found,) = verify(report, open_checkpoint(path))
+    assert found.element == 4_500_001
+
+
+def test_a_checkpoint_that_changed(tmp_path: Path) -> None:
+    """The file is read again, not remembered: what it says now is what is expected."""
+    path = write_safetensors(tmp_path / "m.safetensors", TENSORS)
+    report = load(path)
+    code, shape, data = TENSORS["ids"]
+    write_safetensors(path, TENSORS | {"ids": (code, shape, data[::-1])})
+    assert [m.name for m in verify(report, open_checkpoint(path))] == ["ids"]
+
+
+def test_into_a_model(tmp_path: Path) -> None:
+    """What a model holds is compared, whatever the report has."""
+    path = write_safetensors(tmp_path / "m.safetensors", {"w": TENSORS["f32"]})
+    model = {"w": np.zeros((3, 8), np.float32)}
+    report = streamload.load_state_dict(model, path, progress=False)
+    assert verify(report, open_checkpoint(path), model) == []
+    model["w"][1, 1] = np.nan
+    assert [m.element for m in verify(report, open_checkpoint(path), model)] == [9]
+
+
+@pytest.mark.parametrize("out_of_range", ["inf", "clamp"])
+@pytest.mark.filterwarnings("ignore:.*finite values")
+def test_values_out_of_range(tmp_path: Path, out_of_range: Any) -> None:
+    """What was clamped is compared with what is clamped."""
+    data = np.array([1e6, -1e30, np.inf, np.nan, 3], np.float32)
+    tensors = {"w": ("F32", data.shape, data.tobytes())}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    report = load(path, dtype="float16", out_of_range=out_of_range)
+    assert verify(report, open_checkpoint(path)) == []
+    report.state_dict["w"][0] = np.inf if out_of_range == "clamp" else 65504
+    assert [m.element for m in verify(report, open_checkpoint(path))] == [0]
+
+
+def test_sources_put_together_and_permuted(tmp_path: Path) -> None:
+    """Row ranges of several tensors and permuted rows are read in their own order."""
+    rng = np.random.default_rng(0)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = {
+        n: ("F32", (8, 6), rng.standard_normal((8, 6)).astype(np.float32).tobytes())
+        for n in (name, "a", "b")
+    }
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    for mapping, changed in (
+        ("hf-llama", "layers.0.attention.wq.weight"),
+        ({"ab": ["b", RowRange("a", 2, 7), "b"]}, "ab"),
+    ):
+        report = load(path, mapping=mapping)
+        assert verify(report, open_checkpoint(path)) == []
+        array = report.state_dict[changed]
+        array[[3, 4]] = array[[4, 3]]
+        (found,) = verify(report, open_checkpoint(path))
+        assert (found.name, found.element) == (changed, 18)
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    """Comparing a tensor of 300 MB takes less than 40 MB beside it."""
+    values = np.ones(75_000_000, np.float32)
+    tensors = {"w": ("F32", values.shape, values.tobytes())}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    del values, tensors
+    code = (
+        "import resource, sys, streamload\n"
+        "from streamload.verify import verify\n"
+        "c = streamload.open_checkpoint(sys.argv[1])\n"
+        "r = streamload.load_state_dict(None, c.path, device='host', dtype='float16',"
+        " progress=False)\n"
+        "def anon(key):\n"
+        "    return sum(int(l.split()[1]) for l in open('/proc/self/status') if key in l)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # starts VmHWM again
+        "before = anon('VmRSS')\n"
+        "print(verify(r, c), anon('VmHWM') - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=True
+    )
+    found, _, grown_kib = done.stdout.rpartition(" ")
+    assert found == "[]"
+    assert int(grown_kib) < 40_000
