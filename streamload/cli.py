@@ -25,9 +25,9 @@ from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
 from streamload.mapping import MAPPINGS
+from streamload.plan.budget import available_host_nbytes
 from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
-from streamload.units import format_bytes
+from streamload.units import format_bytes, format_table
 
 app = typer.Typer(
     help="Stream safetensors checkpoints onto devices that are too small for the usual loaders.",
@@ -167,7 +167,7 @@ def _print_inspection(checkpoint: Checkpoint) -> None:
         rows.append((info.name, info.dtype.name, shape, format_bytes(info.nbytes)))
     by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
     _print(
-        *_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
+        *format_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
         f"{len(rows)} tensors in {len(checkpoint.shards)} "
         f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
         + (f": {by_dtype}" if by_dtype else ""),
@@ -221,7 +221,7 @@ def plan(
     if as_json:
         _print(made.to_json())
     else:
-        _print_plan(made)
+        _print(*str(made).splitlines())
 
 
 def _names(device: str | None) -> list[str]:
@@ -253,39 +253,6 @@ def _nodes(text: str | None, budget: str | None, device: str | None) -> list[Nod
     if len(sizes) != len(names):
         raise typer.BadParameter(f"{len(sizes)} budgets for {len(names)} nodes")
     return [Node(name, size.strip()) for name, size in zip(names, sizes, strict=True)]
-
-
-def _print_plan(made: Plan) -> None:
-    split = len(made.devices) > 1
-    count = Counter(p.device for p in made.placements)
-    rows = []
-    for d in made.devices:
-        first, stop = d.layers or (0, 0)
-        holds = ["embedding"] * d.embedding
-        holds += [f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"] * (
-            stop > first
-        )
-        holds += ["head"] * d.head
-        rows.append(
-            (
-                d.device,
-                *([", ".join(holds) or "-"] if split else []),
-                str(count[d.device]),
-                format_bytes(d.resident_nbytes),
-                format_bytes(d.peak_nbytes),
-                format_bytes(d.budget_nbytes),
-                f"{d.peak_nbytes / d.budget_nbytes:.0%}" if d.budget_nbytes else "-",
-            )
-        )
-    titles = ("device", *["holds"] * split, "tensors", "resident", "peak", "budget", "share")
-    casts = Counter((p.src.name, p.dst.name, p.cast) for p in made.placements if p.src is not p.dst)
-    _print(
-        *_table(titles, rows, right=5),
-        *(f"{n} tensors from {src} to {dst} by {by}" for (src, dst, by), n in casts.items()),
-        f"{format_bytes(made.resident_nbytes)} in all; {made.threads} threads, chunks of "
-        f"{format_bytes(made.chunk_nbytes)}, host staging {format_bytes(made.host_nbytes)}",
-        *(f"note: {note}" for note in made.notes),
-    )
 
 
 @app.command()
@@ -371,6 +338,9 @@ def devices(
             row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
             if result.works:
                 info = asdict(owner.device(one).info)
+                if info["shared_memory"]:  # what it has is the host's, and so is its limit
+                    free = (info["free_nbytes"], available_host_nbytes())
+                    info["free_nbytes"] = min(n for n in free if n is not None)
                 info["unsupported"] = sorted(info["unsupported"])
                 row["info"] = info
             found.append(row)
@@ -448,19 +418,6 @@ def _dtype(values: list[str] | None) -> str | dict[str, str] | None:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int) -> Iterable[str]:
-    """Columns of text, the last ``right`` of them flush right."""
-    shown = [tuple(map(_printable, row)) for row in (titles, *rows)]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    left = len(titles) - right
-    for row in shown:
-        cells = [
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
 def _printable(text: str) -> str:
     """Text from a file, without what a terminal would obey: names may hold any character."""
     if text.isprintable():
@@ -470,6 +427,8 @@ def _printable(text: str) -> str:
 
 def _print(*lines: str) -> None:
     """Write lines to stdout; ends the program quietly where nobody reads them any more."""
+    if sys.stdout is None:  # closed by the shell: nobody wants to read
+        return
     try:
         for line in lines:
             print(_printable(line))

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import ReaderKind
+from streamload.checkpoint.readers import ReaderKind, resolve_reader
 from streamload.devices.base import (
     Parameter,
     environment_fp16_cast,
@@ -20,7 +20,7 @@ from streamload.devices.base import (
     framework_of,
 )
 from streamload.dtypes import DType
-from streamload.errors import StateDictMismatchError, StreamloadError
+from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
 from streamload.lookup import CastArgument, Devices, bf16_is_undecided, open_devices
 from streamload.mapping import MappingArgument, Rename, Source, sources
 from streamload.match import Match, incoherent, want_of
@@ -48,7 +48,7 @@ _MOST_THREADS = 8
 
 def load_state_dict(
     model: Any,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     budget: BudgetLike = None,
     device: str | Sequence[str] | None = None,
@@ -72,8 +72,8 @@ def load_state_dict(
     Args:
         model: a tinygrad object as ``nn.state.get_state_dict`` sees it, a dict of tensors, or
             None; then the report's ``state_dict`` holds the tensors by name.
-        path: a ``.safetensors`` file, a folder, an index, or ``org/name`` in the local Hugging
-            Face cache.
+        path: a ``.safetensors`` file, a folder, an index, ``org/name`` in the local Hugging Face
+            cache, or an open `Checkpoint`.
         budget: most bytes on the device when the load is done and meanwhile: a number, "3GB",
             "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
             free, less a reserve. Staging and scratch count too where the device shares the host's
@@ -118,10 +118,17 @@ def load_state_dict(
     """
     clock = Clock()
     options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
-    checkpoint = open_checkpoint(path)
-    load = _Load.prepare(model, checkpoint, options, device, rename, mapping, strict)
-    with deferred_interrupt():  # one that comes while we clean up waits until that is done
-        return load.run(progress, clock)
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict is True or False, not {strict!r}")
+    load = _Load.prepare(model, _opened(path), options, device, rename, mapping, strict)
+    try:
+        with deferred_interrupt():  # one that comes while we clean up waits until that is done
+            return load.run(progress, clock)
+    except (KeyboardInterrupt, Warning) as error:
+        if not hasattr(error, "__notes__"):  # it came when all was done
+            names = tuple(p.name for p in load.plan.placements)
+            error.add_note(f"parameters: {LoadState(names, (), ())}")
+        raise
 
 
 def plan(
@@ -149,8 +156,8 @@ def plan(
         budget: as in `load_state_dict`; for several devices one for each, or a dict.
         device: the device; None is as in `load_state_dict`, or "device" where none is looked at.
         devices: devices to split the layers over, each under its budget.
-        nodes: nodes to split the layers over; each has its own budget, and ``budget`` is not
-            used.
+        nodes: nodes to split the layers over, each with its own budget. None is looked at:
+            without a dtype, bfloat16 is planned as float16, which takes as many bytes.
         dtype: as in `load_state_dict`.
         out_of_range: as in `load_state_dict`.
         cast: as in `load_state_dict`.
@@ -171,7 +178,11 @@ def plan(
         raise ValueError("device, devices and nodes exclude each other")
     options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
     parsed, policy = options.budget, options.policy
-    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    if isinstance(devices, str):
+        raise ValueError(f"devices is a list of names, not {devices!r}")
+    if nodes is not None and (budget is not None or not all(isinstance(n, Node) for n in nodes)):
+        raise ValueError("nodes is a list of Node, and each has a budget of its own")
+    checkpoint = _opened(path)
     if nodes is not None:
         names = [node.name for node in nodes]
     else:
@@ -181,18 +192,25 @@ def plan(
     if not names or len({canonical_device(name) for name in names}) < len(names):
         raise ValueError(f"expected devices or nodes of different names, found {names}")
     stated = nodes is not None or all(parsed.is_stated(name) for name in names)
-    if stated and cast != "device" and not bf16_is_undecided(policy, checkpoint):
+    if nodes is not None or (
+        stated and cast != "device" and not bf16_is_undecided(policy, checkpoint)
+    ):
         sizes = {n.name: n.budget for n in nodes or ()}
         specs = [DeviceSpec(n, sizes.get(n) or parsed.resolve(n, None)) for n in names]
-    elif nodes is not None:
-        native = open_devices(None, None, {}).native_bf16(policy, checkpoint)
-        specs = [DeviceSpec(n.name, n.budget, native_bf16=native) for n in nodes]
     else:
         found = open_devices(device or devices, None, {})
         specs = found.specs(parsed, policy, checkpoint, cast, {})
     fill, _, tied = sources(checkpoint, mapping, rename)
     engine: CastChoice = "llvm" if cast == "auto" else cast
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
+
+
+def _opened(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    if isinstance(path, Checkpoint):
+        return path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
+    return open_checkpoint(path)
 
 
 def _check_names(budget: Budget, names: Iterable[str], device: object) -> None:
@@ -242,8 +260,9 @@ class _Options:
         ):
             if value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
-        if chunk_nbytes < 1 or (threads is not None and threads < 1):
-            raise ValueError("chunk_nbytes and threads are at least 1")
+        for name, count in (("chunk_nbytes", chunk_nbytes), ("threads", threads)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise ValueError(f"{name} is a whole number of at least 1, not {count!r}")
         return cls(
             Budget.parse(budget),
             DTypePolicy.parse(dtype, environment_fp16_cast()),
@@ -270,7 +289,7 @@ class _Options:
             dtype=self.policy,
             out_of_range=self.out_of_range,
             cast=cast,
-            reader=self.reader,
+            readers=[resolve_reader(header.path, self.reader) for header in checkpoint.shards],
             tied=tied,
             host_budget_nbytes=self.budget.host_nbytes,
             chunk_nbytes=self.chunk_nbytes,
@@ -324,8 +343,10 @@ class _Load:
         engine, notes = _host_cast(checkpoint, wants, options)
         specs = devices.specs(options.budget, options.policy, checkpoint, options.cast, held)
         made = options.plan(checkpoint, wants, specs, tied, engine)
+        devices.check_buffers(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
+            match.check_ties(checkpoint)
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes, *notes]
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]

@@ -17,8 +17,9 @@ from streamload.devices.base import (
     split_name,
 )
 from streamload.dtypes import BF16
-from streamload.errors import DeviceNotFoundError
+from streamload.errors import DeviceError, DeviceNotFoundError
 from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
+from streamload.plan.plan import Plan
 from streamload.plan.planner import DeviceSpec, DTypePolicy
 
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
@@ -58,16 +59,16 @@ class Devices:
         # devices that share the host's memory draw on one pool: what others were promised is gone,
         # and those without a stated budget get equal parts
         sharing = [name for name, info in infos.items() if info.shared_memory]
-        host = available_host_nbytes() if sharing else 0
-        host -= overhead_nbytes(host)
         promised = {name: budget.resolve(name, None) for name in sharing if budget.is_stated(name)}
-        rest = max(host - sum(promised.values()), 0) // max(len(sharing) - len(promised), 1)
+        host = _host_free_nbytes(needed=len(promised) < len(sharing)) if sharing else None
+        rest = max((host or 0) - sum(promised.values()), 0)
+        rest //= max(len(sharing) - len(promised), 1)
         out = []
         for name, info in infos.items():
             free = info.free_nbytes
             if info.shared_memory:
                 pool = host if name in promised else rest
-                free = pool if free is None else min(pool, free)
+                free = min((n for n in (pool, free) if n is not None), default=None)
             casts: frozenset[tuple[str, str]] = frozenset()
             if cast == "device" or policy.fp16_cast == "device":
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
@@ -92,6 +93,29 @@ class Devices:
             )
         return out
 
+    def check_buffers(self, plan: Plan) -> None:
+        """Raise DeviceError where a device cannot hold as many buffers as a plan allocates."""
+        for name, device in self.opened.items():
+            most = device.info.max_buffers
+            count = sum(p.device == name and p.action != "in_place" for p in plan.placements)
+            if most is not None and count > most:
+                raise DeviceError(
+                    name,
+                    f"the load needs {count} buffers there, and the system allows {most} more "
+                    "(each is a memory map: see vm.max_map_count in proc(5))",
+                )
+
+
+def _host_free_nbytes(*, needed: bool) -> int | None:
+    """What is free on the host for a load; None where no file says, if that need not be known."""
+    try:
+        free = available_host_nbytes()
+    except DeviceError:  # no /proc: macOS, some sandboxes
+        if needed:
+            raise
+        return None
+    return free - overhead_nbytes(free)
+
 
 def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
     """Whether some dtype depends on what a device computes in natively."""
@@ -111,9 +135,9 @@ def open_devices(
     if isinstance(device, str) or device is None:
         wanted = [device] if device else sorted(held) or [environment_device() or ""]
     else:
-        wanted = list(device)
-        if not wanted:
-            raise ValueError("an empty list of devices")
+        wanted = list(device) if isinstance(device, Sequence) else [device]
+        if not wanted or not all(isinstance(name, str) and name for name in wanted):
+            raise ValueError(f"device is a name or a list of names, not {device!r}")
     if "auto" in wanted:
         if len(wanted) > 1:
             raise ValueError('device="auto" is one device')
@@ -130,6 +154,8 @@ def open_devices(
     names: dict[str, None] = {}
     for _, name in split:
         names[owner.canonical(name or owner.default_device())] = None
+    if len(names) < len(wanted):
+        raise ValueError(f"a device is named twice: {', '.join(wanted)}")
     found = Devices(owner, {})
     for name in names:
         result = probe(owner.name, name)

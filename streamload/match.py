@@ -62,6 +62,7 @@ class Match:
     wrong_shape: list[ShapeMismatch] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
 
     @property
     def left_out(self) -> list[str]:
@@ -83,6 +84,19 @@ class Match:
                 wrong_shape=self.wrong_shape if strict else (),
                 problems=self.problems,
             )
+
+    def check_ties(self, checkpoint: Checkpoint) -> None:
+        """Raise StateDictMismatchError for tied names that the checkpoint stores differently.
+
+        This reads them: it comes last, when it is known that all fits.
+        """
+        problems = [
+            f"{other} is tied to {name}, but their values differ"
+            for name, source, other, theirs in self.ties
+            if not _same_bytes(checkpoint, source, theirs)
+        ]
+        if problems:
+            raise StateDictMismatchError(checkpoint.path, problems=problems)
 
     def check_views(self, path: Path, placements: Sequence[Placement]) -> None:
         """Raise StateDictMismatchError for views that a plan would not write where they are.
@@ -142,8 +156,8 @@ def match(
             why = incoherent(checkpoint, fill[other])
             if why:
                 out.problems.append(f"{other}: {why}")
-            elif not _same_bytes(checkpoint, source, fill[other]):
-                out.problems.append(f"{other} is tied to {name}, but their values differ")
+            else:
+                out.ties.append((name, source, other, fill[other]))
         out.tied += [other for other in parameter.names if other != name]
         held = None
         if parameter.device is not None:
@@ -151,7 +165,21 @@ def match(
         where = parameter.device if parameter.device in keep_on else None
         out.wants.append(Want(name, shape, source.rows, source.transpose, where, held))
         out.parameters[name] = parameter
+    out.problems += _overlaps(out.parameters)
     out.unexpected = [name for name in fill if name not in used and not DROPPED.fullmatch(name)]
+    return out
+
+
+def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
+    """Parameters that stand on parts of the same memory: one would overwrite the other."""
+    spans = sorted((p.span, name) for name, p in parameters.items() if p.span is not None)
+    out = []
+    last, owner = (0, 0, 0), ""
+    for span, name in spans:
+        if owner and span[0] == last[0] and span[1] < last[2]:
+            out.append(f"{name}: it shares memory with {owner}, and is not the same parameter")
+        if span[0] != last[0] or span[2] > last[2]:
+            last, owner = span, name
     return out
 
 

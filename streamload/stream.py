@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Protocol
 
@@ -187,6 +188,18 @@ class _Job:
             if chunk.placement not in self.buffers:
                 self.buffers[chunk.placement] = self._target.begin(chunk.placement)
 
+    def tensor(self, chunk: Chunk) -> tuple[str, Path]:
+        """The tensor that a chunk's first bytes are of, and its file."""
+        path = self._checkpoint.shards[chunk.shard].path
+        infos = [
+            self._checkpoint.tensors[r.tensor] for r in self.plan.placements[chunk.placement].source
+        ]
+        first = chunk.runs[0].start if chunk.runs else -1
+        for info in infos:
+            if info.shard == path and info.start <= first < info.stop:
+                return info.name, path
+        return infos[0].name, infos[0].shard
+
     def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
         """Account for a unit whose bytes are in place."""
         for chunk, count in zip(unit, counts, strict=True):
@@ -196,8 +209,7 @@ class _Job:
             if p.cast in ("llvm", "numpy"):
                 self.stats.counts[index] = self.stats.counts.get(index, _NO_COUNTS) + count
             if count.overflowed and self.plan.out_of_range == "error":
-                name = p.source[0].tensor
-                shard = self._checkpoint.tensors[name].shard
+                name, shard = self.tensor(chunk)
                 raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
             self._left[index] -= 1
             if self._left[index] == 0:
@@ -305,7 +317,7 @@ class _Worker:
                         at += slot_nbytes(nbytes)
                 except CheckpointError as error:
                     if error.tensor is None:
-                        raise error.of_tensor(p.source[0].tensor) from error
+                        raise error.of_tensor(job.tensor(chunk)[0]) from error
                     raise
 
     def _slot(self, device: str) -> Staging:
@@ -390,10 +402,17 @@ class _Crew:
         interrupt.wake = lambda: self._done.put(None)
 
     def __enter__(self) -> _Crew:
+        started = 0
         try:
             for thread in self._threads:
                 thread.start()
+                started += 1
+        except RuntimeError:  # no more threads under this limit: those that there are will do
+            self._threads = self._threads[:started]
+            self._inline = None if started else _Worker(self._job)
+            self._most_in_flight = (STAGING_SLOTS + 1) * started
         except BaseException:
+            self._threads = self._threads[:started]
             self.join()
             raise
         return self

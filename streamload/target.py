@@ -8,7 +8,7 @@ from typing import Any
 
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Buffer, Device, Framework, Parameter
-from streamload.errors import LoadState, StreamloadError
+from streamload.errors import AllocationError, LoadState, StreamloadError
 from streamload.plan.budget import Ledger
 from streamload.plan.plan import Plan
 
@@ -91,8 +91,12 @@ class ModelTarget:
         )
         try:
             self._buffers[index] = device.allocate(p.dst, p.shape)
-        except BaseException:
+        except BaseException as error:
             self._ledger.release(p.device, p.resident_nbytes)
+            if isinstance(error, AllocationError):
+                raise AllocationError(
+                    error.device, f"{error.problem} (for {p.name!r})", nbytes=error.nbytes
+                ) from error
             raise
         return self._buffers[index]
 
@@ -104,13 +108,19 @@ class ModelTarget:
             self.state_dict[p.name] = self._framework.tensor(
                 self._devices[p.device], self._buffers[index], p.dst, p.shape
             )
-        elif p.action != "in_place":
+        elif p.action == "in_place":
+            parameter.revive()  # it may be invalid since an earlier load
+        else:
             parameter.attach(self._buffers[index], p.dst)
         self._loaded.add(index)
         del self._buffers[index]
 
     def fail(self) -> LoadState:
-        """Give back what is half-filled, and say what each parameter is now."""
+        """Give back what is half-filled, and say what each parameter is now.
+
+        Memory that was being written in place is kept, and stays in the ledger: another load
+        writes it again, and whoever else refers to it sees that.
+        """
         made = self._plan
         begun = (self._released | set(self._buffers)) - self._loaded
         # a parameter that keeps what it held until its new buffer is full is as it was
@@ -122,17 +132,18 @@ class ModelTarget:
             buffer = self._buffers.pop(index, None)
             parameter = self._parameter(index)
             if parameter is not None and index in invalid:
-                parameter.invalidate()
+                parameter.invalidate(keep=p.action == "in_place")
             device = self._devices[p.device]
             if buffer is not None and p.action == "in_place":
                 _poison(device, buffer, p.nbytes)
             elif buffer is not None:
                 with suppress(StreamloadError):
                     device.release(buffer)
-            if buffer is not None:
                 self._ledger.release(p.device, p.resident_nbytes)
         names = [p.name for p in made.placements]
         everything = range(len(names))
+        if self._parameters is not None:  # and those that an earlier failure left without values
+            invalid |= {i for i in everything if self._parameters[names[i]].invalid} - self._loaded
         return LoadState(
             loaded=tuple(names[i] for i in everything if i in self._loaded),
             untouched=tuple(

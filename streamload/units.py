@@ -1,8 +1,9 @@
-"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13)."""
+"""Byte sizes as people write them: GB is 10^9, GiB is 2^30 (IEC 80000-13); and tables of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1} | {
@@ -21,9 +22,9 @@ def parse_bytes(text: str | float) -> int:
     """Read a size in bytes.
 
     Args:
-        text: a whole number (bytes; ``3e9`` is one), or a number with an optional unit: B, kB, MB, GB, TB, PB (powers of
-            1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may be left out and case
-            does not matter.
+        text: a whole number (bytes; ``3e9`` is one), or a number with an optional unit: B, kB, MB,
+            GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may
+            be left out and case does not matter.
 
     Returns:
         The size in bytes; a fraction of a byte is dropped.
@@ -49,3 +50,18 @@ def format_bytes(nbytes: float) -> str:
             value = nbytes / size
             return f"{value:.2f} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int
+) -> Iterator[str]:
+    """Lines of aligned columns, the last ``right`` of them flush right."""
+    shown = (titles, *rows)
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    left = len(titles) - right
+    for row in shown:
+        cells = [
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

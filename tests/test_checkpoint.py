@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -571,3 +572,21 @@ def test_large_checkpoint_opens_without_its_data(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert len(checkpoint.tensors) == count
     assert checkpoint.nbytes == count * nbytes
+
+
+def test_checkpoints_pickle(sharded: Path) -> None:
+    """Headers and checkpoints come out of a pickle equal, for other processes and nodes."""
+    checkpoint = open_checkpoint(sharded)
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert again == checkpoint
+    assert again.tensors == checkpoint.tensors
+    assert pickle.loads(pickle.dumps(checkpoint.shards)) == checkpoint.shards
+
+
+def test_a_broken_config_beside_a_single_file_is_not_its_own(tmp_path: Path) -> None:
+    """It may belong to anything in that folder; that of a folder or of an index counts."""
+    write_safetensors(tmp_path / "x.safetensors", {"a": ("F32", (1,), bytes(4))})
+    (tmp_path / "config.json").write_text("{ // no JSON")
+    assert open_checkpoint(tmp_path / "x.safetensors").config == {}
+    with pytest.raises(HeaderError):
+        open_checkpoint(tmp_path)

@@ -317,3 +317,52 @@ def test_a_wrong_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUPPORT_BF16", "yes")
     with pytest.raises(ValueError, match="'yes'; expected 0 or 1"):
         base.environment_fp16_cast()
+
+
+def test_a_probe_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file among downloads may bear the name of a module: it is not run."""
+    (tmp_path / "downloads").mkdir()
+    for name in ("json", "numpy", "sitecustomize", "subprocess"):
+        text = f"open({str(tmp_path / 'run')!r}, 'w'); raise SystemExit(7)\n"
+        (tmp_path / "downloads" / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path / "downloads")
+    for entry in ("", ".", "../downloads"):
+        monkeypatch.syspath_prepend(entry)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(base, "_PROBES", {})
+    assert base.probe("host", "host").works
+    assert not (tmp_path / "run").exists()
+
+
+LATE = """
+import os, sys, warnings
+import tinygrad.helpers
+before = tinygrad.helpers.CACHEDB
+from streamload.devices import base
+base.framework("tinygrad")
+print(tinygrad.helpers.CACHEDB != before, tinygrad.helpers.CACHEDB == os.environ["CACHEDB"])
+"""
+
+
+def test_caches_are_lent_to_a_tinygrad_that_is_loaded_already(tmp_path: Path) -> None:
+    """It has read its settings; and the folder goes without a warning at the end."""
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    variables = {key: value for key, value in os.environ.items() if key != "CACHEDB"}
+    variables |= {
+        "PYTHONPATH": ROOT,
+        "XDG_CACHE_HOME": str(tmp_path / "file" / "cache"),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", LATE],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("True True\n", "")
+    assert list((tmp_path / "tmp").iterdir()) == []

@@ -240,3 +240,85 @@ def test_a_window_is_the_arrays_own_memory() -> None:
     with device.window(scalar, 0, 4) as view:
         view[:] = np.float32(2).tobytes()
     assert scalar[()] == 2
+
+
+def test_a_load_after_a_failed_one_writes_the_same_array(tmp_path: Path) -> None:
+    """Whoever else refers to it sees the values; tied entries stay tied; meanwhile use raises."""
+    array = np.zeros(3, np.float32)
+    model: dict[str, Any] = {"w": array, "b": {"c": array}}
+    bad = write_safetensors(
+        tmp_path / "bad.safetensors", {"w": ("F64", (3,), np.full(3, 1e300).tobytes())}
+    )
+    (before,) = FRAMEWORK.parameters(model)
+    with pytest.raises(OutOfRangeError):
+        load(model, bad, dtype="float32", out_of_range="error")
+    assert np.isnan(array).all()
+    with pytest.raises(DeviceError, match="'w' holds no values"):
+        np.asarray(model["w"])
+    (after,) = FRAMEWORK.parameters(model)
+    assert after.names == ("w", "b.c")
+    assert (after.device, after.nbytes, after.dtype) == ("host", 12, "float32")
+    assert after.span == before.span
+    assert after.buffer() is array
+    report = load(model, save(tmp_path, {"w": floats(1, 3)}))
+    assert [p.action for p in report.plan.placements] == ["in_place"]
+    assert model["w"] is model["b"]["c"] is array
+    assert (array == floats(1, 3)).all()
+
+
+def test_a_kept_array_goes_when_it_is_replaced(tmp_path: Path) -> None:
+    """Unless something else refers to it: then it stays what it was, invalid."""
+    array = np.zeros(1 << 14, np.float32)
+    model: dict[str, Any] = {"w": array}
+    (parameter,) = FRAMEWORK.parameters(model)
+    parameter.invalidate(keep=True)
+    assert "refers" in parameter.release()
+    assert isinstance(model["w"], InvalidArray)
+    assert parameter.buffer() is array
+    gone = weakref.ref(array)
+    del array
+    load(model, save(tmp_path, {"w": floats(1, 1 << 14)}, "F16"), dtype="checkpoint")
+    assert gone() is None
+    assert model["w"].dtype == np.float16
+
+
+def test_a_reshaped_array_is_one_of_its_own(tmp_path: Path) -> None:
+    """``reshape`` leaves a view of an array that nobody else has: it may be replaced."""
+    values = {"w": floats(1, 3, 4)}
+    model = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    path = save(tmp_path, values, "F16")
+    report = load(model, path, dtype="checkpoint")
+    assert [p.action for p in report.plan.placements] == ["replace"]
+    assert model["w"].dtype == np.float16
+    base = np.arange(12, dtype=np.float32)
+    model = {"w": base.reshape(3, 4)}
+    with pytest.raises(StateDictMismatchError, match="w: it is a view"):
+        load(model, path, dtype="checkpoint")
+    assert (base == np.arange(12)).all()
+
+
+def test_a_view_that_comes_later_keeps_an_array() -> None:
+    """It is looked at again when the array is to be released."""
+    model = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    (parameter,) = FRAMEWORK.parameters(model)
+    assert parameter.fixed == ""
+    other = model["w"][1:]
+    assert "refers" in parameter.release()
+    assert (model["w"][1:] == other).all()
+
+
+def test_spans_are_addresses() -> None:
+    """What overlaps shares memory, whichever way the array runs."""
+    whole = np.zeros((10, 4), np.float32)
+    model = {
+        "whole": whole,
+        "rows": whole[2:5],
+        "back": whole[4:1:-1],
+        "none": whole[:0],
+        "invalid": InvalidArray("invalid", "float32", (3,)),
+    }
+    spans = {p.names[0]: p.span for p in FRAMEWORK.parameters(model)}
+    start = whole.ctypes.data
+    assert spans["whole"] == (0, start, start + 160)
+    assert spans["rows"] == spans["back"] == (0, start + 32, start + 80)
+    assert spans["none"] is spans["invalid"] is None

@@ -447,6 +447,101 @@ def test_support_bf16_set_to_something_else(small: Path, monkeypatch: pytest.Mon
         load(small)
 
 
+def test_an_open_checkpoint_and_what_is_none(small: Path) -> None:
+    """A checkpoint that is open is taken as it is; what names no file is a ValueError."""
+    report = load(streamload.open_checkpoint(small), dtype="checkpoint")  # type: ignore[arg-type]
+    assert np.array_equal(report.state_dict["w"], SMALL["w"])
+    for path in (None, {"w": SMALL["w"]}, 3):
+        with pytest.raises(ValueError, match="path of a checkpoint"):
+            load(path)  # type: ignore[arg-type]
+
+
+def test_plans_for_nodes_look_at_no_device(small: Path) -> None:
+    """Each node has its own budget; bfloat16 is planned as float16, which takes as many bytes."""
+    code = (
+        "import sys, streamload\n"
+        f"plan = streamload.plan({str(small)!r}, nodes=[streamload.Node('a', '1GB')])\n"
+        "assert plan.devices[0].budget_nbytes == 10**9\n"
+        "assert 'tinygrad' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(ValueError, match="budget of its own"):
+        streamload.plan(small, nodes=[Node("a", "1GB")], budget="1GB")
+    with pytest.raises(ValueError, match="budget of its own"):
+        streamload.plan(small, nodes=[("a", "1GB")])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="list of names"):
+        streamload.plan(small, devices="CL,CPU")
+
+
+def test_the_tensor_that_overflowed_is_named(tmp_path: Path) -> None:
+    """Of a parameter put together from two tensors, the one at fault, and its own file."""
+    for name, value in (("good", 1.0), ("bad", 1e30)):
+        raw = {name: ("F32", (4,), np.full(4, value, np.float32).tobytes())}
+        write_safetensors(tmp_path / f"{name}.safetensors", raw)
+    with pytest.raises(streamload.errors.OutOfRangeError) as caught:
+        load(tmp_path, mapping={"w": ["good", "bad"]}, dtype="float16", out_of_range="error")
+    assert caught.value.tensor == "bad"
+    assert caught.value.path.endswith("bad.safetensors")
+
+
+def test_ties_are_read_only_when_all_fits(tmp_path: Path) -> None:
+    """Two stored values of one parameter are compared last, after a plan that does not fit."""
+    path = write(tmp_path, {"a": np.zeros(1000, np.float32), "b": np.ones(1000, np.float32)})
+    array = np.zeros(1000, np.float32)
+    with pytest.raises(streamload.errors.PlanInfeasibleError):
+        load(path, {"a": array, "b": array}, budget="1kB")
+    with pytest.raises(streamload.errors.StateDictMismatchError, match="values differ"):
+        load(path, {"a": array, "b": array})
+    assert not array.any()
+
+
+def test_more_buffers_than_the_system_allows(tmp_path: Path) -> None:
+    """tinygrad's CPU maps each buffer: too many are refused before the first one."""
+    device("CPU")
+    maps = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if maps > 300_000:
+        pytest.skip(f"vm.max_map_count is {maps}: a checkpoint of so many tensors takes minutes")
+    path = write(tmp_path, {f"w{i}": np.zeros(1, np.float32) for i in range(maps + 1)})
+    with pytest.raises(streamload.errors.DeviceError, match=f"needs {maps + 1} buffers"):
+        load(path, device="CPU", budget="5GB")
+
+
+def test_what_was_invalid_stays_so(tmp_path: Path) -> None:
+    """Left without values by a failed load, a parameter is not untouched when the next one fails."""
+    path = write(tmp_path, {n: np.full(1000, 1e30, np.float32) for n in "ab"})
+    model = {n: np.zeros(1000, np.float64) for n in "ab"}
+    for _ in range(2):
+        with pytest.raises(streamload.errors.OutOfRangeError) as caught:
+            load(path, model, dtype="float16", out_of_range="error", threads=1)
+        assert caught.value.state is not None
+        assert "a" in caught.value.state.invalid
+    load(path, model, dtype="float32")
+    assert all((a == np.float32(1e30)).all() for a in model.values())
+
+
+def test_parameters_on_parts_of_one_array(tmp_path: Path) -> None:
+    """One would overwrite the other: refused before anything is read."""
+    path = write(tmp_path, {"qkv": np.zeros((8, 4), np.float32), "q": np.ones((4, 4), np.float32)})
+    qkv = np.full((8, 4), 7, np.float32)
+    with pytest.raises(streamload.errors.StateDictMismatchError, match="shares memory"):
+        load(path, {"qkv": qkv, "q": qkv[:4]})
+    assert (qkv == 7).all()
+
+
+def test_an_interrupt_when_all_is_done_has_its_notes(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overflow warnings that are errors come when all is loaded, and say so."""
+    big = small.parent / "big"
+    big.mkdir()
+    write(big, {"w": np.full(4, 1e30, np.float32)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning) as caught:
+            load(big, dtype="float16")
+    assert caught.value.__notes__ == ["parameters: 1 loaded (w); 0 untouched; 0 invalid"]
+
+
 @pytest.mark.parametrize("cast", ["auto", "llvm", "numpy", "device"])
 @pytest.mark.parametrize("reader", ["auto", "mmap", "pread"])
 def test_every_cast_and_reader(small: Path, cast: Any, reader: Any) -> None:
@@ -472,6 +567,14 @@ def test_every_cast_and_reader(small: Path, cast: Any, reader: Any) -> None:
         {"rename": 3},
         {"device": []},
         {"device": ["auto", "CPU"]},
+        {"device": ["host", "host"]},
+        {"device": 5},
+        {"device": [1]},
+        {"threads": "2"},
+        {"threads": 1.5},
+        {"threads": True},
+        {"chunk_nbytes": 1e6},
+        {"strict": "no"},
     ],
     ids=str,
 )
@@ -479,7 +582,7 @@ def test_bad_arguments(small: Path, arguments: dict[str, Any]) -> None:
     """Each is a ValueError that says what is expected; nothing is written."""
     model = {"w": np.zeros((3, 4), np.float16)}
     with pytest.raises(ValueError):
-        load(small, model, strict=False, **arguments)
+        load(small, model, **{"strict": False} | arguments)
     assert not model["w"].any()
 
 

@@ -30,6 +30,8 @@ class FakeParameter:
     nbytes: int = 0
     fixed: str = ""
     refused: str = ""
+    invalid: bool = False
+    span: tuple[int, int, int] | None = None
 
     def buffer(self) -> Any:
         """Nothing is matched by looking at memory."""
@@ -112,16 +114,17 @@ def test_tied_parameters_need_one_name(tmp_path: Path) -> None:
 
 
 def test_tied_parameters_whose_values_differ(tmp_path: Path) -> None:
-    """Two stored tensors for one parameter must be the same bytes, whatever is strict."""
+    """Two stored tensors for one parameter must be the same bytes; they are read last of all."""
     checkpoint = write(tmp_path, a=[1, 2], b=[1, 2], c=[1, 3], d=[1, 2, 3])
-    assert matched(checkpoint, FakeParameter(("a", "b"))).problems == []
+    matched(checkpoint, FakeParameter(("a", "b"))).check_ties(checkpoint)
     found = matched(checkpoint, FakeParameter(("a", "b", "c", "d")))
-    assert found.problems == [
+    assert found.problems == []
+    with pytest.raises(StateDictMismatchError) as caught:
+        found.check_ties(checkpoint)
+    assert caught.value.problems == (
         "c is tied to a, but their values differ",
         "d is tied to a, but their values differ",
-    ]
-    with pytest.raises(StateDictMismatchError):
-        found.check(checkpoint.path, strict=False)
+    )
 
 
 def test_tied_values_are_compared_as_they_will_be(tmp_path: Path) -> None:
@@ -131,7 +134,12 @@ def test_tied_values_are_compared_as_they_will_be(tmp_path: Path) -> None:
     shape = (len(many),)
 
     def problems(mapping: dict[str, Any]) -> list[str]:
-        return matched(checkpoint, FakeParameter(("x", "y"), shape), mapping=mapping).problems
+        found = matched(checkpoint, FakeParameter(("x", "y"), shape), mapping=mapping)
+        try:
+            found.check_ties(checkpoint)
+        except StateDictMismatchError as error:
+            return found.problems + list(error.problems)
+        return found.problems
 
     assert problems({"x": "whole", "y": ["left", "right"]}) == []
     assert problems({"x": "whole", "y": ["right", "left"]}) != []
@@ -175,7 +183,7 @@ def test_views_are_written_in_place_or_not_at_all(tmp_path: Path) -> None:
             dtype=DTypePolicy.parse(dtype),
             out_of_range="inf",
             cast="llvm",
-            reader="mmap",
+            readers=["mmap"],
             tied={},
         ).placements
 
@@ -195,3 +203,15 @@ def test_below_a_byte_only_whole_tensors(tmp_path: Path) -> None:
     assert "not whole bytes" in incoherent(checkpoint, Source((RowRange("w", 0, 3),)))
     turned = Source((RowRange("w", 0, 4),), RowTranspose(1, 2, 2))
     assert "not whole bytes" in incoherent(checkpoint, turned)
+
+
+def test_parameters_on_parts_of_the_same_memory_are_refused(tmp_path: Path) -> None:
+    """One would overwrite the other; tied parameters are one, and neighbours do not overlap."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[3, 4], c=[5, 6])
+    found = matched(
+        checkpoint,
+        FakeParameter(("a",), device="CPU", nbytes=8, span=(7, 0, 16)),
+        FakeParameter(("b",), device="CPU", nbytes=8, span=(7, 8, 16)),
+        FakeParameter(("c",), device="CPU", nbytes=8, span=(7, 16, 24)),
+    )
+    assert found.problems == ["b: it shares memory with a, and is not the same parameter"]

@@ -116,7 +116,7 @@ def prepare(
         dtype=DTypePolicy.parse(dtype),
         out_of_range=out_of_range,
         cast=cast,
-        reader=reader,
+        readers=[reader] * len(checkpoint.shards),
         tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,

@@ -98,6 +98,21 @@ def test_a_checkpoint_that_changed(tmp_path: Path) -> None:
     assert [m.name for m in verify(report, open_checkpoint(path))] == ["ids"]
 
 
+@pytest.mark.parametrize("device", ["host", "CPU"])
+def test_names_may_be_anything(tmp_path: Path, device: str) -> None:
+    """Empty names and dots at either end are legal, and tinygrad strips them."""
+    if device != "host":
+        needs.device(device)
+    tensors = {name: ("F32", (2,), np.full(2, i, "<f4").tobytes()) for i, name in enumerate(NAMES)}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    report = load(tmp_path, device)
+    assert sorted(report.state_dict) == sorted(NAMES)
+    assert verify(report, open_checkpoint(tmp_path)) == []
+
+
+NAMES = ("", "a.", ".b", "a", "..")
+
+
 def test_into_a_model(tmp_path: Path) -> None:
     """What a model holds is compared, whatever the report has."""
     path = write_safetensors(tmp_path / "m.safetensors", {"w": TENSORS["f32"]})

@@ -386,7 +386,8 @@ def _speed_of(device: str, options: Options, path: Path, section: Section) -> No
             # one thread's: the page cache bounds a file's bytes to about that, while two threads
             # copy memory that is mapped already nearly twice as fast
             f"{device}: share of one thread's memcpy rate, in place",
-            middle["memcpy, in place, one thread"]["wall_s"] / middle["streamload, in place"]["wall_s"],
+            middle["memcpy, in place, one thread"]["wall_s"]
+            / middle["streamload, in place"]["wall_s"],
             at_least=0.9,
         ),
     ]

@@ -12,7 +12,6 @@ import argparse
 from collections import Counter
 
 import streamload
-from streamload.units import format_bytes
 
 
 def main() -> None:
@@ -26,13 +25,7 @@ def main() -> None:
 
     budget = dict(zip(args.devices, args.budgets, strict=True))
     plan = streamload.plan(args.path, budget=budget, dtype=args.dtype, devices=args.devices)
-    for part in plan.devices:
-        first, stop = part.layers or (0, 0)
-        print(
-            f"{part.device}: layers {first} to {stop - 1}"
-            f"{', embedding' * part.embedding}{', head' * part.head}: "
-            f"{format_bytes(part.peak_nbytes)} of {format_bytes(part.budget_nbytes)}"
-        )
+    print(plan)
 
     report = streamload.load_state_dict(
         None, args.path, budget=budget, dtype=args.dtype, device=args.devices

@@ -26,7 +26,7 @@ from streamload.checkpoint.header import (
     read_up_to,
     unreadable,
 )
-from streamload.errors import HeaderError, ShardNotFoundError
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 
 _SUFFIX = ".safetensors"
 _SINGLE = "model.safetensors"
@@ -82,6 +82,9 @@ class Checkpoint:
         """Bytes of data, of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_headers, (self.path, self.shards, dict(self.config))
+
     def scale_of(self, name: str) -> str | None:
         """Why a tensor of 8-bit or smaller floats must not change its dtype.
 
@@ -133,9 +136,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         found = _cached_snapshot(name)
     if found.is_dir():
         return _open_folder(found)
-    config = _read_config(found.parent)
     if found.suffix == ".json":
+        config = _read_config(found.parent)
         return from_headers(found, _indexed(found, _read_weight_map(found)), config)
+    try:
+        config = _read_config(found.parent)
+    except CheckpointError:  # it may belong to something else than a single file beside it
+        config = {}
     return from_headers(found, [read_header(found)], config)
 
 

@@ -111,6 +111,21 @@ class Header:
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = (self.path, self.file_nbytes, self.data_start, self.tensors)
+        return _header, (*rest, dict(self.metadata))
+
+
+def _header(
+    path: Path,
+    file_nbytes: int,
+    data_start: int,
+    tensors: tuple[TensorInfo, ...],
+    metadata: Mapping[str, str],
+) -> Header:
+    """Rebuild a pickled header: a mapping proxy cannot be pickled."""
+    return Header(path, file_nbytes, data_start, tensors, MappingProxyType(metadata))
+
 
 def read_header(path: str | os.PathLike[str]) -> Header:
     """Read the header of a safetensors file. No byte of the data is read.

@@ -7,12 +7,14 @@ file a framework implements both `Device` and `Framework`, and is imported only 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import importlib
 import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +49,7 @@ class DeviceInfo:
         largest_allocation_nbytes: the largest single allocation; None for no limit.
         max_transfer_nbytes: the largest single transfer; None for no limit.
         granularity_nbytes: allocations are rounded up to a multiple of this.
+        max_buffers: how many more buffers it can hold, whatever their size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively.
         unsupported: names of dtypes that it cannot hold.
@@ -62,6 +65,7 @@ class DeviceInfo:
     largest_allocation_nbytes: int | None = None
     max_transfer_nbytes: int | None = None
     granularity_nbytes: int = 1
+    max_buffers: int | None = None
     threads: int = 16
     native_bf16: bool = False
     unsupported: frozenset[str] = frozenset()
@@ -191,6 +195,18 @@ class Parameter(Protocol):
     def refused(self) -> str:
         """Why it cannot be written at all, or ""."""
 
+    @property
+    def invalid(self) -> bool:
+        """Whether an earlier load failed and left it without values."""
+
+    @property
+    def span(self) -> tuple[int, int, int] | None:
+        """The memory that it stands on; None where it holds none.
+
+        As (identity of the allocation, first byte, stop): two parameters whose bytes overlap in
+        one allocation stand on the same memory.
+        """
+
     def buffer(self) -> Buffer:
         """The memory that it holds, to be written in place."""
 
@@ -205,8 +221,17 @@ class Parameter(Protocol):
     def attach(self, buffer: Buffer, dtype: DType) -> None:
         """Make it a tensor over the buffer."""
 
-    def invalidate(self) -> None:
-        """Make it hold nothing readable; using it then raises."""
+    def invalidate(self, keep: bool) -> None:
+        """Make it hold nothing readable; using it then raises.
+
+        Args:
+            keep: keep the memory that it holds, for `revive` to show again. Until then it is
+                reported as held, here and by `Framework.parameters` in a later load, so that the
+                same memory is written again. Otherwise the parameter lets go of it.
+        """
+
+    def revive(self) -> None:
+        """Stand on the kept memory again, which has been written; nothing where none is kept."""
 
 
 class Framework(Protocol):
@@ -287,23 +312,27 @@ def framework(name: str) -> Framework:
 
 
 @cache
-def _lend_caches() -> tempfile.TemporaryDirectory[str] | None:
+def _lend_caches() -> None:
     """Under a home that cannot be written, lend compilers a folder until this process ends.
 
-    Without a cache tinygrad (CACHEDB) and PoCL (POCL_CACHE_DIR) do not work at all. Neither can be
-    told otherwise than by the environment, before they are loaded.
+    Without a cache tinygrad (CACHEDB) and PoCL (POCL_CACHE_DIR) do not work at all. Both are told
+    by the environment, before they are loaded; a tinygrad that is loaded already has read it.
     """
     home = _cache_home()
     try:
         home.mkdir(parents=True, exist_ok=True)
         if os.access(home, os.W_OK):
-            return None
+            return
     except OSError:
         pass
-    lent = tempfile.TemporaryDirectory(prefix="streamload-cache-")
-    os.environ.setdefault("CACHEDB", os.path.join(lent.name, "cache.db"))
-    os.environ.setdefault("POCL_CACHE_DIR", os.path.join(lent.name, "pocl"))
-    return lent
+    lent = tempfile.mkdtemp(prefix="streamload-cache-")
+    atexit.register(shutil.rmtree, lent, ignore_errors=True)
+    if "CACHEDB" not in os.environ:
+        os.environ["CACHEDB"] = os.path.join(lent, "cache.db")
+        loaded: Any = sys.modules.get("tinygrad.helpers")
+        if loaded is not None:
+            loaded.CACHEDB = os.environ["CACHEDB"]
+    os.environ.setdefault("POCL_CACHE_DIR", os.path.join(lent, "pocl"))
 
 
 def framework_of(model: Any) -> str | None:
@@ -376,6 +405,7 @@ def environment_fp16_cast() -> Literal["device", "llvm"] | None:
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
 _PROBE_TIMEOUT_S = 120.0
+_ROOT = str(Path(__file__).absolute().parents[2])
 
 
 def probe(
@@ -416,14 +446,16 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
             "CACHEDB": os.path.join(folder, "cache.db"),
             "XDG_CACHE_HOME": folder,
             "POCL_CACHE_DIR": folder,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            # without the current folder, by any of its names: what lies in a folder of downloads
+            # is not to be imported (-P leaves it out, too); this package is found wherever it is
+            "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
         }
         out, err = Path(folder, "stdout"), Path(folder, "stderr")
         # files, not pipes: a compiler left behind would hold a pipe open
         with out.open("wb") as stdout, err.open("wb") as stderr:
             try:
                 child = subprocess.Popen(
-                    [sys.executable, "-c", code, framework_name, device, str(full)],
+                    [sys.executable, "-P", "-c", code, framework_name, device, str(full)],
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -108,8 +109,22 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     Whatever asks for values raises DeviceError: operators, numpy's functions, attributes, items.
     """
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        self.name, self.dtype_name, self.shape = name, dtype, shape
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        kept: np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """Stand for a parameter.
+
+        Args:
+            name: its name.
+            dtype: long name of its dtype.
+            shape: its shape.
+            kept: the array that another load writes again; None where it was released.
+        """
+        self.name, self.dtype_name, self.shape, self._kept = name, dtype, shape, kept
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise DeviceError(
@@ -125,6 +140,33 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         self._refuse()
+
+
+def _references(view: np.ndarray[Any, Any]) -> int:
+    """How many references there are to the array under a view, with those of this call."""
+    return sys.getrefcount(view.base)
+
+
+_ALONE = _references(np.empty(2).reshape(1, 2))
+
+
+def _is_own(view: np.ndarray[Any, Any]) -> bool:
+    """Whether a view is all of an array that nothing else refers to, as ``reshape`` leaves it."""
+    base = view.base
+    whole = isinstance(base, np.ndarray) and base.flags.owndata and base.nbytes == view.nbytes
+    del base  # it would be counted
+    return whole and _references(view) <= _ALONE
+
+
+def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
+    """The addresses that an array extends over: (0, first byte, stop)."""
+    if array.size == 0:
+        return None
+    first = stop = array.ctypes.data
+    for count, stride in zip(array.shape, array.strides, strict=True):
+        reach = (count - 1) * stride
+        first, stop = first + min(reach, 0), stop + max(reach, 0)
+    return 0, first, stop + array.itemsize
 
 
 _Slot = tuple[MutableMapping[str, Any], str]  # a dict of the model and a key in it
@@ -154,14 +196,19 @@ class HostParameter:
         self.nbytes = 0
         self.fixed = ""
         self.refused = ""
+        self.span: tuple[int, int, int] | None = None
+        self.invalid = isinstance(value, InvalidArray)
         if isinstance(value, InvalidArray):
             self.dtype = value.dtype_name
+            value = value._kept
+        if value is None:
             return
         self.dtype = value.dtype.name
+        self.span = _span(value)
         self.device, self.nbytes = "host", value.nbytes
         # numpy calls an array of the other byte order by the same name
         whole = value.flags.c_contiguous and value.flags.writeable and value.dtype.isnative
-        if value.base is not None and isinstance(value.base, np.ndarray):
+        if isinstance(value.base, np.ndarray) and not _is_own(value):
             # a view can be written where it lies in one piece; replaced, it would part company
             self.fixed = "it is a view of another array"
             if not whole:
@@ -170,8 +217,14 @@ class HostParameter:
             self.dtype += " (not writable in place)"  # never equal: it is replaced
 
     def _value(self) -> Any:
+        """The array, be it kept or there to be used; None where there is none."""
         container, key = self._slots[0]
-        return container[key]
+        value = container[key]
+        return value._kept if isinstance(value, InvalidArray) else value
+
+    def _put(self, value: Any) -> None:
+        for container, key in self._slots:
+            container[key] = value
 
     def buffer(self) -> np.ndarray[Any, Any]:
         """The array."""
@@ -181,29 +234,38 @@ class HostParameter:
     def release(self) -> str:
         """Take the array out of the state dict, and see that it is gone."""
         value = self._value()
-        if isinstance(value, InvalidArray):
+        if value is None:
             return ""
+        if isinstance(value.base, np.ndarray) and not _is_own(value):
+            return "something else refers to the array that it is a view of"
+        container, key = self._slots[0]
+        before = container[key]
+        kept = isinstance(before, InvalidArray)
         gone = weakref.ref(value)
-        self.invalidate()
-        del value
+        self.invalidate(keep=False)
+        del value, before
         if gone() is not None:
             self._collect()
         held = gone()
         if held is None:
             return ""
-        for container, key in self._slots:
-            container[key] = held
+        self._put(held)
+        if kept:
+            self.invalidate(keep=True)
         return "something else still refers to the array"
 
     def attach(self, buffer: np.ndarray[Any, Any], dtype: DType) -> None:
         """Put the array into the state dict."""
-        for container, key in self._slots:
-            container[key] = buffer
+        self._put(buffer)
 
-    def invalidate(self) -> None:
-        """Put something that raises into the state dict."""
-        for container, key in self._slots:
-            container[key] = InvalidArray(self.names[0], self.dtype, self.shape)
+    def invalidate(self, keep: bool) -> None:
+        """Put something that raises into the state dict: one thing, so that ties stay."""
+        kept = self._value() if keep else None
+        self._put(InvalidArray(self.names[0], self.dtype, self.shape, kept))
+
+    def revive(self) -> None:
+        """Put the kept array back into the state dict."""
+        self._put(self._value())
 
 
 def _slots(model: MutableMapping[str, Any], prefix: str = "") -> Iterator[tuple[str, _Slot]]:

@@ -18,8 +18,9 @@ import os
 import re
 import shutil
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from tinygrad import Device as _Devices
 from tinygrad import Tensor, dtypes
 from tinygrad.device import ALL_DEVICES, Allocator, Buffer
 from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload.devices.base import (
     Device,
@@ -100,6 +101,40 @@ class _Done:
 _DONE = _Done()
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
+
+
+def _empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
+    """Free what an allocator keeps, but for one buffer of ``keep_nbytes``, soon to be taken."""
+    freed = getattr(allocator, "cache", {})
+    emptied = False
+    with _ALLOCATORS:
+        for key in list(freed):
+            nbytes, options = key
+            kept = freed.get(key, [])
+            # one by one, out of the cache first: tinygrad's own free_cache would free them again
+            # where Ctrl-C has interrupted it
+            while len(kept) > (nbytes == keep_nbytes and options is None):
+                try:
+                    opaque = kept.pop()
+                except IndexError:  # a thread that computes has just taken it
+                    break
+                Allocator.free(allocator, opaque, nbytes, options)
+                emptied = True
+            if not kept:
+                freed.pop(key, None)  # else there is a list for every size there ever was
+    if emptied and _malloc_trim is not None:
+        _malloc_trim(0)  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+
+
+def _max_buffers() -> int | None:
+    """How many more maps the kernel lets this process have, less some for everybody else."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as maps:
+            return max(most - sum(1 for _ in maps) - 1000, 0)
+    except (OSError, ValueError):
+        return None
 
 
 def _address(view: memoryview) -> int:
@@ -151,6 +186,7 @@ class TinygradDevice:
             host_visible=self.host_visible,
             shared_memory=backend in _SHARED,
             granularity_nbytes=mmap.PAGESIZE if backend == "CPU" else 1,
+            max_buffers=_max_buffers() if backend == "CPU" else None,  # each is a map
             threads=self.threads,
             native_bf16=backend in _BF16_NATIVE and self._lists(dtypes.bfloat16),
             unsupported=_UNSUPPORTED,
@@ -165,9 +201,10 @@ class TinygradDevice:
         buffer = Buffer(self.name, math.prod(shape), _TO_TINYGRAD[dtype.name])
         if buffer.size == 0:
             return buffer
-        self._trim(keep_nbytes=buffer.nbytes)
         try:
-            buffer.allocate()
+            with _ALLOCATORS:
+                _empty_cache(self._device.allocator, keep_nbytes=buffer.nbytes)
+                buffer.allocate()
         except (MemoryError, RuntimeError, OSError, AssertionError) as error:
             raise AllocationError(self.name, str(error), nbytes=buffer.nbytes) from error
         return buffer
@@ -223,24 +260,7 @@ class TinygradDevice:
 
     def trim(self) -> None:
         """Empty the allocator's cache of freed buffers."""
-        self._trim()
-
-    def _trim(self, keep_nbytes: int = 0) -> None:
-        """Empty the cache, but for one buffer of ``keep_nbytes`` that is about to be taken."""
-        allocator = self._device.allocator
-        freed = getattr(allocator, "cache", {})
-        emptied = False
-        for nbytes, options in list(freed):
-            kept = freed[nbytes, options]
-            # one by one, out of the cache first: tinygrad's own free_cache would free them again
-            # where Ctrl-C has interrupted it
-            while len(kept) > (nbytes == keep_nbytes and options is None):
-                Allocator.free(allocator, kept.pop(), nbytes, options)
-                emptied = True
-            if not kept:
-                del freed[nbytes, options]  # else there is a list for every size there ever was
-        if emptied and _malloc_trim is not None:
-            _malloc_trim(0)  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+        _empty_cache(self._device.allocator)
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -513,10 +533,15 @@ _NEEDED = {_HostVisibleDevice: "_as_buffer", _OffsetDevice: "_offset", _OpenCLDe
 
 
 class _InvalidBuffer(Buffer):
-    """The memory of a parameter that a failed load left without values: using it raises."""
+    """The memory of a parameter that a failed load left without values: using it raises.
 
-    def __init__(self, name: str, device: str, size: int, dtype: Any) -> None:
-        self.parameter = name
+    Attributes:
+        parameter: its name.
+        kept: the graph over the memory that another load writes again; None where it is gone.
+    """
+
+    def __init__(self, name: str, device: str, size: int, dtype: Any, kept: UOp | None) -> None:
+        self.parameter, self.kept = name, kept
         super().__init__(device, size, dtype)
 
     def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
@@ -529,6 +554,7 @@ class _InvalidBuffer(Buffer):
 
 # what tensors stand on that is no home for a parameter: files, and arrays of numpy
 _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
+_MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
 class TinygradParameter:
@@ -556,18 +582,22 @@ class TinygradParameter:
         self.nbytes = 0
         self.fixed = ""
         self.refused = ""
+        self.invalid = _invalid(first.uop) is not None
+        self.span: tuple[int, int, int] | None = None
+        self._under: list[UOp] = []  # the memory that a lazy graph computes with
         if isinstance(first.device, tuple):
             self.refused = f"it is sharded over {', '.join(first.device)}"
         elif any(not isinstance(n, int) for n in first.shape):
             self.refused = "its shape is symbolic"
         else:
-            self._look(first.uop)
+            self._look(_stands_on(first.uop))
 
     def _look(self, uop: UOp) -> None:
         memory = _memory(uop)
         if memory is None:
             return
         base = memory.buffer
+        self.span = (id(base.base), base.offset, base.offset + base.nbytes)
         if _is_plain(uop):
             self.device, self.nbytes = base.device, base.nbytes
             return
@@ -583,32 +613,64 @@ class TinygradParameter:
         if not _has(_Devices[base.device].allocator, "_offset"):
             self.refused = f"it is {what}, and that device has no views"
             return
-        if uop.contiguous_view() is None:
+        view = uop.contiguous_view()
+        if view is None:
             self.refused = f"it is {what} that is not contiguous"
             return
         self.fixed = f"it is {what}"
         self.device = base.device
         self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
+        first = base.offset + view[1] * view[0].dtype.itemsize
+        self.span = (id(base.base), first, first + self.nbytes)
+
+    @property
+    def graph(self) -> UOp | None:
+        """What it is computed from, where it is lazy: it has no memory of its own."""
+        uop = self._tensors[0].uop
+        return None if self.refused or self.span is not None or _is_plain(uop) else uop
+
+    def hold(self, memory: Iterable[UOp]) -> None:
+        """Count what a lazy graph computes with: memory that goes when the graph goes.
+
+        Args:
+            memory: the allocated buffers that nothing else in the model accounts for.
+        """
+        by_device: dict[str, list[UOp]] = {}
+        for uop in memory:
+            by_device.setdefault(uop.buffer.device, []).append(uop)
+        if not by_device:
+            return
+        # a parameter has one device: that with most of them
+        sizes = {d: sum(u.buffer.nbytes for u in uops) for d, uops in by_device.items()}
+        self.device = max(sizes, key=lambda d: sizes[d])
+        self.nbytes, self._under = sizes[self.device], by_device[self.device]
+        self.dtype += " (of a graph)"
 
     def buffer(self) -> Buffer:
         """The memory that it holds."""
-        return self._tensors[0].uop.buffer.ensure_allocated()
+        return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
 
     def release(self) -> str:
         """Let go of the memory, and see that it is gone."""
         if self.fixed:
             return self.fixed
+        if self._under:
+            return self._release_graph()
+        kept = _invalid(self._tensors[0].uop) is not None
+        self.revive()
         held = _memory(self._tensors[0].uop)
         if held is None:
             return ""
+        allocator = held.buffer.allocator
         graphs = [weakref.ref(tensor.uop) for tensor in self._tensors]
         graph, memory = weakref.ref(held), weakref.ref(held.buffer)
         del held
-        self.invalidate()
+        self.invalidate(keep=False)
         if memory() is not None:
             self._collect()
         buffer = memory()
         if buffer is None:
+            _empty_cache(allocator)  # its device may be none of the load's
             return ""
         # as it was; the graph may be gone where only the memory is held
         base = graph()
@@ -617,24 +679,82 @@ class TinygradParameter:
         for tensor, before in zip(self._tensors, graphs, strict=True):
             old = before()
             tensor.uop = base.reshape(tensor.shape) if old is None else old
-        return "something else still holds its memory (a captured TinyJit or a lazy graph)"
+        if kept:
+            self.invalidate(keep=True)
+        return _HELD
+
+    def _release_graph(self) -> str:
+        """Let go of a lazy graph, and see that the memory under it is gone."""
+        allocator = self._under[0].buffer.allocator
+        nodes = [weakref.ref(uop) for uop in self._under]
+        memories = [weakref.ref(uop.buffer) for uop in self._under]
+        # the graph itself is kept over buffers without memory, so that it can come back
+        empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
+        stands_for = dict(zip(self._under, empty, strict=True))
+        graphs = [tensor.uop.substitute(stands_for) for tensor in self._tensors]
+        self._under = []
+        del stands_for
+        self.invalidate(keep=False)
+        if _alive(memories):
+            self._collect()
+        held = [memory() for memory in memories]
+        _empty_cache(allocator)
+        if not any(held):
+            return ""
+        found = [node() for node in nodes]
+        back = {
+            hollow: UOp.from_buffer(buffer) if uop is None else uop
+            for hollow, uop, buffer in zip(empty, found, held, strict=True)
+            if buffer is not None
+        }
+        if len(back) == len(empty):  # else some are gone, and with them the values
+            self._under = list(back.values())
+            for tensor, graph in zip(self._tensors, graphs, strict=True):
+                tensor.uop = graph.substitute(back)
+        return _HELD
 
     def attach(self, buffer: Any, dtype: DType) -> None:
         """Make every tensor of it one over the buffer."""
         self._put(_over(buffer, dtype, self.shape))
 
-    def invalidate(self) -> None:
+    def invalidate(self, keep: bool) -> None:
         """Put memory in its place that raises when it is used."""
         first = self._tensors[0]
         numel = math.prod(self.shape)
         if numel == 0:
             return
-        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype)
+        kept = _stands_on(first.uop) if keep else None
+        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype, kept)
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
+
+    def revive(self) -> None:
+        """Put the kept memory back in its place."""
+        invalid = _invalid(self._tensors[0].uop)
+        if invalid is not None and invalid.kept is not None:
+            self._put(invalid.kept)
 
     def _put(self, uop: UOp) -> None:
         for tensor in self._tensors:  # tied ones may have shapes of their own
             tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
+
+
+_HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
+
+
+def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
+    return [buffer for memory in buffers if (buffer := memory()) is not None]
+
+
+def _invalid(uop: UOp) -> _InvalidBuffer | None:
+    """The memory that raises, where a tensor stands on such."""
+    buffer = buffers.get(uop.base)
+    return buffer if isinstance(buffer, _InvalidBuffer) else None
+
+
+def _stands_on(uop: UOp) -> UOp:
+    """A tensor's graph; for one that is invalid that over the memory which it keeps."""
+    invalid = _invalid(uop)
+    return uop if invalid is None or invalid.kept is None else invalid.kept
 
 
 def _is_plain(uop: UOp) -> bool:
@@ -647,9 +767,43 @@ def _memory(uop: UOp) -> UOp | None:
     base = uop.base
     while base.op in (Ops.AFTER, Ops.BITCAST):
         base = base.src[0].base
-    if base.op is not Ops.BUFFER or isinstance(base.device, tuple) or not base.is_realized:
-        return None
-    return None if base.device.partition(":")[0] in _NOT_DEVICES else base
+    return base if _is_allocated(base) else None
+
+
+def _is_allocated(uop: UOp) -> bool:
+    """Whether a node is the memory of one device."""
+    if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
+        return False
+    return uop.device.partition(":")[0] not in _NOT_DEVICES
+
+
+def _share_out(parameters: Sequence[TinygradParameter]) -> None:
+    """Count the memory under lazy graphs (``w.half()`` that was not realised), each buffer once.
+
+    What is a parameter's own memory is counted there, and stays.
+    """
+    counted = {p.span[0] for p in parameters if p.span is not None}
+    # each node is looked at once: lazy initialisers hang together, by their random numbers
+    seen: dict[UOp, None] = {}
+
+    def is_new(node: UOp) -> bool:
+        return node not in seen
+
+    for parameter in parameters:
+        uop = parameter.graph
+        if uop is None:
+            continue
+        under = []
+        nodes = uop.toposort(gate=is_new)
+        seen |= nodes
+        for node in nodes:
+            if not _is_allocated(node) or node.buffer.nbytes < _MIN_HELD_NBYTES:
+                continue
+            memory = id(node.buffer.base)
+            if memory not in counted:
+                counted.add(memory)
+                under.append(node)
+        parameter.hold(under)
 
 
 def _key(tensor: Tensor) -> Any:
@@ -671,7 +825,9 @@ class TinygradFramework:
             names.append(name)
             tensors[id(tensor)] = tensor
         collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        return [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
+        found = [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
+        _share_out(found)
+        return list(found)
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""
@@ -696,7 +852,9 @@ class TinygradFramework:
         try:
             return str(_Devices.DEFAULT)
         except Exception as error:
-            raise DeviceNotFoundError("tinygrad", f"it has no device: {error}") from error
+            raise DeviceNotFoundError(
+                "tinygrad", f"it has no device: {error}", working=("host",)
+            ) from error
 
     def candidates(self) -> Sequence[str]:
         """tinygrad's order, without those for which this machine cannot have a device."""
@@ -732,7 +890,9 @@ class TinygradFramework:
             if found != [2.0, 3.0, 4.0]:
                 return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
         except Exception as error:
-            lines = str(error).strip().splitlines()
+            # the problem alone: who reports this result names the device
+            problem = error.problem if isinstance(error, DeviceError) else str(error)
+            lines = problem.strip().splitlines()
             return ProbeResult(name, False, lines[-1] if lines else type(error).__name__)
         if not full:
             return ProbeResult(name, True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
+from streamload.units import format_bytes, format_table
 
 Action = Literal["new", "in_place", "replace"]
 
@@ -35,6 +37,10 @@ class RowRange:
     tensor: str
     start: int
     stop: int
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
+            raise ValueError(f"a row range is a tensor's name and two whole numbers, not {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,14 @@ class DevicePlan:
     head: bool = False
     release_first: bool = False
 
+    @property
+    def holds(self) -> str:
+        """Which parts of the model it holds under a split, in words."""
+        first, stop = self.layers or (0, 0)
+        layers = f"layers {first}-{stop - 1}" if stop - first > 1 else f"layer {first}"
+        parts = [(self.embedding, "embedding"), (stop > first, layers), (self.head, "head")]
+        return ", ".join(name for there, name in parts if there)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -170,9 +184,42 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan's JSON without what differs between machines: path and readers."""
+        """SHA-256 of the plan's JSON, without path and readers: those differ between machines."""
         same = replace(self, path="", readers=())
         return hashlib.sha256(same.to_json().encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """A table of what each device holds, and what is cast."""
+        split = len(self.devices) > 1
+        count = Counter(p.device for p in self.placements)
+        rows = [
+            (
+                d.device,
+                *([d.holds or "-"] if split else []),
+                str(count[d.device]),
+                format_bytes(d.resident_nbytes),
+                format_bytes(d.peak_nbytes),
+                format_bytes(d.budget_nbytes),
+                f"{d.peak_nbytes / d.budget_nbytes:.0%}" if d.budget_nbytes else "-",
+            )
+            for d in self.devices
+        ]
+        titles = ("device", *["holds"] * split, "tensors", "resident", "peak", "budget", "share")
+        casts = Counter(
+            (p.src.name, p.dst.name, p.cast) for p in self.placements if p.src is not p.dst
+        )
+        return "\n".join(
+            [
+                *format_table(titles, rows, right=5),
+                *(
+                    f"{n} tensors from {src} to {dst} by {by}"
+                    for (src, dst, by), n in casts.items()
+                ),
+                f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
+                f"{format_bytes(self.chunk_nbytes)}, host staging {format_bytes(self.host_nbytes)}",
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
 
     def to_json(self) -> str:
         """Write the plan as JSON; `Plan.from_json` reads it back equal."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.readers import ReaderKind, resolve_reader
+from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
@@ -139,7 +139,7 @@ class DTypePolicy:
             if dtype is not None and dtype.kind != "float":
                 raise ValueError(f"only floats are cast, and only to floats: not to {dtype}")
             read.append((pattern, dtype))
-        return cls(tuple(read))
+        return cls(tuple(read), fp16_cast)
 
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
@@ -161,7 +161,7 @@ def make_plan(
     dtype: DTypePolicy,
     out_of_range: OutOfRange,
     cast: CastChoice,
-    reader: ReaderKind,
+    readers: Sequence[ResolvedKind],
     tied: Mapping[str, str],
     host_budget_nbytes: int = DEFAULT_HOST_NBYTES,
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
@@ -176,7 +176,7 @@ def make_plan(
         dtype: the policy.
         out_of_range: what happens to finite values that the target dtype cannot represent.
         cast: which cast engine.
-        reader: which reader.
+        readers: how each shard is read, in order.
         tied: names that share another name's tensor, for a split: a head on another device than
             its embedding gets a copy.
         host_budget_nbytes: most bytes of host staging that no device's budget covers.
@@ -199,7 +199,6 @@ def make_plan(
             notes[note] = None
     # stable: in the order in which the chunks come, so that each shard is read once
     placed.sort(key=lambda entry: entry[:2])
-    readers = tuple(resolve_reader(header.path, reader) for header in checkpoint.shards)
     draft = Plan(
         path=str(checkpoint.path),
         placements=tuple(placement for _, _, placement in placed),
@@ -209,7 +208,7 @@ def make_plan(
         chunk_nbytes=chunk_nbytes,
         slot_nbytes=chunk_nbytes,
         threads=threads,
-        readers=readers,
+        readers=tuple(readers),
         out_of_range=out_of_range,
         notes=tuple(notes),
     )
@@ -362,7 +361,7 @@ def _engine(
     """The cast of one pair, and a note where it is not the one that was asked for."""
     if src is dst:
         return "copy", ""
-    wanted = fp16_cast if fp16_cast is not None and src is BF16 else cast
+    wanted = fp16_cast if fp16_cast is not None and (src, dst) == (BF16, F16) else cast
     if wanted == "llvm" and cast == "numpy":
         wanted = cast  # asked for, or all there is: no kernel can be compiled here
     if wanted != "device":
@@ -373,7 +372,7 @@ def _engine(
     elif out_of_range != "inf":
         why = f'only the host can do out_of_range="{out_of_range}"'
     else:
-        return "device", ""
+        return "device", f"{src} is cast to {dst} on the device: overflows there are not counted"
     return fallback, f"{src} is cast to {dst} on the host ({fallback}), not on the device: {why}"
 
 
