@@ -54,7 +54,7 @@ def test_two_devices_prints_the_plan_and_where_things_are(small_checkpoint: Path
     """The example of two devices says which layers go where, and puts the tensors there."""
     needs.device("CPU")
     said = _run("two_devices.py", small_checkpoint, "--budgets", "500kB", "500kB")
-    assert "CPU: layers " in said
+    assert "CPU     embedding, layer" in said
     counts = [int(line.split()[1]) for line in said.splitlines() if line.endswith(" tensors")]
     assert sum(counts) == 12
     assert len(counts) == 2

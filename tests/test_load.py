@@ -507,7 +507,7 @@ def test_more_buffers_than_the_system_allows(tmp_path: Path) -> None:
 
 
 def test_what_was_invalid_stays_so(tmp_path: Path) -> None:
-    """Left without values by a failed load, a parameter is not untouched when the next one fails."""
+    """Left without values by one failed load, a parameter is invalid after the next one too."""
     path = write(tmp_path, {n: np.full(1000, 1e30, np.float32) for n in "ab"})
     model = {n: np.zeros(1000, np.float64) for n in "ab"}
     for _ in range(2):
