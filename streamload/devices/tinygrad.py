@@ -20,6 +20,7 @@ import shutil
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -162,7 +163,7 @@ def _over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
     return flat if shape == (buffer.size,) else flat.reshape(shape)
 
 
-class TinygradDevice:
+class TinygradDevice(ABC):
     """What all of tinygrad's devices share; the ways in are the subclasses."""
 
     host_visible = False
@@ -217,9 +218,9 @@ class TinygradDevice:
         """Plain host memory."""
         return _HostStaging(nbytes)
 
+    @abstractmethod
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         """Copy from staging to the buffer."""
-        raise NotImplementedError
 
     def cast_copy(
         self,
