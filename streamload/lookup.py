@@ -35,11 +35,8 @@ class Devices:
     opened: dict[str, Device]
     notes: list[str] = field(default_factory=list)
 
-    def native_bf16(self, policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
-        """Whether bf16 stays on all of them: claimed, and seen on a real buffer."""
-        return all(self._native_bf16(name, policy, checkpoint) for name in self.opened)
-
     def _native_bf16(self, name: str, policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
+        """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
         if not self.opened[name].info.native_bf16 or not bf16_is_undecided(policy, checkpoint):
             return False
         return probe(self.framework.name, name, full=True).dtypes.get("bfloat16") == "native"

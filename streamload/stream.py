@@ -170,17 +170,17 @@ class _Job:
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
         for p in plan.placements:
             key = (p.src, p.dst, p.cast)
-            if p.cast != "device" and key not in self._casts:
+            if key not in self._casts:
                 self._casts[key] = make_cast(
                     p.src,
-                    p.dst,
+                    p.src if p.cast == "device" else p.dst,
                     engine="numpy" if p.cast == "numpy" else "auto",
                     out_of_range=plan.out_of_range,
                 )
 
     def cast(self, p: Placement) -> Cast:
         """The cast of a placement; a plain copy of bits where the device casts."""
-        return _copy_bits if p.cast == "device" else self._casts[p.src, p.dst, p.cast]
+        return self._casts[p.src, p.dst, p.cast]
 
     def begin(self, unit: Unit) -> None:
         """Make room for the parameters that a unit is the first to write."""
@@ -216,11 +216,6 @@ class _Job:
                 self._target.finish(index, self.stats.counts.get(index, _NO_COUNTS))
                 del self.buffers[index]
         self._progress(self.stats.read_nbytes)
-
-
-def _copy_bits(src: memoryview, out: memoryview) -> CastCounts:
-    out[:] = src
-    return _NO_COUNTS
 
 
 _Outcome = tuple[Unit, list[CastCounts], BaseException | None]
