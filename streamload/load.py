@@ -37,7 +37,7 @@ from streamload.plan.planner import (
     make_plan,
 )
 from streamload.progress import Progress, reporting
-from streamload.report import Clock, LoadReport, Meter
+from streamload.report import Clock, LoadReport, Meter, device_map
 from streamload.stream import deferred_interrupt, stream
 from streamload.target import ModelTarget
 
@@ -192,14 +192,13 @@ def plan(
     if not names or len({canonical_device(name) for name in names}) < len(names):
         raise ValueError(f"expected devices or nodes of different names, found {names}")
     stated = nodes is not None or all(parsed.is_stated(name) for name in names)
-    if nodes is not None or (
-        stated and cast != "device" and not bf16_is_undecided(policy, checkpoint)
-    ):
+    undecided = bf16_is_undecided(policy, checkpoint, checkpoint.tensors)
+    if nodes is not None or (stated and cast != "device" and not undecided):
         sizes = {n.name: n.budget for n in nodes or ()}
         specs = [DeviceSpec(n, sizes.get(n) or parsed.resolve(n, None)) for n in names]
     else:
         found = open_devices(device or devices, None, {})
-        specs = found.specs(parsed, policy, checkpoint, cast, {})
+        specs = found.specs(parsed, policy, cast, {}, bf16_undecided=undecided)
     fill, _, tied = sources(checkpoint, mapping, rename)
     engine: CastChoice = "llvm" if cast == "auto" else cast
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
@@ -306,6 +305,7 @@ class _Load:
     devices: Devices
     match: Match | None  # None: a load without a model
     skipped: tuple[str, ...]
+    unstored: tuple[str, ...] = ()  # tensors of the model that no checkpoint has
 
     @classmethod
     def prepare(
@@ -336,12 +336,16 @@ class _Load:
             wants = _wants(checkpoint, fill)
         else:
             keep = frozenset(devices.opened) if device is None else frozenset()
-            match = match_parameters(checkpoint, parameters, fill, tied, keep)
+            match = match_parameters(checkpoint, parameters, fill, tied, keep, options.policy)
             match.check(checkpoint.path, strict)
             wants = match.wants
             tied = {}  # the model says what is tied
         engine, notes = _host_cast(checkpoint, wants, options)
-        specs = devices.specs(options.budget, options.policy, checkpoint, options.cast, held)
+        free = [want.source[0].tensor for want in wants if want.dtype is None]
+        undecided = bf16_is_undecided(options.policy, checkpoint, free)
+        specs = devices.specs(
+            options.budget, options.policy, options.cast, held, bf16_undecided=undecided
+        )
         made = options.plan(checkpoint, wants, specs, tied, engine)
         devices.check_buffers(made)
         if match is not None:
@@ -350,7 +354,28 @@ class _Load:
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes, *notes]
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]
-        return cls(checkpoint, replace(made, notes=tuple(notes)), devices, match, tuple(skipped))
+        unstored = owner.unstored(model) if owner is not None else {}
+        notes += _on_unstored(unstored, made)
+        return cls(
+            checkpoint,
+            replace(made, notes=tuple(notes)),
+            devices,
+            match,
+            tuple(skipped),
+            tuple(unstored),
+        )
+
+    def _device_map(self) -> dict[str, str | int]:
+        """Where everything is, by module."""
+        by_name = {p.name: p.device for p in self.plan.placements}
+        if self.match is None:
+            return device_map(by_name)
+        names = {
+            name: by_name[first]
+            for first, parameter in self.match.parameters.items()
+            for name in parameter.names
+        }
+        return device_map(names, self.unstored)
 
     def run(self, progress: Progress, clock: Clock) -> LoadReport:
         """Stream."""
@@ -410,9 +435,34 @@ class _Load:
             skipped=self.skipped,
             missing=tuple(self.match.left_out) if self.match else (),
             tied=tuple(self.match.tied) if self.match else (),
+            device_map=self._device_map(),
+            allocators={
+                name: counters
+                for name, device in devices.items()
+                if (counters := device.counters())
+            },
             notes=made.notes,
             state_dict={p.name: tensors[p.name] for p in made.placements} if tensors else {},
         )
+
+
+def _on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
+    """Say which tensors the load leaves where they cannot be used."""
+    without = [name for name, device in unstored.items() if device == "meta"]
+    elsewhere = [
+        name
+        for name, device in unstored.items()
+        if device != "meta" and device not in {d.device for d in made.devices}
+    ]
+    return [
+        f"{len(names)} buffers that checkpoints do not hold {what}: {', '.join(names[:8])}"
+        f"{', ...' if len(names) > 8 else ''}"
+        for names, what in (
+            (without, "are on the meta device still, without values"),
+            (elsewhere, "stay on another device"),
+        )
+        if names
+    ]
 
 
 def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> list[Want]:
@@ -445,9 +495,10 @@ def _host_cast(
         return options.cast, []
     pairs = set()
     for want in wants:
-        src = checkpoint.tensors[want.source[0].tensor].dtype
+        name = want.source[0].tensor
+        src = checkpoint.tensors[name].dtype
         for native in (False, True):
-            pairs.add((src, options.policy.resolve(want.source[0].tensor, src, native)))
+            pairs.add((src, want.dtype or options.policy.resolve(name, src, native)))
     for src, dst in sorted(pairs, key=str):
         if not supported(src, dst):
             continue  # the planner names the tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,7 +13,9 @@ from streamload.devices.base import (
     Framework,
     environment_device,
     framework,
+    installed,
     probe,
+    spelled_as,
     split_name,
 )
 from streamload.dtypes import BF16
@@ -35,21 +37,31 @@ class Devices:
     opened: dict[str, Device]
     notes: list[str] = field(default_factory=list)
 
-    def _native_bf16(self, name: str, policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
+    def _native_bf16(self, name: str) -> bool:
         """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
-        if not self.opened[name].info.native_bf16 or not bf16_is_undecided(policy, checkpoint):
+        if not self.opened[name].info.native_bf16:
             return False
-        return probe(self.framework.name, name, full=True).dtypes.get("bfloat16") == "native"
+        status = probe(self.framework.name, name, full=True).dtypes.get("bfloat16")
+        return status in ("native", "emulated")
 
     def specs(
         self,
         budget: Budget,
         policy: DTypePolicy,
-        checkpoint: Checkpoint,
         cast: CastArgument,
         held: Mapping[str, int],
+        *,
+        bf16_undecided: bool,
     ) -> list[DeviceSpec]:
-        """Describe the devices to the planner; ``held`` is what the model holds on each now."""
+        """Describe the devices to the planner.
+
+        Args:
+            budget: the bytes that the load may take on each.
+            policy: the dtypes asked for.
+            cast: what casts.
+            held: bytes that the model holds on each now.
+            bf16_undecided: whether some dtype depends on what a device computes in natively.
+        """
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}
@@ -80,10 +92,11 @@ class Devices:
                     host_visible=info.host_visible,
                     shared_memory=info.shared_memory,
                     granularity_nbytes=info.granularity_nbytes,
+                    allocator=info.allocator,
                     largest_allocation_nbytes=info.largest_allocation_nbytes,
                     max_transfer_nbytes=info.max_transfer_nbytes,
                     threads=info.threads,
-                    native_bf16=self._native_bf16(name, policy, checkpoint),
+                    native_bf16=bf16_undecided and self._native_bf16(name),
                     unsupported=info.unsupported,
                     device_casts=casts,
                 )
@@ -114,12 +127,12 @@ def _host_free_nbytes(*, needed: bool) -> int | None:
     return free - overhead_nbytes(free)
 
 
-def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint) -> bool:
-    """Whether some dtype depends on what a device computes in natively."""
+def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint, names: Iterable[str]) -> bool:
+    """Whether the dtype of some of these tensors depends on what a device computes in natively."""
     return any(
-        policy.resolve(info.name, BF16, False) is not policy.resolve(info.name, BF16, True)
-        for info in checkpoint.tensors.values()
-        if info.dtype is BF16
+        policy.resolve(name, BF16, False) is not policy.resolve(name, BF16, True)
+        for name in names
+        if checkpoint.tensors[name].dtype is BF16
     )
 
 
@@ -143,11 +156,19 @@ def open_devices(
     named = {part for part, _ in split if part is not None}
     if owner is not None:
         named.add(owner.name)
+    if not named:  # a model decides; without one, the names do
+        named.update(spelled_as(name) for name in wanted)
+        if "torch" in named and not installed("torch"):
+            raise DeviceNotFoundError(
+                ", ".join(wanted),
+                "the name is torch's, which is not installed (pip install streamload[torch]); "
+                "tinygrad's devices are in upper case",
+            )
     if len(named) > 1:
         raise DeviceNotFoundError(
             ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"
         )
-    owner = framework(named.pop() if named else "tinygrad")
+    owner = framework(named.pop())
     names: dict[str, None] = {}
     for _, name in split:
         names[owner.canonical(name or owner.default_device())] = None

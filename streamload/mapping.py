@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import CheckpointError
 from streamload.plan.plan import RowRange, RowTranspose
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
-Sources = str | RowRange | Sequence[str | RowRange]
-MappingArgument = str | Mapping[str, Sources]
+Sources: TypeAlias = "str | RowRange | Sequence[str | RowRange] | Source"
+MappingArgument: TypeAlias = str | Mapping[str, Sources]
 
 _HF_TO_META = (
     (r"model\.embed_tokens\.(.+)", r"tok_embeddings.\1"),
@@ -70,10 +70,18 @@ DROPPED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq|(?:.*\.)?rope\.freqs")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What fills one parameter: row ranges in order, then a permutation of all those rows."""
+    """What fills one parameter.
+
+    Attributes:
+        rows: row ranges (along the first dimension), one after the other.
+        transpose: a permutation of all those rows.
+        shape: the parameter's shape, where it is not that of the rows put together: experts that
+            are stacked, for one. As many elements, in the same order.
+    """
 
     rows: tuple[RowRange, ...]
     transpose: RowTranspose | None = None
+    shape: tuple[int, ...] | None = None
 
 
 def sources(
@@ -84,7 +92,7 @@ def sources(
     Args:
         checkpoint: the headers.
         mapping: a family's name, or for some parameters the tensors (or row ranges of tensors)
-            whose rows they are, concatenated; all other tensors keep their names.
+            whose rows they are, concatenated, or a `Source`; all other tensors keep their names.
         rename: what becomes of names after that: a dict (others stay), or a callable that returns
             a name, or None to skip.
 
@@ -179,6 +187,12 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
     explicit = []
     used = set()
     for parameter, given in (mapping or {}).items():
+        if isinstance(given, Source):
+            names = [r.tensor for r in given.rows]
+            _check_there(checkpoint, parameter, names)
+            used.update(names)
+            explicit.append((parameter, given))
+            continue
         parts = list(given) if isinstance(given, (list, tuple)) else [given]
         rows = []
         for part in parts:
@@ -187,14 +201,10 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
                     f"mapping of {parameter!r}: expected tensor names or RowRanges, not {part!r}"
                 )
             name = part if isinstance(part, str) else part.tensor
-            if name not in checkpoint.tensors:
-                raise ValueError(
-                    f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
-                )
+            _check_there(checkpoint, parameter, [name])
             used.add(name)
             rows.append(_whole(checkpoint, name) if isinstance(part, str) else part)
-        if not rows:
-            raise ValueError(f"mapping of {parameter!r}: no tensor is given")
+        _check_there(checkpoint, parameter, [r.tensor for r in rows])
         explicit.append((parameter, Source(tuple(rows))))
     rest = [
         (name, Source((_whole(checkpoint, name),)))
@@ -202,6 +212,14 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
         if name not in used
     ]
     return explicit + rest
+
+
+def _check_there(checkpoint: Checkpoint, parameter: str, names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError(f"mapping of {parameter!r}: no tensor is given")
+    for name in names:
+        if name not in checkpoint.tensors:
+            raise ValueError(f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}")
 
 
 def _of_family(checkpoint: Checkpoint, family: _Family) -> list[tuple[str, Source]]:

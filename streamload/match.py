@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -13,7 +14,7 @@ from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import DROPPED, Source
 from streamload.plan.plan import Placement
-from streamload.plan.planner import Want
+from streamload.plan.planner import DTypePolicy, Want
 
 _BLOCK_NBYTES = 2**20
 
@@ -24,7 +25,13 @@ def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
 
 
 def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
-    """The shape of the rows of a source, put together."""
+    """The shape that a source gives, or that of its rows put together."""
+    if source.shape is not None:
+        return source.shape
+    return _rows_shape(checkpoint, source)
+
+
+def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
     first = checkpoint.tensors[source.rows[0].tensor].shape
     if not first:
         return ()
@@ -47,6 +54,9 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
         cut = (r.start, r.stop) != (0, rows) or source.transpose is not None
         if cut and info.dtype.bits < 8:
             return f"rows of {r.tensor} ({info.dtype}) are not whole bytes"
+    found = _rows_shape(checkpoint, source)
+    if source.shape is not None and math.prod(source.shape) != math.prod(found):
+        return f"rows of shape {list(found)} are not a tensor of shape {list(source.shape)}"
     return ""
 
 
@@ -121,6 +131,7 @@ def match(
     fill: Mapping[str, Source],
     tied: Mapping[str, str],
     keep_on: Set[str],
+    policy: DTypePolicy,
 ) -> Match:
     """Match parameters to sources by name, and collect everything that is wrong.
 
@@ -130,6 +141,7 @@ def match(
         fill: the sources, by parameter name.
         tied: parameter names that are not stored, to the parameter name that they share.
         keep_on: devices on which a parameter that is there stays.
+        policy: the dtypes asked for; what it does not mention keeps its dtype, where it has one.
     """
     out = Match()
     used: set[str] = set()
@@ -163,7 +175,8 @@ def match(
         if parameter.device is not None:
             held = (parameter.device, parameter.dtype, parameter.nbytes)
         where = parameter.device if parameter.device in keep_on else None
-        out.wants.append(Want(name, shape, source.rows, source.transpose, where, held))
+        dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
+        out.wants.append(Want(name, shape, source.rows, source.transpose, where, held, dtype))
         out.parameters[name] = parameter
     out.problems += _overlaps(out.parameters)
     out.unexpected = [name for name in fill if name not in used and not DROPPED.fullmatch(name)]

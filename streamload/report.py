@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ class LoadReport:
         skipped: checkpoint names that were not loaded.
         missing: parameter names that were not loaded (``strict=False``).
         tied: parameter names that share another's tensor.
+        device_map: where the parts of the model are, in the form of accelerate: the name of the
+            largest modules that are in one place ("" for the whole model) to the device, a number
+            for CUDA's.
+        allocators: of each device whose framework has counters of its own, those after the load
+            ("max_memory_allocated", ...): they count all that the process did.
         notes: choices that the load made, one sentence each.
         state_dict: with ``model=None``, the tensors by name.
     """
@@ -53,6 +58,8 @@ class LoadReport:
     skipped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
+    device_map: Mapping[str, str | int] = field(default_factory=dict)
+    allocators: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -80,6 +87,8 @@ class LoadReport:
             "skipped": list(self.skipped),
             "missing": list(self.missing),
             "tied": list(self.tied),
+            "device_map": dict(self.device_map),
+            "allocators": {name: dict(counters) for name, counters in self.allocators.items()},
             "notes": list(self.notes),
         }
         return json.dumps(data)
@@ -105,6 +114,10 @@ class LoadReport:
                     f"{format_bytes(d.budget_nbytes)}",
                 )
             )
+            counters = self.allocators.get(d.device)
+            if counters:
+                said = ", ".join(f"{key} {format_bytes(n)}" for key, n in counters.items())
+                rows.append((f"{d.device} counts", said))
         if self.plan.host_nbytes:
             rows.append(("staging", format_bytes(self.plan.host_nbytes)))
         if "process" in self.measured_nbytes:
@@ -133,6 +146,48 @@ def _also(report: LoadReport) -> str:
         if names
     ]
     return f" ({', '.join(also)})" if also else ""
+
+
+def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[str, str | int]:
+    """The largest modules that are in one place, in the form of accelerate's ``device_map``.
+
+    Args:
+        devices: device names by tensor name ("layers.0.weight").
+        others: names of tensors whose device is not known yet: they are put where the first tensor
+            of the smallest module around them is.
+
+    Returns:
+        Module names to devices, in the order of the tensors; a number for one of CUDA. A tensor
+        of a module that is in several places is named itself.
+    """
+    placed = {name: _accelerate_name(device) for name, device in devices.items()}
+    first: dict[str, str | int] = {}  # by module: where its first tensor is
+    for name, device in placed.items():
+        for module in _modules_around(name):
+            first.setdefault(module, device)
+    for name in others:
+        if name not in placed and first:
+            placed[name] = next(first[m] for m in _modules_around(name) if m in first)
+    inside: dict[str, set[str | int]] = {}
+    for name, where in placed.items():
+        for module in _modules_around(name):
+            inside.setdefault(module, set()).add(where)
+    out: dict[str, str | int] = {}
+    for name, where in placed.items():
+        whole = [m for m in _modules_around(name) if len(inside[m]) == 1]
+        out[whole[-1] if whole else name] = where
+    return out
+
+
+def _modules_around(name: str) -> list[str]:
+    """The modules that a tensor is in, from the smallest to the whole model ("")."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
+
+
+def _accelerate_name(device: str) -> str | int:
+    kind, _, index = device.partition(":")
+    return int(index) if kind == "cuda" and index else device
 
 
 class Clock:

@@ -257,6 +257,10 @@ class RecordingDevice:
         """Bytes of the buffers that were not released."""
         return sum(len(b.data) for b in self.buffers if not b.released)
 
+    def counters(self) -> Mapping[str, int]:
+        """None."""
+        return {}
+
     def check_ended(self) -> None:
         """After a stream: nothing is under way, all staging is closed, the protocol was kept."""
         assert not self.pending

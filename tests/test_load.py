@@ -622,7 +622,8 @@ def test_devices_by_argument_environment_and_model(
     assert free["w"].device == "CL"
     monkeypatch.setenv("STREAMLOAD_DEVICE", "host")
     assert place(None) == ["host"]
-    assert place(None, device="cpu:0") == ["CPU"]
+    assert place(None, device="Cpu:0") == ["CPU"]
+    assert place(None, device="cl:0") == ["CL"]
 
 
 def test_a_device_that_is_not_there(small: Path) -> None:
@@ -631,6 +632,15 @@ def test_a_device_that_is_not_there(small: Path) -> None:
     with pytest.raises(DeviceNotFoundError) as caught:
         load(small, device="NOPE")
     assert {"CPU", "host"} <= set(caught.value.working)
+
+
+def test_a_name_in_the_spelling_of_torch_where_there_is_no_torch(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what to install, and how tinygrad's devices are written."""
+    monkeypatch.setitem(sys.modules, "torch", None)  # Python's way to say: not to be imported
+    with pytest.raises(DeviceNotFoundError, match=r"streamload\[torch\].*upper case"):
+        load(small, device="cuda:0")
 
 
 def test_devices_of_two_frameworks(small: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.dtypes import BF16, F16, F32, DType
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source, sources
 from streamload.match import Match, incoherent, match
@@ -28,6 +29,7 @@ class FakeParameter:
     dtype: str = "float32"
     device: str | None = None
     nbytes: int = 0
+    keeps: DType | None = None
     fixed: str = ""
     refused: str = ""
     invalid: bool = False
@@ -54,7 +56,9 @@ def write(path: Path, **tensors: Sequence[float]) -> Checkpoint:
 def matched(checkpoint: Checkpoint, *parameters: Any, keep_on: Any = (), **more: Any) -> Match:
     """Match parameters to a checkpoint as it is."""
     fill, _, tied = sources(checkpoint, more.get("mapping"), more.get("rename"))
-    return match(checkpoint, parameters, fill, tied | more.get("tied", {}), frozenset(keep_on))
+    policy = DTypePolicy.parse(more.get("dtype"))
+    tied |= more.get("tied", {})
+    return match(checkpoint, parameters, fill, tied, frozenset(keep_on), policy)
 
 
 def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
@@ -215,3 +219,32 @@ def test_parameters_on_parts_of_the_same_memory_are_refused(tmp_path: Path) -> N
         FakeParameter(("c",), device="CPU", nbytes=8, span=(7, 16, 24)),
     )
     assert found.problems == ["b: it shares memory with a, and is not the same parameter"]
+
+
+def test_what_keeps_its_dtype_keeps_it_unless_another_is_asked_for(tmp_path: Path) -> None:
+    """A rule that mentions the tensor decides; where none does, the parameter's dtype stays."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[3, 4], c=[5, 6])
+    parameters = [FakeParameter((name,), keeps=BF16) for name in "ab"] + [FakeParameter(("c",))]
+    out = matched(checkpoint, *parameters, dtype={"b": "float16"})
+    plan = make_plan(
+        checkpoint,
+        wants=out.wants,
+        devices=[DeviceSpec("x", 1000)],
+        dtype=DTypePolicy.parse({"b": "float16"}),
+        out_of_range="inf",
+        cast="llvm",
+        readers=["mmap"],
+        tied={},
+    )
+    assert {p.name: p.dst for p in plan.placements} == {"a": BF16, "b": F16, "c": F32}
+
+
+def test_a_source_may_have_a_shape_of_its_own(tmp_path: Path) -> None:
+    """As many elements as its rows have: stacked tensors; another number is one clear error."""
+    checkpoint = write(tmp_path, a=[1, 2], b=[3, 4])
+    rows = (RowRange("a", 0, 2), RowRange("b", 0, 2))
+    stacked = {"w": Source(rows, shape=(2, 2))}
+    out = matched(checkpoint, FakeParameter(("w",), (2, 2)), mapping=stacked)
+    assert [(want.name, want.shape) for want in out.wants] == [("w", (2, 2))]
+    wrong = Source(rows, shape=(3, 2))
+    assert incoherent(checkpoint, wrong) == "rows of shape [4] are not a tensor of shape [3, 2]"

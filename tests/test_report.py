@@ -12,6 +12,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import CastCounts
+from streamload.report import device_map
 
 
 @pytest.fixture
@@ -99,3 +100,37 @@ def test_an_empty_checkpoint(tmp_path: Path) -> None:
     assert (report.read_nbytes, report.resident_nbytes, report.state_dict) == (0, 0, {})
     assert json.loads(report.to_json())["gigabytes_per_second"] == 0.0
     assert "tensors" in str(report)
+
+
+def test_a_device_map_names_the_largest_modules_in_one_place() -> None:
+    """In the form of accelerate: numbers for CUDA's devices, "" for a model in one place."""
+    assert device_map({"a.weight": "cuda:0", "b.c.weight": "cuda:0"}) == {"": 0}
+    assert device_map({"weight": "cpu"}) == {"": "cpu"}
+    split = {
+        "model.embed.weight": "cuda:0",
+        "model.layers.0.a.weight": "cuda:0",
+        "model.layers.0.b.weight": "cuda:0",
+        "model.layers.1.a.weight": "cuda:1",
+        "model.norm.weight": "cuda:1",
+        "head.weight": "cpu",
+    }
+    assert device_map(split) == {
+        "model.embed": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.norm": 1,
+        "head": "cpu",
+    }
+
+
+def test_a_module_in_two_places_names_its_own_tensors() -> None:
+    """A tensor that no module in one place is around stands for itself."""
+    split = {"a.weight": "cuda:0", "a.bias": "cuda:1", "scale": "cpu"}
+    assert device_map(split) == {"a.weight": 0, "a.bias": 1, "scale": "cpu"}
+
+
+def test_a_device_map_covers_what_is_not_stored() -> None:
+    """Buffers that are computed go where the first tensor of the module around them is."""
+    split = {"model.embed.weight": "cuda:0", "model.norm.weight": "cuda:1"}
+    found = device_map(split, ["model.rotary.inv_freq", "model.norm.other", "top"])
+    assert found == {"model.embed": 0, "model.norm": 1, "model.rotary": 0, "top": 0}

@@ -11,9 +11,11 @@ import atexit
 import ctypes
 import hashlib
 import importlib
+import importlib.util
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,7 @@ from typing import Any, Literal, Protocol
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
+from streamload.plan.allocators import AllocatorKind
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -49,9 +52,10 @@ class DeviceInfo:
         largest_allocation_nbytes: the largest single allocation; None for no limit.
         max_transfer_nbytes: the largest single transfer; None for no limit.
         granularity_nbytes: allocations are rounded up to a multiple of this.
+        allocator: how its allocator takes memory from the device.
         max_buffers: how many more buffers it can hold, whatever their size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
-        native_bf16: computes in bfloat16 natively.
+        native_bf16: computes in bfloat16 natively, or in float16 no better.
         unsupported: names of dtypes that it cannot hold.
     """
 
@@ -65,6 +69,7 @@ class DeviceInfo:
     largest_allocation_nbytes: int | None = None
     max_transfer_nbytes: int | None = None
     granularity_nbytes: int = 1
+    allocator: AllocatorKind = "exact"
     max_buffers: int | None = None
     threads: int = 16
     native_bf16: bool = False
@@ -163,6 +168,9 @@ class Device(Protocol):
     def allocated_nbytes(self) -> int | None:
         """What the framework's own counter says is allocated; None where it has none."""
 
+    def counters(self) -> Mapping[str, int]:
+        """The framework's own counters of memory in bytes, by their names there."""
+
 
 class Parameter(Protocol):
     """One parameter of a model, keyed by the memory it stands on."""
@@ -186,6 +194,10 @@ class Parameter(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it holds."""
+
+    @property
+    def keeps(self) -> DType | None:
+        """The dtype that it keeps unless another is asked for; None where it has no say."""
 
     @property
     def fixed(self) -> str:
@@ -242,6 +254,9 @@ class Framework(Protocol):
     def parameters(self, model: Any) -> list[Parameter]:
         """The model's parameters, tied ones once."""
 
+    def unstored(self, model: Any) -> Mapping[str, str]:
+        """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
+
     def device(self, name: str) -> Device:
         """Open a device by its name without the framework; raises DeviceNotFoundError."""
 
@@ -254,8 +269,11 @@ class Framework(Protocol):
     def candidates(self) -> Sequence[str]:
         """Devices worth a probe, best first."""
 
+    def trusted(self, name: str) -> bool:
+        """Whether computing there cannot end or hang this process: a probe needs no child."""
+
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Compute on the device, in this process; the caller runs it in a child.
+        """Compute on the device, in this process; the caller runs it in a child if need be.
 
         With ``full``, every dtype and every cast of its own is tried too.
         """
@@ -296,7 +314,13 @@ def _libc() -> Any:
     return libc
 
 
-_FRAMEWORKS = {"tinygrad": "streamload.devices.tinygrad", "host": "streamload.devices.host"}
+_FRAMEWORKS = {
+    "tinygrad": "streamload.devices.tinygrad",
+    "torch": "streamload.devices.torch",
+    "host": "streamload.devices.host",
+}
+# torch's own spelling; tinygrad's names are in upper case
+_TORCH_NAME = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 
 
 def framework(name: str) -> Framework:
@@ -375,9 +399,19 @@ def split_name(device: str) -> tuple[str | None, str]:
         return head.lower(), rest
     if device.lower() == "host":
         return "host", "host"
-    if device.lower() == "tinygrad":
-        return "tinygrad", ""
+    if device.lower() in _FRAMEWORKS:
+        return device.lower(), ""
     return None, device
+
+
+def spelled_as(device: str) -> str:
+    """The framework in whose spelling a device is named: "cuda:0" is torch's, "CUDA" tinygrad's."""
+    return "torch" if _TORCH_NAME.fullmatch(device) else "tinygrad"
+
+
+def installed(framework_name: str) -> bool:
+    """Whether a framework could be imported; imports nothing."""
+    return framework_name == "host" or importlib.util.find_spec(framework_name) is not None
 
 
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
@@ -411,7 +445,7 @@ _ROOT = str(Path(__file__).absolute().parents[2])
 def probe(
     framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
 ) -> ProbeResult:
-    """Compute on a device in a child process, and remember what came out.
+    """Compute on a device, in a child process if need be, and remember what came out.
 
     An addition always; with ``full`` every dtype and the device's own casts too (seconds).
 
@@ -423,6 +457,9 @@ def probe(
     owner = framework(framework_name)
     key = (framework_name, owner.canonical(device), full)
     if key in _PROBES:
+        return _PROBES[key]
+    if owner.trusted(device):
+        _PROBES[key] = owner.probe(device, full)
         return _PROBES[key]
     parts = [*map(str, key), owner.fingerprint(device), sys.version, sys.executable]
     cached = _cache_file(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32])

@@ -7,7 +7,7 @@ import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NoReturn
@@ -102,6 +102,10 @@ class HostDevice:
         """numpy keeps no count."""
         return None
 
+    def counters(self) -> Mapping[str, int]:
+        """None."""
+        return {}
+
 
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What stands in a state dict for an array that a failed load left without values.
@@ -194,6 +198,7 @@ class HostParameter:
         self.shape = tuple(value.shape)
         self.device: str | None = None
         self.nbytes = 0
+        self.keeps: DType | None = None
         self.fixed = ""
         self.refused = ""
         self.span: tuple[int, int, int] | None = None
@@ -297,6 +302,10 @@ class HostFramework:
         collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
         return [HostParameter(tuple(names), slots, collect) for names, slots in groups.values()]
 
+    def unstored(self, model: Any) -> Mapping[str, str]:
+        """A dict has nothing but what is stored."""
+        return {}
+
     def canonical(self, name: str) -> str:
         """There is one host."""
         if name.lower() != "host":
@@ -315,6 +324,10 @@ class HostFramework:
     def candidates(self) -> Sequence[str]:
         """The host."""
         return ("host",)
+
+    def trusted(self, name: str) -> bool:
+        """numpy computes in this process anyway."""
+        return True
 
     def fingerprint(self, name: str) -> str:
         """The host works."""

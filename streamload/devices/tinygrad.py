@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -189,13 +189,15 @@ class TinygradDevice(ABC):
             granularity_nbytes=mmap.PAGESIZE if backend == "CPU" else 1,
             max_buffers=_max_buffers() if backend == "CPU" else None,  # each is a map
             threads=self.threads,
-            native_bf16=backend in _BF16_NATIVE and self._lists(dtypes.bfloat16),
+            native_bf16=backend in _BF16_NATIVE and self._computes_in(dtypes.bfloat16),
             unsupported=_UNSUPPORTED,
         )
 
-    def _lists(self, dtype: Any) -> bool:
+    def _computes_in(self, dtype: Any) -> bool:
+        """Whether its renderer lists a dtype, and tinygrad was not told to emulate it."""
         supported = getattr(self._device.renderer, "supported_dtypes", None)
-        return supported is not None and dtype in supported()
+        listed = supported is not None and dtype in supported()
+        return listed and dtype not in EMULATED_DTYPES.tolist(dtypes)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate; the buffer of a tensor without elements stays without memory."""
@@ -270,6 +272,10 @@ class TinygradDevice(ABC):
     def allocated_nbytes(self) -> int | None:
         """tinygrad's own count for this device."""
         return int(GlobalCounters.mem_used_per_device[self.name])
+
+    def counters(self) -> Mapping[str, int]:
+        """tinygrad has no others."""
+        return {}
 
     def tensor(self, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
         """tinygrad's tensor over the buffer, without a copy."""
@@ -581,6 +587,7 @@ class TinygradParameter:
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
         self.device: str | None = None
         self.nbytes = 0
+        self.keeps: DType | None = None
         self.fixed = ""
         self.refused = ""
         self.invalid = _invalid(first.uop) is not None
@@ -830,6 +837,10 @@ class TinygradFramework:
         _share_out(found)
         return list(found)
 
+    def unstored(self, model: Any) -> Mapping[str, str]:
+        """What tinygrad's state dict has is all that it knows of."""
+        return {}
+
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""
         return str(_Devices.canonicalize(name)) if name else self.default_device()
@@ -860,6 +871,10 @@ class TinygradFramework:
     def candidates(self) -> Sequence[str]:
         """tinygrad's order, without those for which this machine cannot have a device."""
         return [name for name in ALL_DEVICES if name not in ("DSP", "WEBGPU")]
+
+    def trusted(self, name: str) -> bool:
+        """None: compilers and drivers end processes."""
+        return False
 
     def fingerprint(self, name: str) -> str:
         """Versions, compilers, drivers and settings that a device's working depends on."""
@@ -938,8 +953,7 @@ def _dtype_status(device: TinygradDevice, dtype: DType) -> DTypeStatus:
     except Exception:
         return "broken"
     backend = device.name.partition(":")[0]
-    emulated = kind in EMULATED_DTYPES.tolist(dtypes) or not device._lists(kind)
-    if emulated or (kind is dtypes.bfloat16 and backend not in _BF16_NATIVE):
+    if not device._computes_in(kind) or (kind is dtypes.bfloat16 and backend not in _BF16_NATIVE):
         return "emulated"
     return "native"
 

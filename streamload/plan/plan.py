@@ -77,7 +77,8 @@ class Placement:
         action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
             holds is released first).
         cast: "copy", "llvm", "numpy" or "device".
-        resident_nbytes: bytes that it takes when loaded, as the allocator rounds.
+        resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
+            fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
     """
 

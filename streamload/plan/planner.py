@@ -18,6 +18,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.plan.allocators import AllocatorKind, taken
 from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
 from streamload.plan.partition import Item, Node, Part, partition, smallest_count
 from streamload.plan.plan import (
@@ -53,6 +54,7 @@ class DeviceSpec:
         host_visible: the CPU writes its memory directly; no staging.
         shared_memory: its memory is the host's, so staging counts against its budget.
         granularity_nbytes: allocations are rounded up to a multiple of this.
+        allocator: how its allocator takes memory from the device.
         largest_allocation_nbytes: the largest single allocation; None for no limit.
         max_transfer_nbytes: the largest single transfer; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
@@ -69,6 +71,7 @@ class DeviceSpec:
     host_visible: bool = True
     shared_memory: bool = True
     granularity_nbytes: int = 1
+    allocator: AllocatorKind = "exact"
     largest_allocation_nbytes: int | None = None
     max_transfer_nbytes: int | None = None
     threads: int = 2
@@ -77,7 +80,7 @@ class DeviceSpec:
     device_casts: frozenset[tuple[str, str]] = frozenset()
 
     def resident(self, nbytes: int) -> int:
-        """Bytes that the allocator takes for a tensor of ``nbytes``."""
+        """Bytes that the allocator counts for a tensor of ``nbytes``."""
         return -(-nbytes // self.granularity_nbytes) * self.granularity_nbytes
 
 
@@ -141,6 +144,10 @@ class DTypePolicy:
             read.append((pattern, dtype))
         return cls(tuple(read), fp16_cast)
 
+    def mentions(self, name: str) -> bool:
+        """Whether a rule decides the dtype of tensor ``name``."""
+        return any(pattern == "*" or fnmatchcase(name, pattern) for pattern, _ in self.rules)
+
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
         if src.kind != "float":
@@ -201,7 +208,7 @@ def make_plan(
     placed.sort(key=lambda entry: entry[:2])
     draft = Plan(
         path=str(checkpoint.path),
-        placements=tuple(placement for _, _, placement in placed),
+        placements=_allocated([placement for _, _, placement in placed], specs),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=host_budget_nbytes,
@@ -229,6 +236,23 @@ def make_plan(
             would_fit=[f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")'],
         )
     return plan
+
+
+def _allocated(
+    placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]
+) -> tuple[Placement, ...]:
+    """Say what each placement takes of its device, where allocators take more than is asked."""
+    out = list(placements)
+    for name, spec in specs.items():
+        if spec.allocator == "exact":
+            continue  # `_place` has rounded
+        fresh = [i for i, p in enumerate(out) if p.device == name and p.action != "in_place"]
+        sizes = (out[i].nbytes for i in fresh)
+        for i, nbytes in zip(
+            fresh, taken(spec.allocator, spec.granularity_nbytes, sizes), strict=True
+        ):
+            out[i] = replace(out[i], resident_nbytes=nbytes)
+    return tuple(out)
 
 
 def _first_byte(

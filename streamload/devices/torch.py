@@ -1,0 +1,815 @@
+"""torch's devices, tensors and modules.
+
+The CPU is written in place. Every other backend is staged: on CUDA through page-locked memory that
+is copied on a stream of its own, elsewhere through plain memory and blocking copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.metadata
+import math
+import mmap
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from streamload.devices.base import (
+    Device,
+    DeviceInfo,
+    DTypeStatus,
+    Parameter,
+    ProbeResult,
+    Staging,
+    Ticket,
+    environment,
+)
+from streamload.dtypes import BY_NAME, DType
+from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+from streamload.plan.allocators import AllocatorKind
+
+# torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
+# checkpoint's shapes are those of whole bytes
+_TO_TORCH: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name, dtype in BY_NAME.items()
+    if dtype.bits >= 8 and hasattr(torch, name)
+}
+_FROM_TORCH = {dtype: name for name, dtype in _TO_TORCH.items()}
+_UNSUPPORTED = frozenset(BY_NAME) - frozenset(_TO_TORCH)
+
+_CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
+_CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
+_MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
+
+# Pairs worth a probe: narrow sources, so that every code can be tried.
+_DEVICE_CASTS = (
+    ("bfloat16", "float16"),
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("float16", "bfloat16"),
+    ("float8_e4m3fn", "float16"),
+    ("float8_e4m3fn", "bfloat16"),
+    ("float8_e5m2", "float16"),
+    ("float8_e5m2", "bfloat16"),
+)
+
+# Environment variables (beginnings of their names) that change what a device can do.
+_SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: a flat uint8 tensor over the same memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
+
+
+class _HostStaging:
+    """A page-aligned anonymous map: unlike torch's own pinned memory, it is given back."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, max(nbytes, 1))
+        self.view = memoryview(self._map)[:nbytes]
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.tensor
+        with suppress(BufferError):  # an error's traceback refers to it: it goes then
+            self.view.release()
+            self._map.close()
+
+
+class _PinnedStaging(_HostStaging):
+    """Page-locked memory with a stream of its own."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes)
+        self._pinned = False
+        try:
+            with torch.cuda.device(device):
+                _check_cudart(
+                    torch.cuda.cudart().cudaHostRegister(self.address, max(nbytes, 1), 0),
+                    f"cudaHostRegister of {nbytes} bytes",
+                )
+                self._pinned = True
+                self.stream = torch.cuda.Stream(device)
+        except RuntimeError as error:
+            self.close()
+            raise AllocationError("staging", _first_line(error), nbytes=nbytes) from error
+
+    def close(self) -> None:
+        """Unlock the memory and give it back."""
+        if self._pinned:
+            self._pinned = False
+            status = torch.cuda.cudart().cudaHostUnregister(self.address)
+            super().close()
+            _check_cudart(status, "cudaHostUnregister")
+        else:
+            super().close()
+
+
+def _check_cudart(status: Any, call: str) -> None:
+    if int(status) != 0:
+        raise DeviceError("cuda", f"{call}: error {int(status)}")
+
+
+class _Done:
+    """The ticket of a copy that has finished."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_DONE = _Done()
+
+
+class _EventTicket:
+    """A copy on a CUDA stream."""
+
+    def __init__(self, name: str, event: Any) -> None:
+        self._name, self._event = name, event
+
+    def wait(self) -> None:
+        """Return when the copy has finished."""
+        try:
+            self._event.synchronize()
+        except RuntimeError as error:
+            raise DeviceError(self._name, f"a copy failed: {_first_line(error)}") from error
+
+
+class TorchDevice:
+    """Any backend, by torch's generic calls from the calling thread."""
+
+    host_visible = False
+    threads = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.torch_device = torch.device(name)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is and has, where torch tells."""
+        free = total = None
+        ask = self._call("mem_get_info")
+        if ask is not None:
+            with suppress(RuntimeError, NotImplementedError):
+                free, total = ask(self.torch_device)
+        return DeviceInfo(
+            name=self.name,
+            framework="torch",
+            description=self.torch_device.type,
+            host_visible=self.host_visible,
+            shared_memory=self.torch_device.type in ("cpu", "mps"),
+            free_nbytes=free,
+            total_nbytes=total,
+            threads=self.threads,
+            native_bf16="bfloat16" not in _UNSUPPORTED,
+            unsupported=_UNSUPPORTED,
+        )
+
+    def _call(self, name: str) -> Callable[..., Any] | None:
+        """A function of the backend's module (torch.xpu, torch.mps, ...), where it has it."""
+        found: Callable[..., Any] | None = getattr(
+            getattr(torch, self.torch_device.type, None), name, None
+        )
+        return found
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor."""
+        try:
+            return torch.empty(shape, dtype=_TO_TORCH[dtype.name], device=self.torch_device)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            nbytes = dtype.nbytes(math.prod(shape))
+            raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
+
+    def window(
+        self, buffer: torch.Tensor, start: int, stop: int
+    ) -> AbstractContextManager[memoryview]:
+        """The CPU only."""
+        raise DeviceError(self.name, "its memory cannot be written by the CPU")
+
+    def staging(self, nbytes: int) -> Staging:
+        """Plain host memory."""
+        return _HostStaging(nbytes)
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
+    ) -> Ticket:
+        """A blocking copy."""
+        assert isinstance(staging, _HostStaging)
+        target = _flat_bytes(buffer)[offset : offset + nbytes]
+        with self._translated("a copy"):
+            target.copy_(staging.tensor[start : start + nbytes])
+            self.synchronize()
+        return _DONE
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: torch.Tensor,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """Bring raw bits up, and let torch cast them there."""
+        assert isinstance(staging, _HostStaging)
+        with self._translated("a cast"):
+            raw = staging.tensor[start : start + nbytes].to(self.torch_device, copy=True)
+            size = dst.nbytes(nbytes // src.itemsize)
+            target = _flat_bytes(buffer)[offset : offset + size].view(_TO_TORCH[dst.name])
+            target.copy_(raw.view(_TO_TORCH[src.name]))
+            self.synchronize()
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """Raise DeviceError for what torch raises."""
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, DeviceError):
+                raise
+            raise DeviceError(self.name, f"{what} failed: {_first_line(error)}") from error
+
+    def read(self, buffer: torch.Tensor, start: int, stop: int) -> bytes:
+        """Read raw bytes back."""
+        if start == stop:
+            return b""
+        with self._translated("reading"):
+            return bytes(_flat_bytes(buffer.detach())[start:stop].cpu().numpy())
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Let go of the memory, whoever still holds the tensor."""
+        buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        self.trim()
+
+    def trim(self) -> None:
+        """Hand back what the backend's allocator keeps, where it has such a call."""
+        empty_cache = self._call("empty_cache")
+        if empty_cache is not None:
+            empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        synchronize = self._call("synchronize")
+        if synchronize is not None:
+            synchronize()
+
+    def allocated_nbytes(self) -> int | None:
+        """Unknown."""
+        return None
+
+    def counters(self) -> Mapping[str, int]:
+        """None."""
+        return {}
+
+
+class CPUDevice(TorchDevice):
+    """Host memory, written in place."""
+
+    host_visible = True
+    threads = 16
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is.
+
+        torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range,
+        unless the CPU multiplies it and lacks bfloat16.
+        """
+        return DeviceInfo(
+            name=self.name,
+            framework="torch",
+            description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
+            granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
+            threads=self.threads,
+            native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
+            unsupported=_UNSUPPORTED,
+        )
+
+    @contextmanager
+    def window(self, buffer: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
+        """The tensor's own bytes."""
+        array = (ctypes.c_ubyte * (stop - start)).from_address(buffer.data_ptr() + start)
+        view = memoryview(array).cast("B")
+        try:
+            yield view
+        finally:
+            with suppress(BufferError):  # the traceback of an error still refers to it
+                view.release()
+
+    def trim(self) -> None:
+        """Hand freed heap memory back to the kernel, where the C library can."""
+        if _malloc_trim is not None:
+            _malloc_trim(0)
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+#: torch's own questions to the CPU, by dtype; which of them exist depends on its version.
+_CPU_FEATURES = {
+    "bfloat16": ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported"),
+    "float16": ("_is_amx_fp16_supported", "_is_avx512_fp16_supported"),
+}
+
+
+def _cpu_multiplies(dtype: str) -> bool:
+    """Whether the CPU has instructions that multiply a 16-bit float, as torch found."""
+    for name in _CPU_FEATURES[dtype]:
+        found = getattr(torch.cpu, name, None) or getattr(torch._C._cpu, name, None)
+        if found is not None and found():
+            return True
+    if dtype == "float16":  # Armv8.2 and later list it as "asimdhp"
+        with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return any("asimdhp" in line.split() for line in file)
+    return False
+
+
+class CUDADevice(TorchDevice):
+    """CUDA and ROCm: page-locked slots, each with a stream of its own."""
+
+    threads = 16
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, from the driver and the caching allocator."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        # what the allocator keeps and does not use is free to us
+        spare = torch.cuda.memory_reserved(self.torch_device)
+        spare -= torch.cuda.memory_allocated(self.torch_device)
+        with torch.cuda.device(self.torch_device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return DeviceInfo(
+            name=self.name,
+            framework="torch",
+            description=torch.cuda.get_device_name(self.torch_device),
+            host_visible=False,
+            shared_memory=False,
+            free_nbytes=free + spare,
+            total_nbytes=total,
+            granularity_nbytes=_CUDA_BLOCK_NBYTES,
+            allocator=_cuda_allocator(),
+            threads=self.threads,
+            native_bf16=native,
+            unsupported=_UNSUPPORTED,
+        )
+
+    def staging(self, nbytes: int) -> Staging:
+        """Page-locked memory."""
+        return _PinnedStaging(nbytes, self.torch_device)
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
+    ) -> Ticket:
+        """An asynchronous copy on the slot's stream."""
+        assert isinstance(staging, _PinnedStaging)
+        target = _flat_bytes(buffer)[offset : offset + nbytes]
+        with self._translated("a copy"), torch.cuda.stream(staging.stream):
+            target.copy_(staging.tensor[start : start + nbytes], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(staging.stream)
+        return _EventTicket(self.name, event)
+
+    def trim(self) -> None:
+        """Hand the caching allocator's unused segments back to the driver."""
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        with self._translated("earlier work on the device"):
+            torch.cuda.synchronize(self.torch_device)
+
+    def allocated_nbytes(self) -> int | None:
+        """What the caching allocator has handed out."""
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def counters(self) -> Mapping[str, int]:
+        """The caching allocator's own: they begin with the process, or where they were reset."""
+        return {
+            call.__name__: int(call(self.torch_device))
+            for call in (
+                torch.cuda.max_memory_allocated,
+                torch.cuda.max_memory_reserved,
+                torch.cuda.memory_reserved,
+            )
+        }
+
+
+def _cuda_allocator() -> AllocatorKind:
+    """How torch's allocator on CUDA takes memory from the driver, by its settings."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return "exact"
+    settings = environment(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC"))
+    text = ",".join(settings.values()).replace(" ", "").lower()
+    return "cuda_expandable" if "expandable_segments:true" in text else "cuda_caching"
+
+
+_Slot = tuple[MutableMapping[str, Any], str]  # where a module (or dict) keeps a tensor
+
+_BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
+_KEPT = "_streamload_kept"  # on an invalid entry: whether that object still has its memory
+
+
+class TorchParameter:
+    """Entries of a module, or of a dict, that stand on the same memory.
+
+    The objects stay what they are wherever torch allows that, and with them what refers to them: an
+    optimizer, hooks, attributes.
+
+    Args:
+        names: all names under which the model has it.
+        slots: where those names are.
+        collect: collects garbage cycles, which may hold memory.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        slots: list[_Slot],
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
+        self.names = names
+        self._slots = slots
+        self._collect = collect
+        entry = self._entries()[0]
+        self.device: str | None = None
+        self.nbytes = 0
+        self.fixed = ""
+        self.refused = ""
+        self.span: tuple[int, int, int] | None = None
+        self.keeps: DType | None = None
+        self.invalid = hasattr(entry, _BEFORE)
+        self.refused = _why_refused(entry)
+        if self.refused:
+            self.shape, self.dtype = (), ""
+            return
+        self.shape = tuple(entry.shape)
+        self.dtype = _FROM_TORCH.get(entry.dtype, str(entry.dtype).removeprefix("torch."))
+        if self.invalid and not getattr(entry, _KEPT):
+            return
+        tensor = self._tensors()[0]
+        if tensor.device.type != "meta":
+            self._look(tensor)
+
+    def _look(self, tensor: torch.Tensor) -> None:
+        self.device, self.nbytes = _canonical(tensor.device), tensor.nbytes
+        self.keeps = BY_NAME.get(self.dtype)
+        if tensor.numel():
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.data_ptr()
+            self.span = (0, first, first + (reach + 1) * tensor.element_size())
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            # a view can be written where it lies in one piece; replaced, it would part company
+            self.fixed = "it is a view of a larger tensor"
+            if not tensor.is_contiguous():
+                self.refused = "it is a view of a larger tensor, and not contiguous"
+        elif not tensor.is_contiguous():
+            self.dtype += " (not contiguous)"  # never equal: it is replaced
+
+    def _entries(self) -> list[torch.Tensor]:
+        """What stands in the slots now, each object once."""
+        return list({id(c[k]): c[k] for c, k in self._slots}.values())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """The same, with the objects that stood there before in place of invalid ones."""
+        return [getattr(entry, _BEFORE, entry) for entry in self._entries()]
+
+    def _swap(self, new: Callable[[Any], Any]) -> None:
+        """Put ``new(object)`` in the place of each object."""
+        made: dict[int, Any] = {}
+        for container, key in self._slots:
+            old = container[key]
+            if id(old) not in made:
+                made[id(old)] = new(old)
+            container[key] = made[id(old)]
+
+    def buffer(self) -> torch.Tensor:
+        """The memory that it holds."""
+        return self._tensors()[0].detach()
+
+    def release(self) -> str:
+        """Take the memory out of the parameter, which stays the object that it is."""
+        tensors = self._tensors()
+        storage = tensors[0].untyped_storage()
+        if tensors[0].device.type == "meta" or storage.nbytes() == 0:
+            return ""
+        if self.fixed:
+            return self.fixed
+        memory = StorageWeakRef(storage)
+        del storage
+        seen = tensors[0].dtype, tensors[0].device
+        layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
+        grads = [tensor.grad for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
+            tensor.grad = None  # of the old values
+        if not memory.expired():
+            self._collect()
+        if memory.expired():
+            if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
+                torch.cuda.empty_cache()
+            return ""
+        back = torch.empty(0, dtype=seen[0], device=seen[1])
+        back.set_(torch.UntypedStorage._new_with_weak_ptr(memory.cdata), *layout)
+        for tensor, grad in zip(tensors, grads, strict=True):
+            tensor.data = back
+            tensor.grad = grad
+        return "something else still holds its memory (a graph, a view, another tensor)"
+
+    def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
+        """Put the memory into the objects, or objects like them where torch cannot do that."""
+        self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
+
+    def invalidate(self, keep: bool) -> None:
+        """Put tensors of the meta device in place: they have a shape and no values."""
+
+        def meta(old: torch.Tensor) -> torch.Tensor:
+            before = getattr(old, _BEFORE, old)
+            entry = _like(before, torch.empty(self.shape, dtype=before.dtype, device="meta"))
+            setattr(entry, _BEFORE, before)
+            setattr(entry, _KEPT, keep)
+            return entry
+
+        self._swap(meta)
+        self.invalid = True
+
+    def revive(self) -> None:
+        """Put the objects whose memory was written back in place, and tell autograd."""
+        self._swap(lambda old: getattr(old, _BEFORE, old))
+        for tensor in self._tensors():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _why_refused(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be written as a block of bytes, or ""."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "it has no shape yet: run its lazy module once"
+    if type(tensor.data) is not torch.Tensor:
+        return f"it is a {type(tensor.data).__name__}, not a plain tensor"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"it is quantized, or its layout is not strided ({tensor.layout})"
+    if tensor.is_conj() or tensor.is_neg():
+        return "it is a lazily conjugated or negated view"
+    return ""
+
+
+def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The old object with new memory, or an object like it where torch cannot keep it."""
+    if old.dtype != new.dtype or old.device != new.device:
+        old.grad = None  # autograd takes none of another dtype or place
+    if torch._has_compatible_shallow_copy_type(old, new):  # as torch's own Module.to decides
+        if old.requires_grad and not _can_have_grad(new):
+            old.requires_grad_(False)
+        old.data = new
+        return old
+    return _like(old, new)
+
+
+def _can_have_grad(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """An object over new memory with the class, requires_grad, hooks and attributes of the old."""
+    made: torch.Tensor = new
+    if isinstance(old, nn.Parameter):
+        made = torch.Tensor._make_subclass(
+            type(old), new, old.requires_grad and _can_have_grad(new)
+        )
+    elif old.requires_grad and _can_have_grad(new):
+        made = new.detach().requires_grad_()
+    made.__dict__.update(
+        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _KEPT)}
+    )
+    # the dicts themselves: the handles that remove hooks refer to them
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        registered = getattr(old, hooks, None)
+        if registered:
+            setattr(made, hooks, registered)
+    return made
+
+
+def _canonical(device: torch.device) -> str:
+    index = device.index
+    if index is None and device.type not in ("cpu", "mps", "meta"):
+        index = 0
+    return device.type if index is None or device.type in ("cpu", "mps") else str(device)
+
+
+def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
+    """Parameters and persistent buffers, by their names in ``state_dict``."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                yield dot + key, (child._parameters, key)
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield dot + key, (child._buffers, key)
+
+
+def _dict_slots(model: MutableMapping[str, Any], prefix: str = "") -> Iterator[tuple[str, _Slot]]:
+    for key, value in model.items():
+        if isinstance(value, MutableMapping):
+            yield from _dict_slots(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{key}", (model, key)
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """What tied tensors share: the object, or the memory and what is seen of it."""
+    if _why_refused(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+class TorchFramework:
+    """torch, as `devices.base.Framework`."""
+
+    name = "torch"
+
+    def parameters(self, model: Any) -> list[Parameter]:
+        """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
+
+        Raises:
+            ValueError: the model is something else that holds tensors.
+        """
+        slots: Iterable[tuple[str, _Slot]]
+        if isinstance(model, nn.Module):
+            slots = _module_slots(model)
+        elif isinstance(model, MutableMapping):
+            slots = _dict_slots(model)
+        else:
+            raise ValueError(
+                f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
+            )
+        groups: dict[Any, tuple[list[str], list[_Slot]]] = {}
+        for name, slot in slots:
+            names, found = groups.setdefault(_key(slot[0][slot[1]]), ([], []))
+            names.append(name)
+            found.append(slot)
+        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
+        return [TorchParameter(tuple(names), found, collect) for names, found in groups.values()]
+
+    def unstored(self, model: Any) -> Mapping[str, str]:
+        """The module's non-persistent buffers, with the devices that they are on."""
+        if not isinstance(model, nn.Module):
+            return {}
+        return {
+            f"{prefix}.{key}" if prefix else key: _canonical(buffer.device)
+            for prefix, child in model.named_modules(remove_duplicate=False)
+            for key, buffer in child._buffers.items()
+            if buffer is not None and key in child._non_persistent_buffers_set
+        }
+
+    def canonical(self, name: str) -> str:
+        """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""
+        try:
+            return _canonical(torch.device(name.lower() or self.default_device()))
+        except RuntimeError as error:
+            raise DeviceNotFoundError(name, _first_line(error)) from error
+
+    def device(self, name: str) -> TorchDevice:
+        """Open a device by the fastest way in that it has."""
+        name = self.canonical(name)
+        kind = name.partition(":")[0]
+        if kind == "meta":
+            raise DeviceNotFoundError(name, "it holds no values")
+        try:
+            torch.empty(1, device=name)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise DeviceNotFoundError(name, _first_line(error)) from error
+        return _WAYS.get(kind, TorchDevice)(name)
+
+    def default_device(self) -> str:
+        """The default device that was set in torch; else the first accelerator; else the CPU."""
+        default = torch.get_default_device()
+        if default.type not in ("cpu", "meta"):
+            return _canonical(default)
+        return next(iter(self.candidates()))
+
+    def candidates(self) -> Sequence[str]:
+        """All accelerators, then the CPU."""
+        names = []
+        for kind in ("cuda", "xpu", "mps"):
+            module = getattr(torch, kind, None)
+            if module is not None and module.is_available():
+                count = module.device_count()
+                names += [_canonical(torch.device(kind, index)) for index in range(count)]
+        return [*names, "cpu"]
+
+    def trusted(self, name: str) -> bool:
+        """The CPU, and a backend that this process computes on already."""
+        kind = self.canonical(name).partition(":")[0]
+        initialized = getattr(getattr(torch, kind, None), "is_initialized", None)
+        return kind == "cpu" or (initialized is not None and bool(initialized()))
+
+    def fingerprint(self, name: str) -> str:
+        """Versions of torch and of the driver, and the settings that matter to them."""
+        parts = [str(torch.__version__), str(torch.version.cuda), str(torch.version.hip)]
+        parts += [str(torch.__file__), importlib.metadata.version("torch"), sys.platform]
+        with suppress(OSError), open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            parts.append(file.read())
+        parts += [f"{key}={value}" for key, value in sorted(environment(_SETTINGS).items())]
+        return "\n".join(parts)
+
+    def tensor(
+        self, device: Device, buffer: torch.Tensor, dtype: DType, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The tensor itself."""
+        return buffer
+
+    def probe(self, name: str, full: bool) -> ProbeResult:
+        """Add numbers on the device; with ``full`` try every dtype and cast on real buffers."""
+        name = self.canonical(name)
+        try:
+            device = self.device(name)
+            found = (torch.tensor([1.0, 2.0, 3.0], device=name) + 1).tolist()
+            if found != [2.0, 3.0, 4.0]:
+                return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
+        except Exception as error:
+            # the problem alone: who reports this result names the device
+            problem = error.problem if isinstance(error, DeviceError) else _first_line(error)
+            return ProbeResult(name, False, problem)
+        if not full:
+            return ProbeResult(name, True)
+        statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(_UNSUPPORTED), "absent")
+        for ours in _TO_TORCH:
+            statuses[ours] = _dtype_status(device, ours)
+        casts = tuple(pair for pair in _DEVICE_CASTS if _casts_exactly(device, *pair))
+        return ProbeResult(name, True, "", statuses, casts)
+
+
+_WAYS: dict[str, type[TorchDevice]] = {"cpu": CPUDevice, "cuda": CUDADevice}
+
+
+def _filled(device: TorchDevice, dtype: DType, data: bytes) -> torch.Tensor:
+    tensor = device.allocate(dtype, (len(data) // dtype.itemsize,))
+    _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return tensor
+
+
+def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:
+    """Write ones to a real buffer, double them on the device, read the bytes back."""
+    import numpy as np
+
+    dtype = BY_NAME[name]
+    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
+    try:
+        tensor = _filled(device, dtype, one)
+        doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
+        if device.read(doubled.contiguous(), 0, len(one)) != (one if dtype.kind == "bool" else two):
+            return "broken"
+    except Exception:  # torch has few operations for some dtypes
+        return "broken"
+    if name in _CPU_FEATURES and device.name == "cpu":
+        return "native" if _cpu_multiplies(name) else "emulated"
+    return "emulated" if name == "bfloat16" and not device.info.native_bf16 else "native"
+
+
+def _casts_exactly(device: TorchDevice, src_name: str, dst_name: str) -> bool:
+    """Compare the device's cast of every code with the reference, NaN payloads aside."""
+    import numpy as np
+
+    if not {src_name, dst_name} <= _TO_TORCH.keys():
+        return False
+    src, dst = BY_NAME[src_name], BY_NAME[dst_name]
+    codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
+    with np.errstate(all="ignore"):
+        want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)
+    staging = device.staging(len(codes))
+    try:
+        staging.view[:] = codes
+        buffer = device.allocate(dst, (1 << src.bits,))
+        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
+        found = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
+    except DeviceError:
+        return False
+    finally:
+        staging.close()
+    same = found.view(f"u{dst.itemsize}") == want.view(f"u{dst.itemsize}")
+    with np.errstate(all="ignore"):
+        return bool(np.all(same | (np.isnan(want) & np.isnan(found))))
+
+
+FRAMEWORK = TorchFramework()

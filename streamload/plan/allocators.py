@@ -1,0 +1,90 @@
+"""What frameworks' allocators take from a device for what is asked of them.
+
+Sizes and rules of torch's allocator for CUDA: ``c10/cuda/CUDACachingAllocator.cpp``
+(``round_size``, ``get_allocation_size``, ``get_free_block``, ``should_split``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+#: How an allocator takes memory: as much as is asked, rounded; or by torch's rules for CUDA, with
+#: fixed segments or with expandable ones.
+AllocatorKind = Literal["exact", "cuda_caching", "cuda_expandable"]
+
+_MIB = 2**20
+_BLOCK_NBYTES = 512  # kMinBlockSize
+_SMALL_NBYTES = _MIB  # kSmallSize: up to here, blocks come from small segments
+_SMALL_SEGMENT_NBYTES = 2 * _MIB  # kSmallBuffer
+_OWN_SEGMENT_NBYTES = 10 * _MIB  # kMinLargeAlloc: from here on, a segment is as large as its block
+_LARGE_SEGMENT_NBYTES = 20 * _MIB  # kLargeBuffer
+_SEGMENT_ROUNDING_NBYTES = 2 * _MIB  # kRoundLarge
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
+def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:
+    """What each of some allocations takes from the device, one after the other, in bytes.
+
+    Nothing is freed in between, and the allocator begins with no free memory of its own. An
+    allocation that fits into what an earlier one left over takes nothing.
+
+    Args:
+        kind: the allocator's way.
+        granularity_nbytes: sizes are rounded up to a multiple of it ("exact").
+        sizes: what is asked for, in bytes.
+    """
+    if kind == "exact":
+        for nbytes in sizes:
+            yield round_up(nbytes, granularity_nbytes)
+        return
+    pools = {True: _Pool(small=True), False: _Pool(small=False)}
+    for nbytes in sizes:
+        size = max(round_up(nbytes, _BLOCK_NBYTES), _BLOCK_NBYTES) if nbytes else 0
+        pool = pools[size <= _SMALL_NBYTES]
+        yield pool.take(size) if kind == "cuda_caching" else pool.extend(size)
+
+
+class _Pool:
+    """The segments of one of the two pools: what is free in them."""
+
+    def __init__(self, *, small: bool) -> None:
+        self._small = small
+        self._free: list[int] = []  # sizes of free blocks, ascending
+        self._mapped = self._used = 0
+
+    def take(self, size: int) -> int:
+        """Allocate a block; returns the bytes of a new segment, or 0."""
+        if size == 0:
+            return 0
+        grown = 0
+        at = bisect_left(self._free, size)
+        if at < len(self._free):
+            block = self._free.pop(at)
+        else:
+            block = grown = self._segment(size)
+        rest = block - size
+        # should_split: a large block keeps a rest of up to 1 MiB to itself
+        if rest >= _BLOCK_NBYTES if self._small else rest > _SMALL_NBYTES:
+            insort(self._free, rest)
+        return grown
+
+    def _segment(self, size: int) -> int:
+        if self._small:
+            return _SMALL_SEGMENT_NBYTES
+        if size < _OWN_SEGMENT_NBYTES:
+            return _LARGE_SEGMENT_NBYTES
+        return round_up(size, _SEGMENT_ROUNDING_NBYTES)
+
+    def extend(self, size: int) -> int:
+        """Allocate from one segment that grows; returns the bytes newly mapped."""
+        self._used += size
+        page = _SMALL_SEGMENT_NBYTES if self._small else _LARGE_SEGMENT_NBYTES
+        grown = max(round_up(self._used, page) - self._mapped, 0)
+        self._mapped += grown
+        return grown
