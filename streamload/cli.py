@@ -20,7 +20,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.devices.base import framework, probe, split_name
+from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
@@ -263,8 +263,9 @@ def load(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A device (CL, CPU, host), several separated by commas, or auto. Default: "
-            "STREAMLOAD_DEVICE, or tinygrad's own choice.",
+            help="A device (CL, CPU and so on are tinygrad's; cuda:0, cpu and so on torch's; "
+            "host), several separated by commas, or auto. Default: STREAMLOAD_DEVICE, or "
+            "tinygrad's own choice.",
             show_default=False,
         ),
     ] = None,
@@ -355,9 +356,9 @@ def devices(
 def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
     """(framework, device) of what was asked for; None stands for all devices."""
     if not names:
-        return [("tinygrad", None), ("host", None)]
+        return [(name, None) for name in ("tinygrad", "torch", "host") if installed(name)]
     split = [split_name(name) for name in names]
-    return [(owner or "tinygrad", name or None) for owner, name in split]
+    return [(owner or spelled_as(name), name or None) for owner, name in split]
 
 
 def _listed(found: Sequence[dict[str, Any]]) -> Iterable[str]:

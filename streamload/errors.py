@@ -249,6 +249,17 @@ class PlanInfeasibleError(BudgetError):
             would_fit=tuple(would_fit),
         )
 
+    def suggesting(self, also: Sequence[str]) -> PlanInfeasibleError:
+        """The same error with more that would fit."""
+        return PlanInfeasibleError(
+            self.device,
+            self.needed_nbytes,
+            self.budget_nbytes,
+            limit=self.limit,
+            largest=self.largest,
+            would_fit=(*self.would_fit, *also),
+        )
+
 
 class BudgetExceededError(BudgetError):
     """A reservation that the ledger refused; nothing was allocated for it.

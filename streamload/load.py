@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -20,7 +20,12 @@ from streamload.devices.base import (
     framework_of,
 )
 from streamload.dtypes import DType
-from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
+from streamload.errors import (
+    LoadState,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    StreamloadError,
+)
 from streamload.lookup import CastArgument, Devices, bf16_is_undecided, open_devices
 from streamload.mapping import MappingArgument, Rename, Source, sources
 from streamload.match import Match, incoherent, want_of
@@ -40,6 +45,7 @@ from streamload.progress import Progress, reporting
 from streamload.report import Clock, LoadReport, Meter, device_map
 from streamload.stream import deferred_interrupt, stream
 from streamload.target import ModelTarget
+from streamload.units import format_bytes
 
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
 
@@ -343,10 +349,20 @@ class _Load:
         engine, notes = _host_cast(checkpoint, wants, options)
         free = [want.source[0].tensor for want in wants if want.dtype is None]
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
-        specs = devices.specs(
-            options.budget, options.policy, options.cast, held, bf16_undecided=undecided
-        )
-        made = options.plan(checkpoint, wants, specs, tied, engine)
+
+        def planned(over: Devices) -> Plan:
+            specs = over.specs(
+                options.budget, options.policy, options.cast, held, bf16_undecided=undecided
+            )
+            return options.plan(checkpoint, wants, specs, tied, engine)
+
+        try:
+            made = planned(devices)
+        except PlanInfeasibleError as error:
+            wider = _wider(devices, planned)
+            if wider is None:
+                raise
+            raise error.suggesting([wider]) from None
         devices.check_buffers(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
@@ -444,6 +460,16 @@ class _Load:
             notes=made.notes,
             state_dict={p.name: tensors[p.name] for p in made.placements} if tensors else {},
         )
+
+
+def _wider(devices: Devices, planned: Callable[[Devices], Plan]) -> str | None:
+    """What to ask for where a plan does not fit, but would with more of this machine's devices."""
+    for more in devices.widened():
+        with suppress(PlanInfeasibleError):
+            made = planned(more)
+            shares = ", ".join(f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
+            return f"device={list(more.opened)} ({shares})"
+    return None
 
 
 def _on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -102,6 +103,18 @@ class Devices:
                 )
             )
         return out
+
+    def widened(self) -> Iterator[Devices]:
+        """The same with one more of the machine's devices each time, while there are any.
+
+        Only those on which computing is known to be harmless: a probe here would cost seconds.
+        """
+        opened = dict(self.opened)
+        for name in self.framework.candidates():
+            if name not in opened and self.framework.trusted(name):
+                with suppress(DeviceError):
+                    opened[name] = self.framework.device(name)
+                    yield Devices(self.framework, dict(opened))
 
     def check_buffers(self, plan: Plan) -> None:
         """Raise DeviceError where a device cannot hold as many buffers as a plan allocates."""

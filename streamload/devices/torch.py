@@ -775,16 +775,22 @@ def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:
 
     dtype = BY_NAME[name]
     one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
+    status: DTypeStatus = "native"
     try:
         tensor = _filled(device, dtype, one)
-        doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
+        try:
+            doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
+        except (RuntimeError, NotImplementedError):
+            # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
+            wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
+            doubled, status = (wide + wide).to(tensor.dtype), "emulated"
         if device.read(doubled.contiguous(), 0, len(one)) != (one if dtype.kind == "bool" else two):
             return "broken"
-    except Exception:  # torch has few operations for some dtypes
+    except Exception:  # each backend raises what it likes
         return "broken"
     if name in _CPU_FEATURES and device.name == "cpu":
         return "native" if _cpu_multiplies(name) else "emulated"
-    return "emulated" if name == "bfloat16" and not device.info.native_bf16 else "native"
+    return "emulated" if name == "bfloat16" and not device.info.native_bf16 else status
 
 
 def _casts_exactly(device: TorchDevice, src_name: str, dst_name: str) -> bool:

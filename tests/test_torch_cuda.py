@@ -1,0 +1,214 @@
+"""torch on CUDA: the right bits, within the prediction. Skipped on machines without a GPU."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+import streamload
+from streamload.errors import AllocationError, PlanInfeasibleError
+from streamload.plan.allocators import taken
+from streamload.verify import verify
+
+torch = needs.module("torch")
+if not torch.cuda.is_available():  # CI has none: what needs no GPU is in test_torch_staged.py
+    pytest.skip("no CUDA device here", allow_module_level=True)
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    """Every test begins with an empty allocator."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+
+
+def nn_model(path: Path, device: str = "meta", dtype: Any = None) -> Any:
+    """A module that has the parameters of a Llama-shaped checkpoint, and does not run."""
+    config = json.loads((path / "config.json").read_text())
+    dim, ff = config["hidden_size"], config["intermediate_size"]
+    kv = dim // config["num_attention_heads"] * config["num_key_value_heads"]
+    nn = torch.nn
+
+    def linear(rows: int, columns: int) -> Any:
+        return nn.Linear(columns, rows, bias=False)
+
+    def layer() -> Any:
+        attention = {"q_proj": linear(dim, dim), "k_proj": linear(kv, dim)}
+        attention |= {"v_proj": linear(kv, dim), "o_proj": linear(dim, dim)}
+        mlp = {"gate_proj": linear(ff, dim), "up_proj": linear(ff, dim)}
+        mlp |= {"down_proj": linear(dim, ff)}
+        norms = {f"{n}_layernorm": nn.RMSNorm(dim) for n in ("input", "post_attention")}
+        parts = {"self_attn": nn.ModuleDict(attention), "mlp": nn.ModuleDict(mlp)}
+        return nn.ModuleDict(parts | norms)
+
+    with torch.device(device):
+        inner = {
+            "embed_tokens": nn.Embedding(config["vocab_size"], dim),
+            "layers": nn.ModuleList(layer() for _ in range(config["num_hidden_layers"])),
+            "norm": nn.RMSNorm(dim),
+        }
+        model = nn.ModuleDict(
+            {"model": nn.ModuleDict(inner), "lm_head": linear(config["vocab_size"], dim)}
+        )
+    return model if dtype is None else model.to(dtype)
+
+
+def check(report: Any, path: Path, model: Any = None) -> None:
+    """Bit for bit, and nothing above the prediction by torch's own counter."""
+    assert verify(report, streamload.open_checkpoint(path), model) == []
+    for d in report.plan.devices:
+        if d.device.startswith("cuda"):
+            assert report.held_nbytes[d.device] <= d.peak_nbytes
+
+
+@pytest.mark.parametrize("dtype", [None, "float16", "float32"])
+def test_a_meta_module_arrives_bit_for_bit(
+    tmp_checkpoint: Callable[..., Path], dtype: str | None
+) -> None:
+    """Raw, narrowed and widened; the device's peak is the prediction at most."""
+    path = tmp_checkpoint(150_000_000, shards=3)
+    model = nn_model(path)
+    report = streamload.load_state_dict(model, path, budget="2GB", device="cuda:0", dtype=dtype)
+    check(report, path, model)
+    assert report.device_map == {"": 0}
+    predicted = report.predicted_nbytes["cuda:0"]
+    assert torch.cuda.max_memory_reserved() <= predicted
+    assert torch.cuda.memory_reserved() == report.resident_nbytes
+    counters = report.allocators["cuda:0"]
+    assert counters["max_memory_allocated"] == torch.cuda.max_memory_allocated() <= predicted
+    assert "max_memory_reserved" in str(report)
+
+
+def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> None:
+    """The same memory, also after earlier kernels that still read it were queued."""
+    path = tmp_checkpoint(100_000_000)
+    model = nn_model(path)
+    streamload.load_state_dict(model, path, budget="1GB", device="cuda:0")
+    weight = model["lm_head"].weight
+    pointers = [p.data_ptr() for p in model.parameters()]
+    x = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        x = x @ x / 64
+    copy = weight.detach() * 2
+    with torch.no_grad():
+        weight.zero_()
+    report = streamload.load_state_dict(model, path, budget="1GB")
+    assert {p.action for p in report.plan.placements} == {"in_place"}
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+    assert torch.equal(copy, weight.detach() * 2)
+    check(report, path, model)
+
+
+@pytest.mark.parametrize("old", ["float32", "float16"])
+def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> None:
+    """A model of another dtype is replaced within its own size or the new one's, and some."""
+    path = tmp_checkpoint(400_000_000)
+    model = nn_model(path, "cuda", getattr(torch, old))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    new = {"float32": "bfloat16", "float16": "float32"}[old]
+    report = streamload.load_state_dict(model, path, budget="2GB", dtype=new)
+    assert {p.action for p in report.plan.placements} == {"replace"}
+    check(report, path, model)
+    most = max(before, report.predicted_nbytes["cuda:0"])
+    assert torch.cuda.max_memory_reserved() <= most + 20 * MIB
+
+
+@pytest.mark.parametrize("cast", ["llvm", "numpy", "device"])
+def test_every_cast_gives_the_same_bits(tmp_checkpoint: Callable[..., Path], cast: str) -> None:
+    """On the way, and by the device's own cast."""
+    path = tmp_checkpoint(30_000_000, extremes=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        report = streamload.load_state_dict(
+            None, path, budget="1GB", device="cuda:0", dtype="float16", cast=cast
+        )
+    assert all(p.cast == cast for p in report.plan.placements)
+    check(report, path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_allocator_takes_what_was_planned(seed: int) -> None:
+    """Random allocations in turn: reserved memory grows as the plan says, each time."""
+    rng = random.Random(seed)
+    sizes = [
+        rng.choice((rng.randrange(4096), rng.randrange(3 * MIB), rng.randrange(64 * MIB)))
+        for _ in range(100)
+    ]
+    kept = []
+    for nbytes, grown in zip(sizes, taken("cuda_caching", 512, sizes), strict=True):
+        before = torch.cuda.memory_reserved()
+        kept.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+        assert torch.cuda.memory_reserved() - before == grown, nbytes
+
+
+def test_what_does_not_fit_names_what_would(tmp_checkpoint: Callable[..., Path]) -> None:
+    """Nothing is allocated, and the device beside it is suggested."""
+    path = tmp_checkpoint(60_000_000)
+    torch.empty(1, device="cuda")
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(PlanInfeasibleError, match=r"cuda:0.*would fit") as caught:
+        streamload.load_state_dict(None, path, budget="50MB", device="cuda:0")
+    assert any("'cpu'" in s or "'cuda:1'" in s for s in caught.value.would_fit)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_two_devices_share_a_model(tmp_checkpoint: Callable[..., Path]) -> None:
+    """Each holds its part, right, and the map has accelerate's form."""
+    path = tmp_checkpoint(100_000_000)
+    model = nn_model(path)
+    other = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
+    report = streamload.load_state_dict(
+        model, path, device=["cuda:0", other], budget={"cuda:0": "90MB", other: "90MB"}
+    )
+    check(report, path, model)
+    places = {p.device.type + str(p.device.index) for p in model.parameters()}
+    assert len(places) == 2
+    assert report.device_map["model.embed_tokens"] == 0
+    assert report.device_map["lm_head"] == (1 if other == "cuda:1" else "cpu")
+
+
+def test_memory_that_torch_refuses(tmp_checkpoint: Callable[..., Path]) -> None:
+    """An allocation that fails in the middle leaves every parameter in a stated condition."""
+    path = tmp_checkpoint(200_000_000)
+    model = nn_model(path)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(100_000_000 / total)
+    try:
+        with pytest.raises(AllocationError) as caught:
+            streamload.load_state_dict(model, path, device="cuda:0", budget="1GB")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    state = caught.value.state
+    loaded = {n for n, p in model.named_parameters() if not p.is_meta}
+    assert set(state.loaded) == loaded
+    assert set(state.untouched) == {n for n, p in model.named_parameters() if p.is_meta}
+    report = streamload.load_state_dict(model, path, device="cuda:0", budget="1GB")
+    check(report, path, model)
+
+
+def test_the_host_holds_a_little(tmp_checkpoint: Callable[..., Path]) -> None:
+    """Staging is within its budget, and given back."""
+    path = tmp_checkpoint(500_000_000)
+    torch.zeros(1, device="cuda")
+    report = streamload.load_state_dict(
+        None, path, device="cuda:0", budget=streamload.Budget("1GB", host="16MiB")
+    )
+    assert report.held_nbytes["staging"] <= 16 * MIB
+    again = streamload.load_state_dict(None, path, device="cuda:0", budget="1GB")
+    assert again.measured_nbytes["process"] <= 100_000_000
+    check(again, path)
