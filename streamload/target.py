@@ -65,6 +65,9 @@ class ModelTarget:
         for index, p in enumerate(made.placements):
             if p.action == "replace" and made.device(p.device).release_first:
                 self._release(index)
+        for d in made.devices:
+            if d.release_first:
+                self._devices[d.device].trim()
 
     def _release(self, index: int) -> str:
         if index in self._released:

@@ -81,14 +81,14 @@ def test_a_meta_module_arrives_bit_for_bit(
     path = tmp_checkpoint(150_000_000, shards=3)
     model = nn_model(path)
     report = streamload.load_state_dict(model, path, budget="2GB", device="cuda:0", dtype=dtype)
-    check(report, path, model)
-    assert report.device_map == {"": 0}
     predicted = report.predicted_nbytes["cuda:0"]
-    assert torch.cuda.max_memory_reserved() <= predicted
-    assert torch.cuda.memory_reserved() == report.resident_nbytes
     counters = report.allocators["cuda:0"]
     assert counters["max_memory_allocated"] == torch.cuda.max_memory_allocated() <= predicted
+    assert torch.cuda.max_memory_reserved() <= predicted
+    assert torch.cuda.memory_reserved() == report.resident_nbytes
+    assert report.device_map == {"": 0}
     assert "max_memory_reserved" in str(report)
+    check(report, path, model)
 
 
 def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> None:
@@ -113,7 +113,7 @@ def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> N
 
 @pytest.mark.parametrize("old", ["float32", "float16"])
 def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> None:
-    """A model of another dtype is replaced within its own size or the new one's, and some."""
+    """A model of another dtype is replaced within its own size or the new one's."""
     path = tmp_checkpoint(400_000_000)
     model = nn_model(path, "cuda", getattr(torch, old))
     gc.collect()
@@ -122,16 +122,16 @@ def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> 
     torch.cuda.reset_peak_memory_stats()
     new = {"float32": "bfloat16", "float16": "float32"}[old]
     report = streamload.load_state_dict(model, path, budget="2GB", dtype=new)
+    assert torch.cuda.max_memory_reserved() <= max(before, report.predicted_nbytes["cuda:0"])
     assert {p.action for p in report.plan.placements} == {"replace"}
+    assert report.plan.device("cuda:0").release_first
     check(report, path, model)
-    most = max(before, report.predicted_nbytes["cuda:0"])
-    assert torch.cuda.max_memory_reserved() <= most + 20 * MIB
 
 
 @pytest.mark.parametrize("cast", ["llvm", "numpy", "device"])
 def test_every_cast_gives_the_same_bits(tmp_checkpoint: Callable[..., Path], cast: str) -> None:
     """On the way, and by the device's own cast."""
-    path = tmp_checkpoint(30_000_000, extremes=True)
+    path = tmp_checkpoint(30_000_000, plant_extremes=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         report = streamload.load_state_dict(

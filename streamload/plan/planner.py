@@ -414,9 +414,7 @@ def _fit(
         [draft.chunk_nbytes]
         + [spec.max_transfer_nbytes for spec in specs.values() if spec.max_transfer_nbytes]
     )
-    base = {
-        name: _timeline(ps, max(specs[name].budget_nbytes, 0)) for name, ps in by_device.items()
-    }
+    base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     whole = sum(
         slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape)))) for p in draft.placements
     )
@@ -468,8 +466,9 @@ def _room(spec: DeviceSpec, held_nbytes: int, peak_nbytes: int) -> int:
     return room
 
 
-def _timeline(placements: Sequence[Placement], budget_nbytes: int) -> tuple[int, int, bool]:
+def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, int, bool]:
     """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
+    budget_nbytes = max(spec.budget_nbytes, 0)
     held = sum(
         p.released_nbytes + (p.resident_nbytes if p.action == "in_place" else 0) for p in placements
     )
@@ -478,6 +477,9 @@ def _timeline(placements: Sequence[Placement], budget_nbytes: int) -> tuple[int,
         now -= p.released_nbytes
         now += p.resident_nbytes if p.action != "in_place" else 0
         peak = max(peak, now)
+    if spec.allocator != "exact" and any(p.released_nbytes for p in placements):
+        # what goes one by one leaves holes in segments, which larger ones do not fit into
+        return held, now, True
     if peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
