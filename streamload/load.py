@@ -76,21 +76,25 @@ def load_state_dict(
     they are released, one parameter at a time, before the new ones are allocated.
 
     Args:
-        model: a tinygrad object as ``nn.state.get_state_dict`` sees it, a dict of tensors, or
-            None; then the report's ``state_dict`` holds the tensors by name.
+        model: a torch module (on the meta device, the CPU or others), a tinygrad object as
+            ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
+            report's ``state_dict`` holds the tensors by name.
         path: a ``.safetensors`` file, a folder, an index, ``org/name`` in the local Hugging Face
             cache, or an open `Checkpoint`.
         budget: most bytes on the device when the load is done and meanwhile: a number, "3GB",
             "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
             free, less a reserve. Staging and scratch count too where the device shares the host's
             memory; elsewhere staging counts against ``Budget(host=...)``.
-        device: "CL", "CPU", "CPU:1", "tinygrad:CL", "host", a list of devices that the layers are
-            split over, or "auto" for the first that works. None: where the model's parameters
-            are, else ``STREAMLOAD_DEVICE``, else tinygrad's default.
+        device: "cuda:0", "cpu", "torch:xpu:0" (torch's), "CL", "CPU", "CPU:1", "tinygrad:CUDA"
+            (tinygrad's), "host" (numpy's), a list of devices that the layers are split over, or
+            "auto" for the first that works. None: where the model's parameters are, else
+            ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
+            tinygrad's.
         dtype: a dtype's name, "checkpoint", or patterns by name, the first that matches deciding:
             ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes unchanged.
-            None: bfloat16 stays where the device computes in it natively and becomes float16
-            elsewhere; everything else stays as it is.
+            None: what holds memory in a torch model keeps its dtype; otherwise bfloat16 stays
+            where the device computes in it natively and becomes float16 elsewhere, and everything
+            else stays as it is in the checkpoint.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.

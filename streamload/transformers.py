@@ -1,0 +1,748 @@
+"""Models of transformers: `from_pretrained`, streamed under a budget.
+
+transformers builds the model, names its weights, ties them, and computes the buffers that no
+checkpoint holds; streamload moves the bytes. Written against transformers 5.1 to 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import importlib
+import importlib.util
+import logging
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers import initialization
+
+from streamload.cast.table import OutOfRange
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.readers import ReaderKind
+from streamload.devices.base import environment_fp16_cast, framework
+from streamload.dtypes import BF16, F16, DType, parse_dtype
+from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
+from streamload.load import DTypeArgument, load_state_dict
+from streamload.lookup import CastArgument, open_devices
+from streamload.mapping import Source
+from streamload.match import _same_bytes
+from streamload.plan.budget import Budget, BudgetLike
+from streamload.plan.plan import RowRange
+from streamload.plan.planner import DEFAULT_CHUNK_NBYTES, DTypePolicy
+from streamload.progress import Progress
+from streamload.report import LoadReport
+
+try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        build_glob_alternation,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    _plan_of_dtypes = transformers.PreTrainedModel._get_dtype_plan
+    _leave_out_what_is_ignored = transformers.PreTrainedModel._adjust_missing_and_unexpected_keys
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        "streamload.transformers needs transformers 5.1 or later, whose loader says how it names "
+        f"and fuses weights; this is {transformers.__version__}"
+    ) from error
+
+__all__ = ["from_pretrained"]
+
+_log = logging.getLogger("streamload")
+
+# Columns that stand for a row of any length when transformers' operations are tried on row
+# numbers: the fewest with which halving and interleaving the columns cannot be overlooked.
+_COLUMNS = 4
+
+_COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes as its default
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    budget: BudgetLike = None,
+    device: str | Sequence[str] | None = None,
+    dtype: DTypeArgument | torch.dtype = None,
+    model_class: Any = None,
+    config: Any = None,
+    attn_implementation: str | None = None,
+    out_of_range: OutOfRange = "inf",
+    cast: CastArgument = "auto",
+    reader: ReaderKind = "auto",
+    strict: bool = True,
+    progress: Progress = "auto",
+    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    threads: int | None = None,
+) -> Any:
+    """Load a model of transformers, streamed under a budget in bytes.
+
+    What comes back is what transformers' own ``from_pretrained`` gives: the same class, weights,
+    ties, buffers and generation config, in evaluation mode. Nothing is downloaded.
+
+    Args:
+        path: a folder with ``config.json`` and safetensors files, one of those files, an index, or
+            ``org/name`` in the local Hugging Face cache.
+        budget: most bytes of weights on each device, as in `streamload.load_state_dict`. Buffers
+            that no checkpoint holds come on top; they are small.
+        device: "cuda:0", "cpu" or another of torch's; a list of devices that the layers are split
+            over, dispatched by accelerate. None: ``STREAMLOAD_DEVICE``, else torch's default, else
+            the first accelerator, else the CPU.
+        dtype: a dtype's name, "checkpoint", a ``torch.dtype``, or patterns by the checkpoint's
+            names, the first that matches deciding. None: the one dtype that the checkpoint's
+            floats have, or where they have several, the one in ``config.json``; bfloat16 becomes
+            float16 where a device does not compute in it. What transformers keeps in float32 in a
+            16-bit model stays so, except under "checkpoint" and patterns other than ``"*"``.
+        model_class: a class of transformers, an Auto class or one of your own; None takes the one
+            that ``config.json`` names.
+        config: a configuration to use in place of ``config.json``; it is copied.
+        attn_implementation: "eager", "sdpa", ...; None lets transformers choose.
+        out_of_range: as in `streamload.load_state_dict`.
+        cast: as in `streamload.load_state_dict`.
+        reader: as in `streamload.load_state_dict`.
+        strict: missing and unexpected names and other shapes are an error, except for names that
+            the model's class says may be ignored. With False, what matches is loaded, the rest is
+            initialised as transformers does it, at random, and the report names it.
+        progress: as in `streamload.load_state_dict`.
+        chunk_nbytes: as in `streamload.load_state_dict`.
+        threads: as in `streamload.load_state_dict`.
+
+    Returns:
+        The model, a ``transformers.PreTrainedModel``; its ``streamload_report`` is the
+        `LoadReport`, and with several devices its ``hf_device_map`` says what is where.
+
+    Raises:
+        CheckpointError: there is no configuration or no class for it, the checkpoint is quantised
+            or needs code of its own, or it is not what it should be.
+        StateDictMismatchError: names or shapes do not match, or transformers makes a parameter of
+            the checkpoint's tensors in a way that is not a choice of rows; before any data is
+            loaded.
+        PlanInfeasibleError: it does not fit; before any data is loaded or memory allocated.
+        BudgetExceededError: something holds memory that the plan counts on.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        OutOfRangeError: under ``out_of_range="error"``.
+        DeviceError: a device is not there, does not work or failed, or there are several and
+            accelerate is not installed.
+        ValueError: an argument is not what it should be.
+    """
+    if not isinstance(strict, bool):
+        raise ValueError(f"strict is True or False, not {strict!r}")
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
+    _check_accelerate(device)
+    checkpoint = open_checkpoint(path)
+    config = _configuration(checkpoint, config)
+    config.name_or_path = os.fsdecode(path)
+    chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, device, cast)
+    model = _on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)
+    names = _Names.of(model, checkpoint)
+    names.check(model, checkpoint, strict)
+    _untie_what_differs(model, checkpoint, names)
+    report = load_state_dict(
+        model,
+        checkpoint,
+        budget=budget,
+        device=device,
+        dtype=chosen.rules(model, checkpoint, names),
+        out_of_range=out_of_range,
+        cast=cast,
+        reader=reader,
+        rename=lambda name: name if name in names.fill else None,
+        mapping=names.fill,
+        strict=False,  # `names.check` knows what may be ignored
+        progress=progress,
+        chunk_nbytes=chunk_nbytes,
+        threads=threads,
+    )
+    _initialise_the_rest(model, checkpoint, report)
+    _finish(model, checkpoint, names, report)
+    return model
+
+
+def _check_accelerate(device: object) -> None:
+    """Raise DeviceError for several devices where accelerate is not installed."""
+    if device is None or isinstance(device, str) or not isinstance(device, Sequence):
+        return
+    if len(device) > 1 and importlib.util.find_spec("accelerate") is None:
+        raise DeviceError(
+            ", ".join(map(str, device)),
+            "a model runs on several devices by accelerate, which is not installed "
+            "(pip install accelerate)",
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# -- the configuration and the class ---------------------------------------------------------------
+
+
+def _folder(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+
+
+def _configuration(checkpoint: Checkpoint, given: Any) -> Any:
+    """A configuration that is ours to change."""
+    if given is not None and not isinstance(given, transformers.PreTrainedConfig):
+        raise ValueError(f"config is a configuration of transformers, not {given!r}")
+    path = _folder(checkpoint) / "config.json"
+    if given is not None:
+        config = copy.deepcopy(given)
+    elif not path.is_file():
+        raise CheckpointError(
+            checkpoint.path, "no configuration", expected=f"{path} or config=", found="neither"
+        )
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                path.parent, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, KeyError, OSError) as error:  # an unknown model, or code of its own
+            raise CheckpointError(path, _first_line(error)) from error
+    for part in _parts(config):
+        quantised = getattr(part, "quantization_config", None)
+        if quantised is not None:
+            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+            raise CheckpointError(
+                path,
+                "the checkpoint is quantised, and is loaded as it is by transformers alone",
+                expected="no quantization_config",
+                found=method,
+            )
+    return config
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configuration, and those of the models that the model consists of."""
+    inner = (getattr(config, key, None) for key in config.sub_configs)
+    return [config, *(part for part in inner if part is not None)]
+
+
+def _on_meta(
+    checkpoint: Checkpoint,
+    config: Any,
+    model_class: Any,
+    dtype: DType,
+    attn_implementation: str | None,
+) -> Any:
+    """The model, tied, on the meta device: it takes no memory."""
+    path = _folder(checkpoint) / "config.json"
+    if model_class is None:
+        named = (config.architectures or [None])[0]
+        model_class = getattr(transformers, named, None) if isinstance(named, str) else None
+        if not _is_model_class(model_class):
+            raise CheckpointError(
+                path,
+                "transformers has no class for the model",
+                expected="architectures that it knows, or model_class=",
+                found=named,
+            )
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype.name)}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    build = getattr(model_class, "_from_config", None)
+    if not _is_model_class(model_class):
+        build = getattr(model_class, "from_config", None)  # of an Auto class
+        options["trust_remote_code"] = False
+        if build is None:
+            raise ValueError(f"model_class is a class of transformers, not {model_class!r}")
+    # drop-path rates and the like are read while a model is built: not from the meta device
+    readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
+    with torch.device("meta"), readable():
+        return build(config, **options)
+
+
+def _is_model_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+def _by_name(dtype: DTypeArgument | torch.dtype) -> DTypeArgument:
+    """Dtypes of torch by their names."""
+    if isinstance(dtype, Mapping):
+        return {
+            pattern: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            for pattern, value in dtype.items()
+        }
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """Which dtype the weights get.
+
+    Attributes:
+        asked: what the caller asked for.
+        main: the dtype of the model, in which it is built.
+        native: whether bfloat16 stays what it is where nothing is asked for.
+        uneven: whether it would stay so on some devices only.
+    """
+
+    asked: DTypeArgument
+    main: DType
+    native: bool = True
+    uneven: bool = False
+
+    @classmethod
+    def choose(
+        cls,
+        checkpoint: Checkpoint,
+        config: Any,
+        asked: DTypeArgument,
+        budget: BudgetLike,
+        device: str | Sequence[str] | None,
+        cast: CastArgument,
+    ) -> _Dtypes:
+        """Settle the model's dtype; looks at the devices where it depends on them."""
+        policy = DTypePolicy.parse(asked, environment_fp16_cast())
+        rest = dict(policy.rules).get("*")
+        if rest is not None:
+            if rest.name not in _COMPUTED_IN:
+                raise ValueError(f"a model computes in {', '.join(_COMPUTED_IN)}, not in {rest}")
+            return cls(asked, rest)
+        stored = _stored(checkpoint, config)
+        if stored is not BF16 or policy.mentions(""):  # only "*" matches it: "checkpoint"
+            return cls(asked, stored)
+        found = open_devices(device, framework("torch"), {})
+        specs = found.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
+        natives = {spec.native_bf16 and policy.fp16_cast is None for spec in specs}
+        native = natives == {True}
+        return cls(asked, BF16 if native else F16, native, len(natives) > 1)
+
+    def rules(self, model: Any, checkpoint: Checkpoint, names: _Names) -> DTypeArgument:
+        """The dtypes to load with: what is asked for, and what transformers has otherwise."""
+        if self.asked == "checkpoint":
+            return self.asked
+        given = self.asked if isinstance(self.asked, Mapping) else {}
+        if self.asked is not None and not isinstance(self.asked, Mapping):
+            given = {"*": self.asked}
+        elif self.uneven and "*" not in given:
+            given = {**given, "*": self.main}
+        rest = given.get("*")
+        out: dict[str, str | DType] = {key: value for key, value in given.items() if key != "*"}
+        patterns = list(out)
+        kept = _kept(model, getattr(torch, self.main.name))
+        state = model.state_dict()
+        for tensor, parameter in names.first.items():
+            src = checkpoint.tensors[tensor].dtype
+            if src.kind != "float" or any(fnmatchcase(tensor, pattern) for pattern in patterns):
+                continue
+            wanted = _name(kept(parameter) or state[parameter].dtype)
+            if rest is None:
+                otherwise = F16 if src is BF16 and not self.native else src
+            else:
+                otherwise = src if rest == "checkpoint" else parse_dtype(rest)
+            if wanted != otherwise.name and rest != "checkpoint":
+                out[glob.escape(tensor)] = wanted
+        if rest is not None:
+            out["*"] = rest
+        return out or None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stored(checkpoint: Checkpoint, config: Any) -> DType:
+    """The dtype of the checkpoint's floats; the configuration's, where they have several."""
+    found = list(
+        dict.fromkeys(
+            info.dtype for info in checkpoint.tensors.values() if info.dtype.name in _COMPUTED_IN
+        )
+    )
+    stated = getattr(config, "dtype", None)
+    if len(found) != 1 and isinstance(stated, torch.dtype):
+        return parse_dtype(_name(stated))
+    return found[0] if found else parse_dtype(_name(torch.get_default_dtype()))
+
+
+def _kept(model: Any, dtype: torch.dtype) -> Any:
+    """A function from parameter names to the dtype that transformers keeps them in, or None."""
+    plan = _plan_of_dtypes(model, dtype)
+    if not plan:
+        return lambda name: None
+    pattern, _, of_group = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> Any:
+        found = pattern.search(name)
+        return plan[of_group[found.lastgroup]] if found else None
+
+    return kept
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Names:
+    """What fills each parameter, as transformers names and fuses the checkpoint's tensors.
+
+    Attributes:
+        fill: sources by parameter name.
+        first: by checkpoint tensor, the parameter that it goes to, or the first of several.
+        unexpected: by checkpoint tensor, the name that the model lacks.
+        problems: parameters that rows of tensors do not make up, one sentence each.
+        transforms: transformers' own that were used.
+    """
+
+    fill: dict[str, Source] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    transforms: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any, checkpoint: Checkpoint) -> _Names:
+        """Ask transformers for all names; nothing is read."""
+        out = cls()
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {p: one for one in converters for p in one.source_patterns}
+        state, prefix = model.state_dict(), model.base_model_prefix
+        fused: dict[str, list[tuple[str, str]]] = {}
+        plain: dict[str, str] = {}
+        for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
+            if name not in state and tensor in state:  # it has its new name already
+                name, pattern = rename_source_key(tensor, [], [], prefix, state)
+            if name not in state:
+                out.unexpected[tensor] = name
+                continue
+            out.first[tensor] = name
+            if pattern is not None:
+                fused.setdefault(name, []).append((pattern, tensor))
+            elif name in plain:
+                out.problems.append(f"{name}: {plain[name]} and {tensor} would both become it")
+            else:
+                plain[name] = tensor
+                out._add(name, _whole(checkpoint, tensor))
+        for name, members in fused.items():
+            out._convert(model, checkpoint, copy.deepcopy(by_pattern[members[0][0]]), name, members)
+        out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
+        return out
+
+    def _add(self, name: str, source: Source) -> None:
+        if name in self.fill:
+            tensors = ", ".join(_tensors(self.fill[name]) + _tensors(source))
+            self.problems.append(f"{name}: it would be made twice, of {tensors}")
+        self.fill[name] = source
+
+    def _convert(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        converter: Any,
+        name: str,
+        members: Sequence[tuple[str, str]],
+    ) -> None:
+        """Run transformers' operations on row numbers in place of rows, and see where they go."""
+        numbered = _Numbered.of(checkpoint, [tensor for _, tensor in members])
+        for pattern, tensor in members:
+            converter.add_tensor(name, tensor, pattern, numbered.ids(tensor))
+        made: Mapping[str, Any]
+        try:
+            made = converter.convert(name, model=_Narrow(model), config=model.config)
+            sources = {
+                new: numbered.source(ids[0] if isinstance(ids, list) else ids)
+                for new, ids in made.items()
+            }
+        except Exception as error:  # whatever an operation of transformers raises
+            operations = ", ".join(map(repr, converter.operations))
+            tensors = [tensor for _, tensor in members]
+            listed = ", ".join(tensors[:4]) + (", ..." if len(tensors) > 4 else "")
+            self.problems.append(
+                f"{name}: transformers makes it of {listed} by {operations}, "
+                f"which is not a choice of their rows ({_first_line(error)})"
+            )
+            return
+        for new, source in sources.items():
+            self._add(new, source)
+
+    def check(self, model: Any, checkpoint: Checkpoint, strict: bool) -> None:
+        """Raise StateDictMismatchError for all that is wrong, in one go.
+
+        Args:
+            model: on the meta device.
+            checkpoint: the headers.
+            strict: whether missing and unexpected names and other shapes are wrong.
+        """
+        state = model.state_dict(keep_vars=True)
+        filled = {id(state[name]) for name in self.fill if name in state}
+        info = SimpleNamespace(
+            missing_keys={name for name, t in state.items() if id(t) not in filled},
+            unexpected_keys={*self.unexpected.values(), *(n for n in self.fill if n not in state)},
+        )
+        _leave_out_what_is_ignored(model, info)
+        missing = {id(t): name for name, t in reversed(state.items()) if name in info.missing_keys}
+        unexpected = [t for t, name in self.unexpected.items() if name in info.unexpected_keys]
+        unexpected += [name for name in self.fill if name not in state]
+        shapes = [
+            ShapeMismatch(name, tuple(state[name].shape), found)
+            for name, source in self.fill.items()
+            if name in state and (found := _shape(checkpoint, source)) != tuple(state[name].shape)
+        ]
+        if self.problems or (strict and (missing or unexpected or shapes)):
+            raise StateDictMismatchError(
+                checkpoint.path,
+                missing=sorted(missing.values()) if strict else (),
+                unexpected=unexpected if strict else (),
+                wrong_shape=shapes if strict else (),
+                problems=self.problems,
+            )
+
+
+def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
+    shape = checkpoint.tensors[tensor].shape
+    return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)
+
+
+def _tensors(source: Source) -> list[str]:
+    return list(dict.fromkeys(r.tensor for r in source.rows))
+
+
+def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
+    first = checkpoint.tensors[source.rows[0].tensor].shape
+    return first if source.shape is None else source.shape
+
+
+class _NotRowsError(ValueError):
+    """A result that is not made of whole rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """Tensors that an operation puts together, with a number for each of their rows.
+
+    A row here is everything along the last axis. It is represented by ``columns`` numbers, so that
+    whatever splits, reorders or changes it shows; all other axes are as long as they really are.
+
+    Attributes:
+        shapes: by tensor, in the order of the numbers.
+        bases: the number of each tensor's first row.
+        columns: how many numbers stand for a row.
+        length: how many elements a row has.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    bases: tuple[int, ...]
+    columns: int
+    length: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, tensors: Sequence[str]) -> _Numbered:
+        """Number the rows of tensors, one tensor after the other."""
+        shapes = {tensor: checkpoint.tensors[tensor].shape for tensor in tensors}
+        first = next(iter(shapes.values()))
+        length = first[-1] if len(first) > 1 else 1
+        bases = [0]
+        for shape in shapes.values():
+            bases.append(bases[-1] + _row_count(shape))
+        return cls(shapes, tuple(bases), min(_COLUMNS, length), length)
+
+    def ids(self, tensor: str) -> torch.Tensor:
+        """The numbers in place of a tensor: its shape, but for the last of several axes."""
+        shape = self.shapes[tensor]
+        base = self.bases[list(self.shapes).index(tensor)]
+        kind = torch.int32 if self.bases[-1] * _COLUMNS < 2**31 else torch.int64
+        columns = min(_COLUMNS, shape[-1]) if len(shape) > 1 else 1
+        start, count = base * self.columns, _row_count(shape) * columns
+        numbers = torch.arange(start, start + count, dtype=kind, device="cpu")
+        return numbers.view(*shape[:-1], columns) if len(shape) > 1 else numbers.view(shape)
+
+    def source(self, ids: Any) -> Source:
+        """Read off which rows make up a result.
+
+        Raises:
+            _NotRowsError: it is not made of whole rows along the first axis of these tensors.
+        """
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            raise _NotRowsError("the values change")
+        if any((s[-1] if len(s) > 1 else 1) != self.length for s in self.shapes.values()):
+            raise _NotRowsError("the tensors have rows of different lengths")
+        shape = tuple(ids.shape)
+        if not ids.numel() or (shape and shape[-1] % self.columns):
+            raise _NotRowsError("the last axis is cut")
+        rows = ids.reshape(-1, self.columns).numpy()
+        first = rows[:, 0]
+        if (first % self.columns).any() or (rows != first[:, None] + np.arange(self.columns)).any():
+            raise _NotRowsError("the last axis is cut or reordered, or the values change")
+        if shape and self.length > 1:
+            shape = (*shape[:-1], shape[-1] // self.columns * self.length)
+        return Source(tuple(self._ranges(first // self.columns)), shape=shape)
+
+    def _ranges(self, numbers: np.ndarray[Any, Any]) -> Iterator[RowRange]:
+        """Runs of consecutive numbers as ranges along the first axes of the tensors."""
+        names = list(self.shapes)
+        breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+        for run in np.split(numbers, breaks):
+            start, stop = int(run[0]), int(run[-1]) + 1
+            while start < stop:
+                index = bisect_right(self.bases, start) - 1
+                base, end = self.bases[index], min(stop, self.bases[index + 1])
+                inner = math.prod(self.shapes[names[index]][1:-1])
+                if (start - base) % inner or (end - base) % inner:
+                    raise _NotRowsError(f"{names[index]} is cut along its second axis")
+                yield RowRange(names[index], (start - base) // inner, (end - base) // inner)
+                start = end
+
+
+def _row_count(shape: tuple[int, ...]) -> int:
+    return math.prod(shape[:-1] if len(shape) > 1 else shape)
+
+
+class _Narrow:
+    """A model whose parameters are as wide as numbered rows, for operations that ask for shapes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A parameter's stand-in, on the meta device."""
+        shape = tuple(self._model.get_parameter(name).shape)
+        narrow = (*shape[:-1], min(_COLUMNS, shape[-1])) if len(shape) > 1 else shape
+        return torch.empty(narrow, device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+# -- ties, buffers, and what comes after the load --------------------------------------------------
+
+
+def _slot(model: Any, name: str) -> tuple[Any, str]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf
+
+
+def _untie_what_differs(model: Any, checkpoint: Checkpoint, names: _Names) -> None:
+    """Leave apart what the configuration ties and the checkpoint stores with different values.
+
+    So does transformers. Of what is stored twice with the same values, one is loaded.
+    """
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in names.fill or source not in names.fill:
+            continue
+        if _same_bytes(checkpoint, names.fill[target], names.fill[source]):
+            del names.fill[target]
+            continue
+        _log.warning(
+            "%s: %s and %s are stored with different values: they are not tied, though "
+            "config.json says so",
+            checkpoint.path,
+            target,
+            source,
+        )
+        module, leaf = _slot(model, target)
+        old = getattr(module, leaf)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
+        del model.all_tied_weights_keys[target]
+
+
+def _initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
+    """Let transformers compute what no checkpoint holds, where the load has put its module.
+
+    Raises:
+        StateDictMismatchError: something has no values after that.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one: its id stays taken
+    for prefix, module in model.named_modules():
+        for entries in (module._parameters, module._buffers):
+            for key, old in entries.items():
+                if old is None:
+                    continue
+                if old.device.type != "meta" and key not in module._non_persistent_buffers_set:
+                    old._is_hf_initialized = True  # transformers leaves it as it is
+                    continue
+                if id(old) not in made:
+                    name = f"{prefix}.{key}" if prefix else key
+                    made[id(old)] = old, _on(torch.device(_device_of(name, report.device_map)), old)
+                entries[key] = made[id(old)][1]
+    model.initialize_weights()
+    model.tie_weights(recompute_mapping=False)
+    unset = {id(new) for _, new in made.values() if _is_unset(new)}
+    left = [*model.named_parameters(), *model.named_buffers()]
+    problems = [
+        f"{name}: the checkpoint does not hold it, and transformers does not compute it"
+        for name, tensor in left
+        if tensor.device.type == "meta" or id(tensor) in unset
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+
+
+def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
+    """A tensor in the place of one of the meta device; what it holds shows that nobody set it."""
+    new = torch.empty_like(old, device=device) if old.device.type == "meta" else old.to(device)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    with torch.no_grad():
+        if old.device.type == "meta" and new.dtype is not torch.bool:
+            new.fill_(_mark(new.dtype))
+    return new
+
+
+def _mark(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    if tensor.dtype in (torch.bool, torch.uint8) or not tensor.numel():
+        return False  # no value says so
+    mark = _mark(tensor.dtype)
+    return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
+
+
+def _device_of(name: str, device_map: Mapping[str, str | int]) -> str | int:
+    """Where a tensor belongs: with the smallest module around it whose place is known."""
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+    return next((device_map[module] for module in around if module in device_map), "cpu")
+
+
+def _finish(model: Any, checkpoint: Checkpoint, names: _Names, report: LoadReport) -> None:
+    """Make the model ready for use, as transformers' own ``from_pretrained`` does."""
+    model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
+    model.eval()
+    folder = _folder(checkpoint)
+    # before transformers 5 wrote a file of their own, generation settings were in config.json
+    known = any((folder / name).is_file() for name in ("generation_config.json", "config.json"))
+    if known and model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        model.adjust_generation_fn(
+            None,
+            False,
+            None,
+            folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision="main",
+            subfolder="",
+            trust_remote_code=False,
+        )
+    model.streamload_report = report
+    places = dict(report.device_map)
+    if len(set(places.values())) > 1:
+        accelerate = importlib.import_module("accelerate")
+        skip = sorted(model._skip_keys_device_placement or ())
+        accelerate.dispatch_model(model, device_map=places, skip_keys=skip)
