@@ -286,6 +286,10 @@ class _Worker:
         job = self._job
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
+        if not job.host_visible[name]:
+            raw = self._raw_range(unit)
+            if raw is not None and self._place_raw(reader, unit, *raw, device, counts, tickets):
+                return
         slot: Staging | None = None
         at = 0
         with self._shared_view(reader, unit) as (whole, base):
@@ -314,6 +318,50 @@ class _Worker:
                     if error.tensor is None:
                         raise error.of_tensor(job.tensor(chunk)[0]) from error
                     raise
+
+    def _raw_range(self, unit: Unit) -> tuple[int, int] | None:
+        """The file bytes of a unit, where they go to the device as they are and in one piece."""
+        start = stop = -1
+        for chunk in unit:
+            if len(chunk.runs) != 1 or self._job.plan.placements[chunk.placement].cast != "copy":
+                return None
+            run = chunk.runs[0]
+            if run.rows != 1 or (start >= 0 and run.start != stop):
+                return None
+            start, stop = start if start >= 0 else run.start, run.stop
+        return start, stop
+
+    def _place_raw(
+        self,
+        reader: Reader,
+        unit: Unit,
+        start: int,
+        stop: int,
+        device: Device,
+        counts: list[CastCounts],
+        tickets: list[Ticket],
+    ) -> bool:
+        """Read a unit into a slot at once, by pread: many maps of one process wait for each other.
+
+        Returns:
+            False where the file did not give the bytes of several chunks: one by one, the error
+            names the tensor.
+        """
+        job = self._job
+        slot = self._slot(job.plan.placements[unit[0].placement].device)
+        try:
+            with _part(slot.view, 0, stop - start) as out:
+                reader.read_into(start, out)
+        except CheckpointError as error:
+            if len(unit) > 1:
+                return False
+            raise error.of_tensor(job.tensor(unit[0])[0]) from error
+        for chunk in unit:
+            at, nbytes = chunk.runs[0].start - start, chunk.stop - chunk.start
+            buffer = job.buffers[chunk.placement]
+            tickets.append(device.copy(slot, at, nbytes, buffer, chunk.start))
+            counts.append(_NO_COUNTS)
+        return True
 
     def _slot(self, device: str) -> Staging:
         slots = self._slots.setdefault(device, deque())

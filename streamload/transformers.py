@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,12 +257,13 @@ def _on_meta(
     options: dict[str, Any] = {"dtype": getattr(torch, dtype.name)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    build = getattr(model_class, "_from_config", None)
-    if not _is_model_class(model_class):
-        build = getattr(model_class, "from_config", None)  # of an Auto class
+    if _is_model_class(model_class):
+        build = model_class._from_config
+    elif hasattr(model_class, "from_config"):  # an Auto class
+        build = model_class.from_config
         options["trust_remote_code"] = False
-        if build is None:
-            raise ValueError(f"model_class is a class of transformers, not {model_class!r}")
+    else:
+        raise ValueError(f"model_class is a class of transformers, not {model_class!r}")
     # drop-path rates and the like are read while a model is built: not from the meta device
     readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
     with torch.device("meta"), readable():
@@ -399,14 +401,14 @@ class _Names:
         fill: sources by parameter name.
         first: by checkpoint tensor, the parameter that it goes to, or the first of several.
         unexpected: by checkpoint tensor, the name that the model lacks.
-        problems: parameters that rows of tensors do not make up, one sentence each.
+        refused: parameters that rows of tensors do not make up, and why.
         transforms: transformers' own that were used.
     """
 
     fill: dict[str, Source] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     transforms: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -431,7 +433,7 @@ class _Names:
             if pattern is not None:
                 fused.setdefault(name, []).append((pattern, tensor))
             elif name in plain:
-                out.problems.append(f"{name}: {plain[name]} and {tensor} would both become it")
+                out.refused[name] = f"{plain[name]} and {tensor} would both become it"
             else:
                 plain[name] = tensor
                 out._add(name, _whole(checkpoint, tensor))
@@ -442,8 +444,8 @@ class _Names:
 
     def _add(self, name: str, source: Source) -> None:
         if name in self.fill:
-            tensors = ", ".join(_tensors(self.fill[name]) + _tensors(source))
-            self.problems.append(f"{name}: it would be made twice, of {tensors}")
+            first, second = (s.rows[0].tensor for s in (self.fill[name], source))
+            self.refused[name] = f"{first} and {second} would both become it"
         self.fill[name] = source
 
     def _convert(
@@ -455,12 +457,13 @@ class _Names:
         members: Sequence[tuple[str, str]],
     ) -> None:
         """Run transformers' operations on row numbers in place of rows, and see where they go."""
-        numbered = _Numbered.of(checkpoint, [tensor for _, tensor in members])
-        for pattern, tensor in members:
-            converter.add_tensor(name, tensor, pattern, numbered.ids(tensor))
-        made: Mapping[str, Any]
         try:
-            made = converter.convert(name, model=_Narrow(model), config=model.config)
+            numbered = _Numbered.of(checkpoint, [tensor for _, tensor in members])
+            for index, (pattern, tensor) in enumerate(members):
+                converter.add_tensor(name, tensor, pattern, numbered.ids(index))
+            made: Mapping[str, Any] = converter.convert(
+                name, model=_Narrow(model), config=model.config
+            )
             sources = {
                 new: numbered.source(ids[0] if isinstance(ids, list) else ids)
                 for new, ids in made.items()
@@ -469,10 +472,13 @@ class _Names:
             operations = ", ".join(map(repr, converter.operations))
             tensors = [tensor for _, tensor in members]
             listed = ", ".join(tensors[:4]) + (", ..." if len(tensors) > 4 else "")
-            self.problems.append(
-                f"{name}: transformers makes it of {listed} by {operations}, "
+            first, *others = converter.target_patterns
+            self.refused[name] = (
+                f"transformers makes it of {listed} by {operations}, "
                 f"which is not a choice of their rows ({_first_line(error)})"
             )
+            for other in others:
+                self.refused[name.replace(first, other)] = f"it is made together with {name}"
             return
         for new, source in sources.items():
             self._add(new, source)
@@ -486,7 +492,8 @@ class _Names:
             strict: whether missing and unexpected names and other shapes are wrong.
         """
         state = model.state_dict(keep_vars=True)
-        filled = {id(state[name]) for name in self.fill if name in state}
+        known = [*self.fill, *self.refused]
+        filled = {id(state[name]) for name in known if name in state}
         info = SimpleNamespace(
             missing_keys={name for name, t in state.items() if id(t) not in filled},
             unexpected_keys={*self.unexpected.values(), *(n for n in self.fill if n not in state)},
@@ -494,29 +501,26 @@ class _Names:
         _leave_out_what_is_ignored(model, info)
         missing = {id(t): name for name, t in reversed(state.items()) if name in info.missing_keys}
         unexpected = [t for t, name in self.unexpected.items() if name in info.unexpected_keys]
-        unexpected += [name for name in self.fill if name not in state]
+        unexpected += [n for n in self.fill if n not in state and n in info.unexpected_keys]
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), found)
             for name, source in self.fill.items()
             if name in state and (found := _shape(checkpoint, source)) != tuple(state[name].shape)
         ]
-        if self.problems or (strict and (missing or unexpected or shapes)):
+        problems = [f"{name}: {why}" for name, why in self.refused.items()]
+        if problems or (strict and (missing or unexpected or shapes)):
             raise StateDictMismatchError(
                 checkpoint.path,
                 missing=sorted(missing.values()) if strict else (),
                 unexpected=unexpected if strict else (),
                 wrong_shape=shapes if strict else (),
-                problems=self.problems,
+                problems=problems,
             )
 
 
 def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
     shape = checkpoint.tensors[tensor].shape
     return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)
-
-
-def _tensors(source: Source) -> list[str]:
-    return list(dict.fromkeys(r.tensor for r in source.rows))
 
 
 def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
@@ -536,37 +540,41 @@ class _Numbered:
     whatever splits, reorders or changes it shows; all other axes are as long as they really are.
 
     Attributes:
-        shapes: by tensor, in the order of the numbers.
-        bases: the number of each tensor's first row.
+        tensors: their names.
+        shapes: their shapes.
+        bases: the number of each tensor's first row, and one past the last row of all.
         columns: how many numbers stand for a row.
         length: how many elements a row has.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
+    tensors: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     bases: tuple[int, ...]
     columns: int
     length: int
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, tensors: Sequence[str]) -> _Numbered:
-        """Number the rows of tensors, one tensor after the other."""
-        shapes = {tensor: checkpoint.tensors[tensor].shape for tensor in tensors}
-        first = next(iter(shapes.values()))
-        length = first[-1] if len(first) > 1 else 1
-        bases = [0]
-        for shape in shapes.values():
-            bases.append(bases[-1] + _row_count(shape))
-        return cls(shapes, tuple(bases), min(_COLUMNS, length), length)
+        """Number the rows of tensors, one tensor after the other.
 
-    def ids(self, tensor: str) -> torch.Tensor:
+        Raises:
+            _NotRowsError: their rows are not of one length.
+        """
+        shapes = tuple(checkpoint.tensors[tensor].shape for tensor in tensors)
+        lengths = {shape[-1] if len(shape) > 1 else 1 for shape in shapes}
+        length = lengths.pop()
+        if lengths or not all(map(math.prod, shapes)):
+            raise _NotRowsError("rows are empty, or of different lengths")
+        bases = tuple(accumulate(map(_row_count, shapes), initial=0))
+        return cls(tuple(tensors), shapes, bases, min(_COLUMNS, length), length)
+
+    def ids(self, index: int) -> torch.Tensor:
         """The numbers in place of a tensor: its shape, but for the last of several axes."""
-        shape = self.shapes[tensor]
-        base = self.bases[list(self.shapes).index(tensor)]
+        shape = self.shapes[index]
+        start, stop = (base * self.columns for base in self.bases[index : index + 2])
         kind = torch.int32 if self.bases[-1] * _COLUMNS < 2**31 else torch.int64
-        columns = min(_COLUMNS, shape[-1]) if len(shape) > 1 else 1
-        start, count = base * self.columns, _row_count(shape) * columns
-        numbers = torch.arange(start, start + count, dtype=kind, device="cpu")
-        return numbers.view(*shape[:-1], columns) if len(shape) > 1 else numbers.view(shape)
+        numbers = torch.arange(start, stop, dtype=kind, device="cpu")
+        return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
     def source(self, ids: Any) -> Source:
         """Read off which rows make up a result.
@@ -576,8 +584,6 @@ class _Numbered:
         """
         if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
             raise _NotRowsError("the values change")
-        if any((s[-1] if len(s) > 1 else 1) != self.length for s in self.shapes.values()):
-            raise _NotRowsError("the tensors have rows of different lengths")
         shape = tuple(ids.shape)
         if not ids.numel() or (shape and shape[-1] % self.columns):
             raise _NotRowsError("the last axis is cut")
@@ -591,17 +597,17 @@ class _Numbered:
 
     def _ranges(self, numbers: np.ndarray[Any, Any]) -> Iterator[RowRange]:
         """Runs of consecutive numbers as ranges along the first axes of the tensors."""
-        names = list(self.shapes)
         breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
         for run in np.split(numbers, breaks):
             start, stop = int(run[0]), int(run[-1]) + 1
             while start < stop:
                 index = bisect_right(self.bases, start) - 1
-                base, end = self.bases[index], min(stop, self.bases[index + 1])
-                inner = math.prod(self.shapes[names[index]][1:-1])
+                tensor, base = self.tensors[index], self.bases[index]
+                end = min(stop, self.bases[index + 1])
+                inner = math.prod(self.shapes[index][1:-1])  # rows of one step of the first axis
                 if (start - base) % inner or (end - base) % inner:
-                    raise _NotRowsError(f"{names[index]} is cut along its second axis")
-                yield RowRange(names[index], (start - base) // inner, (end - base) // inner)
+                    raise _NotRowsError(f"{tensor} is cut along its second axis")
+                yield RowRange(tensor, (start - base) // inner, (end - base) // inner)
                 start = end
 
 

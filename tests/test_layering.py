@@ -25,7 +25,7 @@ LAYERS = (
     ("plan.plan",),
     ("plan.planner",),
     ("plan.chunks",),
-    ("devices.base",),
+    ("devices.base", "devices.cuda"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("mapping",),
     ("progress",),
@@ -36,13 +36,20 @@ LAYERS = (
     ("lookup",),
     ("match",),
     ("load",),
+    ("transformers",),
     ("",),  # streamload/__init__.py
     ("cli",),
     ("__main__",),
 )
 LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 
-FRAMEWORKS = {"tinygrad": "devices.tinygrad", "torch": "devices.torch"}
+#: Where each framework may be imported.
+FRAMEWORKS = {
+    "tinygrad": ("devices.tinygrad",),
+    "torch": ("devices.torch", "transformers"),
+    "transformers": ("transformers",),
+    "accelerate": ("transformers",),
+}
 READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "devices.base")
 START_THREADS = ("stream",)
 STARTERS = {
@@ -108,9 +115,9 @@ def test_a_file_imports_only_from_those_above(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_a_framework_is_imported_in_its_own_file_only(module: str) -> None:
-    """tinygrad and torch are imported by their device file and nowhere else, lazily or not."""
+    """tinygrad, torch and others are imported in their file and nowhere else, lazily or not."""
     roots = {name.partition(".")[0] for name in _imports(module)}
-    foreign = [name for name, home in FRAMEWORKS.items() if name in roots and home != module]
+    foreign = [name for name, homes in FRAMEWORKS.items() if name in roots and module not in homes]
     assert not foreign, f"{module} imports {foreign}"
 
 

@@ -1,7 +1,7 @@
 """torch's devices, tensors and modules.
 
-The CPU is written in place. Every other backend is staged: on CUDA through page-locked memory that
-is copied on a stream of its own, elsewhere through plain memory and blocking copies.
+The CPU is written in place. Every other backend is staged: CUDA by `devices.cuda`, the others
+through plain memory and torch's own blocking copies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamload.devices import cuda
 from streamload.devices.base import (
     Device,
     DeviceInfo,
@@ -95,40 +97,6 @@ class _HostStaging:
             self._map.close()
 
 
-class _PinnedStaging(_HostStaging):
-    """Page-locked memory with a stream of its own."""
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes)
-        self._pinned = False
-        try:
-            with torch.cuda.device(device):
-                _check_cudart(
-                    torch.cuda.cudart().cudaHostRegister(self.address, max(nbytes, 1), 0),
-                    f"cudaHostRegister of {nbytes} bytes",
-                )
-                self._pinned = True
-                self.stream = torch.cuda.Stream(device)
-        except RuntimeError as error:
-            self.close()
-            raise AllocationError("staging", _first_line(error), nbytes=nbytes) from error
-
-    def close(self) -> None:
-        """Unlock the memory and give it back."""
-        if self._pinned:
-            self._pinned = False
-            status = torch.cuda.cudart().cudaHostUnregister(self.address)
-            super().close()
-            _check_cudart(status, "cudaHostUnregister")
-        else:
-            super().close()
-
-
-def _check_cudart(status: Any, call: str) -> None:
-    if int(status) != 0:
-        raise DeviceError("cuda", f"{call}: error {int(status)}")
-
-
 class _Done:
     """The ticket of a copy that has finished."""
 
@@ -137,20 +105,6 @@ class _Done:
 
 
 _DONE = _Done()
-
-
-class _EventTicket:
-    """A copy on a CUDA stream."""
-
-    def __init__(self, name: str, event: Any) -> None:
-        self._name, self._event = name, event
-
-    def wait(self) -> None:
-        """Return when the copy has finished."""
-        try:
-            self._event.synchronize()
-        except RuntimeError as error:
-            raise DeviceError(self._name, f"a copy failed: {_first_line(error)}") from error
 
 
 class TorchDevice:
@@ -194,7 +148,8 @@ class TorchDevice:
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor."""
         try:
-            return torch.empty(shape, dtype=_TO_TORCH[dtype.name], device=self.torch_device)
+            with torch.inference_mode(False):  # what is loaded there can be trained outside
+                return torch.empty(shape, dtype=_TO_TORCH[dtype.name], device=self.torch_device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             nbytes = dtype.nbytes(math.prod(shape))
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
@@ -344,10 +299,8 @@ def _cpu_multiplies(dtype: str) -> bool:
     return False
 
 
-class CUDADevice(TorchDevice):
-    """CUDA and ROCm: page-locked slots, each with a stream of its own."""
-
-    threads = 16
+class ROCmDevice(TorchDevice):
+    """What torch calls CUDA too: its caching allocator, and torch's own copies."""
 
     @property
     def info(self) -> DeviceInfo:
@@ -372,22 +325,6 @@ class CUDADevice(TorchDevice):
             native_bf16=native,
             unsupported=_UNSUPPORTED,
         )
-
-    def staging(self, nbytes: int) -> Staging:
-        """Page-locked memory."""
-        return _PinnedStaging(nbytes, self.torch_device)
-
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
-    ) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
-        assert isinstance(staging, _PinnedStaging)
-        target = _flat_bytes(buffer)[offset : offset + nbytes]
-        with self._translated("a copy"), torch.cuda.stream(staging.stream):
-            target.copy_(staging.tensor[start : start + nbytes], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(staging.stream)
-        return _EventTicket(self.name, event)
 
     def trim(self) -> None:
         """Hand the caching allocator's unused segments back to the driver."""
@@ -414,6 +351,48 @@ class CUDADevice(TorchDevice):
         }
 
 
+class CUDADevice(ROCmDevice):
+    """CUDA: page-locked slots, copied by the driver's own calls."""
+
+    threads = 16
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._context = cuda.Context.primary(name, self.torch_device.index)
+
+    def staging(self, nbytes: int) -> Staging:
+        """Page-locked memory."""
+        return cuda.PinnedStaging(self._context, nbytes)
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
+    ) -> Ticket:
+        """An asynchronous copy on the slot's stream."""
+        assert isinstance(staging, cuda.PinnedStaging)
+        self._context.copy(staging, start, nbytes, buffer.data_ptr() + offset)
+        return staging
+
+    def cast_copy(
+        self,
+        staging: Staging,
+        start: int,
+        nbytes: int,
+        src: DType,
+        buffer: torch.Tensor,
+        offset: int,
+        dst: DType,
+    ) -> None:
+        """Bring raw bits up, and let torch cast them there."""
+        with self._translated("a cast"):
+            raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            self.synchronize()  # its memory may be in use by what was queued before
+            self.copy(staging, start, nbytes, raw, 0).wait()
+            size = dst.nbytes(nbytes // src.itemsize)
+            target = _flat_bytes(buffer)[offset : offset + size].view(_TO_TORCH[dst.name])
+            target.copy_(raw.view(_TO_TORCH[src.name]))
+            self.synchronize()
+
+
 def _cuda_allocator() -> AllocatorKind:
     """How torch's allocator on CUDA takes memory from the driver, by its settings."""
     if torch.cuda.get_allocator_backend() != "native":
@@ -426,7 +405,55 @@ def _cuda_allocator() -> AllocatorKind:
 _Slot = tuple[MutableMapping[str, Any], str]  # where a module (or dict) keeps a tensor
 
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
-_KEPT = "_streamload_kept"  # on an invalid entry: whether that object still has its memory
+_INVALID = "_streamload_invalid"  # on invalid entries: one `_Invalid` for those that were tied
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Invalid:
+    """What invalid entries of one parameter share.
+
+    Attributes:
+        kept: whether the objects that stood there still have their memory.
+    """
+
+    kept: bool
+
+
+# What may be asked of an invalid tensor: what it is. All else would compute: torch's matrix
+# products on the CPU do not notice a tensor without values, and give what lies at address 0 or in
+# fresh memory.
+_ASKED = frozenset(
+    (
+        "__get__", "__set__", "__deepcopy__", "__reduce_ex__", "__repr__", "detach", "dim",
+        "element_size", "empty_like", "is_complex", "is_contiguous", "is_floating_point",
+        "numel", "requires_grad_", "clone",
+        "_has_compatible_shallow_copy_type", "size", "stride", "is_inference",
+        "register_hook", "register_post_accumulate_grad_hook",
+    )
+)  # fmt: skip
+
+
+class _Raises:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what a tensor is; raise for what would compute with its values."""
+        if func.__name__ not in _ASKED:
+            raise DeviceError(
+                "torch", f"a load failed and left this tensor without values ({func.__name__})"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            if type(out) is torch.Tensor and out.device.type == "meta":  # .data, .detach()
+                out = out.as_subclass(InvalidTensor)
+        return out
+
+
+class InvalidTensor(_Raises, torch.Tensor):
+    """A buffer that a failed load left without values."""
+
+
+class InvalidParameter(_Raises, nn.Parameter):
+    """A parameter that a failed load left without values."""
 
 
 class TorchParameter:
@@ -458,26 +485,30 @@ class TorchParameter:
         self.span: tuple[int, int, int] | None = None
         self.keeps: DType | None = None
         self.invalid = hasattr(entry, _BEFORE)
-        self.refused = _why_refused(entry)
+        kept = self.invalid and getattr(entry, _INVALID).kept
+        self.refused = "" if self.invalid else _why_refused(entry)
         if self.refused:
             self.shape, self.dtype = (), ""
             return
         self.shape = tuple(entry.shape)
-        self.dtype = _FROM_TORCH.get(entry.dtype, str(entry.dtype).removeprefix("torch."))
-        if self.invalid and not getattr(entry, _KEPT):
-            return
-        tensor = self._tensors()[0]
+        tensor = self._tensors()[0] if kept else entry
+        self.dtype = _FROM_TORCH.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         if tensor.device.type != "meta":
             self._look(tensor)
 
     def _look(self, tensor: torch.Tensor) -> None:
-        self.device, self.nbytes = _canonical(tensor.device), tensor.nbytes
         self.keeps = BY_NAME.get(self.dtype)
-        if tensor.numel():
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            first = tensor.data_ptr()
-            self.span = (0, first, first + (reach + 1) * tensor.element_size())
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        storage_nbytes = tensor.untyped_storage().nbytes()
+        if tensor.numel() and storage_nbytes == 0:
+            return  # it was freed
+        self.device = _canonical(tensor.device)
+        self.nbytes = min(tensor.nbytes, storage_nbytes)
+        if tensor.numel() == 0:
+            return
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = tensor.data_ptr()
+        self.span = (0, first, first + (reach + 1) * tensor.element_size())
+        if storage_nbytes > tensor.nbytes:
             # a view can be written where it lies in one piece; replaced, it would part company
             self.fixed = "it is a view of a larger tensor"
             if not tensor.is_contiguous():
@@ -518,9 +549,10 @@ class TorchParameter:
         del storage
         seen = tensors[0].dtype, tensors[0].device
         layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
-        grads = [tensor.grad for tensor in tensors]
+        grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         for tensor in tensors:
-            tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
+            with torch.inference_mode(tensor.is_inference()):  # it stays what it is
+                tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
             tensor.grad = None  # of the old values
         if not memory.expired():
             self._collect()
@@ -528,10 +560,11 @@ class TorchParameter:
             if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
                 torch.cuda.empty_cache()
             return ""
-        back = torch.empty(0, dtype=seen[0], device=seen[1])
-        back.set_(torch.UntypedStorage._new_with_weak_ptr(memory.cdata), *layout)
+        storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
         for tensor, grad in zip(tensors, grads, strict=True):
-            tensor.data = back
+            with torch.inference_mode(tensor.is_inference()):
+                back = torch.empty(0, dtype=seen[0], device=seen[1])
+                tensor.data = back.set_(storage, *layout)
             tensor.grad = grad
         return "something else still holds its memory (a graph, a view, another tensor)"
 
@@ -544,28 +577,37 @@ class TorchParameter:
 
         def meta(old: torch.Tensor) -> torch.Tensor:
             before = getattr(old, _BEFORE, old)
-            entry = _like(before, torch.empty(self.shape, dtype=before.dtype, device="meta"))
+            with torch.inference_mode(False):
+                empty = torch.empty(self.shape, dtype=before.dtype, device="meta")
+                cls = InvalidParameter if isinstance(before, nn.Parameter) else InvalidTensor
+                entry = torch.Tensor._make_subclass(cls, empty, before.requires_grad)
             setattr(entry, _BEFORE, before)
-            setattr(entry, _KEPT, keep)
+            setattr(entry, _INVALID, mark)
             return entry
 
+        mark = _Invalid(keep)
         self._swap(meta)
+        for tensor in self._tensors():
+            _changed(tensor)  # half-written, or gone
         self.invalid = True
 
     def revive(self) -> None:
         """Put the objects whose memory was written back in place, and tell autograd."""
         self._swap(lambda old: getattr(old, _BEFORE, old))
         for tensor in self._tensors():
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+            _changed(tensor)
 
 
 def _why_refused(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be written as a block of bytes, or ""."""
+    if isinstance(tensor, _Raises):
+        return ""
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return "it has no shape yet: run its lazy module once"
     if type(tensor.data) is not torch.Tensor:
         return f"it is a {type(tensor.data).__name__}, not a plain tensor"
+    if tensor.is_nested or tensor._is_zerotensor():
+        return "it is nested, or has no memory by design"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return f"it is quantized, or its layout is not strided ({tensor.layout})"
     if tensor.is_conj() or tensor.is_neg():
@@ -573,16 +615,27 @@ def _why_refused(tensor: torch.Tensor) -> str:
     return ""
 
 
+def _changed(tensor: torch.Tensor) -> None:
+    """Tell autograd that the values are others: graphs that saved them raise."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
 def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The old object with new memory, or an object like it where torch cannot keep it."""
     if old.dtype != new.dtype or old.device != new.device:
         old.grad = None  # autograd takes none of another dtype or place
-    if torch._has_compatible_shallow_copy_type(old, new):  # as torch's own Module.to decides
+    same_kind = old.is_inference() == new.is_inference()
+    # as torch's own Module.to decides
+    if same_kind and torch._has_compatible_shallow_copy_type(old, new):
         if old.requires_grad and not _can_have_grad(new):
             old.requires_grad_(False)
-        old.data = new
+        with torch.inference_mode(False):
+            old.data = new
+        _changed(old)
         return old
-    return _like(old, new)
+    with torch.inference_mode(False):
+        return _like(old, new)
 
 
 def _can_have_grad(tensor: torch.Tensor) -> bool:
@@ -594,12 +647,15 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = new
     if isinstance(old, nn.Parameter):
         made = torch.Tensor._make_subclass(
-            type(old), new, old.requires_grad and _can_have_grad(new)
+            # a copy of an invalid one does not know of what class it was
+            nn.Parameter if isinstance(old, InvalidParameter) else type(old),
+            new,
+            old.requires_grad and _can_have_grad(new),
         )
     elif old.requires_grad and _can_have_grad(new):
         made = new.detach().requires_grad_()
     made.__dict__.update(
-        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _KEPT)}
+        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _INVALID)}
     )
     # the dicts themselves: the handles that remove hooks refer to them
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -613,7 +669,9 @@ def _canonical(device: torch.device) -> str:
     index = device.index
     if index is None and device.type not in ("cpu", "mps", "meta"):
         index = 0
-    return device.type if index is None or device.type in ("cpu", "mps") else str(device)
+    return (
+        device.type if index is None or device.type in ("cpu", "mps") else f"{device.type}:{index}"
+    )
 
 
 def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
@@ -628,17 +686,25 @@ def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
                 yield dot + key, (child._buffers, key)
 
 
-def _dict_slots(model: MutableMapping[str, Any], prefix: str = "") -> Iterator[tuple[str, _Slot]]:
+def _dict_slots(
+    model: MutableMapping[str, Any], prefix: str = "", inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, _Slot]]:
     for key, value in model.items():
         if isinstance(value, MutableMapping):
-            yield from _dict_slots(value, f"{prefix}{key}.")
+            if id(value) in (*inside, id(model)):
+                raise ValueError(f"the dict {prefix + str(key)!r} holds itself")
+            yield from _dict_slots(value, f"{prefix}{key}.", (*inside, id(model)))
         elif isinstance(value, torch.Tensor):
             yield f"{prefix}{key}", (model, key)
 
 
 def _key(tensor: torch.Tensor) -> Any:
     """What tied tensors share: the object, or the memory and what is seen of it."""
+    if hasattr(tensor, _INVALID):
+        return id(getattr(tensor, _INVALID))
     if _why_refused(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)
+    if tensor.untyped_storage().nbytes() == 0:  # freed: its elements are nowhere
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
@@ -664,7 +730,11 @@ class TorchFramework:
                 f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
             )
         groups: dict[Any, tuple[list[str], list[_Slot]]] = {}
+        seen: set[str] = set()
         for name, slot in slots:
+            if name in seen:
+                raise ValueError(f"two tensors of the model are named {name!r}")
+            seen.add(name)
             names, found = groups.setdefault(_key(slot[0][slot[1]]), ([], []))
             names.append(name)
             found.append(slot)
@@ -697,7 +767,7 @@ class TorchFramework:
             raise DeviceNotFoundError(name, "it holds no values")
         try:
             torch.empty(1, device=name)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
             raise DeviceNotFoundError(name, _first_line(error)) from error
         return _WAYS.get(kind, TorchDevice)(name)
 
@@ -760,7 +830,10 @@ class TorchFramework:
         return ProbeResult(name, True, "", statuses, casts)
 
 
-_WAYS: dict[str, type[TorchDevice]] = {"cpu": CPUDevice, "cuda": CUDADevice}
+_WAYS: dict[str, type[TorchDevice]] = {
+    "cpu": CPUDevice,
+    "cuda": CUDADevice if torch.version.cuda else ROCmDevice,
+}
 
 
 def _filled(device: TorchDevice, dtype: DType, data: bytes) -> torch.Tensor:
