@@ -172,7 +172,7 @@ def match(
                 out.ties.append((name, source, other, fill[other]))
         out.tied += [other for other in parameter.names if other != name]
         held = None
-        if parameter.device is not None:
+        if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
             held = (parameter.device, parameter.dtype, parameter.nbytes)
         where = parameter.device if parameter.device in keep_on else None
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps

@@ -528,8 +528,15 @@ class _Crew:
         self._job.done(unit, counts)
 
     def _serve(self) -> None:
-        """What a worker's thread does."""
+        """What a worker's thread does. Whatever ends it early ends the load, which waits for it."""
         worker = _Worker(self._job)
+        try:
+            self._work_off(worker)
+        except BaseException as error:
+            self._done.put(((), [], error))
+        self._close(worker)
+
+    def _work_off(self, worker: _Worker) -> None:
         while True:
             try:
                 item = self._work.get_nowait()
@@ -542,7 +549,6 @@ class _Crew:
                 break
             for outcome in worker.run(*item):
                 self._done.put(outcome)
-        self._close(worker)
 
 
 class Interrupt:

@@ -189,7 +189,7 @@ class Parameter(Protocol):
 
     @property
     def device(self) -> str | None:
-        """Canonical name of the device that holds it, or None where it holds no memory."""
+        """Canonical name of the device that holds it, or held it before a load failed, or None."""
 
     @property
     def nbytes(self) -> int:

@@ -491,13 +491,17 @@ class TorchParameter:
             self.shape, self.dtype = (), ""
             return
         self.shape = tuple(entry.shape)
-        tensor = self._tensors()[0] if kept else entry
+        tensor = self._tensors()[0]
         self.dtype = _FROM_TORCH.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        if tensor.device.type != "meta":
+        if tensor.device.type == "meta":
+            return
+        self.keeps = BY_NAME.get(self.dtype)
+        if self.invalid and not kept:
+            self.device = _canonical(tensor.device)  # it goes back to where it was
+        else:
             self._look(tensor)
 
     def _look(self, tensor: torch.Tensor) -> None:
-        self.keeps = BY_NAME.get(self.dtype)
         storage_nbytes = tensor.untyped_storage().nbytes()
         if tensor.numel() and storage_nbytes == 0:
             return  # it was freed
