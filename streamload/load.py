@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -350,7 +350,6 @@ class _Load:
             match.check(checkpoint.path, strict)
             wants = match.wants
             tied = {}  # the model says what is tied
-        engine, notes = _host_cast(checkpoint, wants, options)
         free = [want.source[0].tensor for want in wants if want.dtype is None]
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
@@ -358,7 +357,10 @@ class _Load:
             specs = over.specs(
                 options.budget, options.policy, options.cast, held, bf16_undecided=undecided
             )
-            return options.plan(checkpoint, wants, specs, tied, engine)
+            native = {spec.native_bf16 for spec in specs}
+            engine, notes = _host_cast(checkpoint, wants, options, native)
+            made = options.plan(checkpoint, wants, specs, tied, engine)
+            return replace(made, notes=(*made.notes, *notes))
 
         try:
             made = planned(devices)
@@ -371,7 +373,7 @@ class _Load:
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
-        notes = [*devices.notes, *(match.notes if match else ()), *made.notes, *notes]
+        notes = [*devices.notes, *(match.notes if match else ()), *made.notes]
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]
         unstored = owner.unstored(model) if owner is not None else {}
@@ -518,16 +520,23 @@ def _warn_of_overflow(checkpoint: Checkpoint, made: Plan, counts: Mapping[str, C
 
 
 def _host_cast(
-    checkpoint: Checkpoint, wants: Iterable[Want], options: _Options
+    checkpoint: Checkpoint, wants: Iterable[Want], options: _Options, native_bf16: Set[bool]
 ) -> tuple[CastChoice, list[str]]:
-    """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled."""
+    """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled.
+
+    Args:
+        checkpoint: the headers.
+        wants: what is loaded.
+        options: those of the load.
+        native_bf16: what the devices say of themselves; kernels that none needs are not compiled.
+    """
     if options.cast in ("numpy", "device"):
         return options.cast, []
     pairs = set()
     for want in wants:
         name = want.source[0].tensor
         src = checkpoint.tensors[name].dtype
-        for native in (False, True):
+        for native in native_bf16:
             pairs.add((src, want.dtype or options.policy.resolve(name, src, native)))
     for src, dst in sorted(pairs, key=str):
         if not supported(src, dst):

@@ -42,7 +42,10 @@ class Devices:
         """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
         if not self.opened[name].info.native_bf16:
             return False
-        status = probe(self.framework.name, name, full=True).dtypes.get("bfloat16")
+        if self.framework.trusted(name):
+            status = self.framework.dtype_status(name, BF16)
+        else:
+            status = probe(self.framework.name, name, full=True).dtypes.get("bfloat16", "absent")
         return status in ("native", "emulated")
 
     def specs(

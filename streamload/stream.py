@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,6 +33,11 @@ from streamload.plan.chunks import Chunk, Run, chunks
 from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
 
 _NO_COUNTS = CastCounts()
+_TOLD_TOGETHER = 4  # units that a worker has finished
+# Units that a worker has under way, one for each of its slots, that it has finished and not told,
+# and that wait for it.
+_IN_FLIGHT = STAGING_SLOTS + 2 * _TOLD_TOGETHER
+_OPEN_SHARDS = 2  # the next is begun while the last units of one are under way
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
 Unit = tuple[Chunk, ...]  # of one shard and one device, one after the other in the file
@@ -100,18 +105,24 @@ def stream(
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
         job = _Job(plan, checkpoint, target, devices, progress)
         crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
-        for shard, units in _by_shard(job.chunks, plan):
-            header = checkpoint.shards[shard]
-            with open_reader(header.path, header.file_nbytes, plan.readers[shard]) as reader:
-                try:
-                    for unit in units:
-                        interrupt.check()
-                        job.begin(unit)
-                        crew.submit(reader, unit)
-                    crew.drain()
-                except BaseException:
-                    crew.join()  # before the reader is closed
-                    raise
+        opened: deque[tuple[int, Reader]] = deque()
+        try:
+            for shard, units in _by_shard(job.chunks, plan):
+                if len(opened) == _OPEN_SHARDS:
+                    crew.drain(opened[0][0])
+                    opened.popleft()[1].close()
+                header = checkpoint.shards[shard]
+                reader = open_reader(header.path, header.file_nbytes, plan.readers[shard])
+                opened.append((shard, reader))
+                for unit in units:
+                    interrupt.check()
+                    job.begin(unit)
+                    crew.submit(reader, unit)
+            crew.drain()
+        finally:
+            crew.join()  # before the readers are closed
+            for _, reader in opened:
+                reader.close()
         crew.end()
         interrupt.check()  # it came when the last byte had been placed
         job.stats.seconds = time.perf_counter() - begun
@@ -168,19 +179,26 @@ class _Job:
         for chunk in self.chunks:
             self._left[chunk.placement] = self._left.get(chunk.placement, 0) + 1
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
-        for p in plan.placements:
-            key = (p.src, p.dst, p.cast)
+        self._compiling = threading.Lock()
+
+    def cast(self, p: Placement) -> Cast:
+        """The cast of a placement; a plain copy of bits where the device casts.
+
+        Compiled when it is first asked for: raw bytes that are staged never ask.
+        """
+        key = (p.src, p.dst, p.cast)
+        found = self._casts.get(key)
+        if found is not None:
+            return found
+        with self._compiling:
             if key not in self._casts:
                 self._casts[key] = make_cast(
                     p.src,
                     p.src if p.cast == "device" else p.dst,
                     engine="numpy" if p.cast == "numpy" else "auto",
-                    out_of_range=plan.out_of_range,
+                    out_of_range=self.plan.out_of_range,
                 )
-
-    def cast(self, p: Placement) -> Cast:
-        """The cast of a placement; a plain copy of bits where the device casts."""
-        return self._casts[p.src, p.dst, p.cast]
+            return self._casts[key]
 
     def begin(self, unit: Unit) -> None:
         """Make room for the parameters that a unit is the first to write."""
@@ -432,10 +450,9 @@ class _Crew:
         self._job = job
         self._interrupt = interrupt
         self._work: queue.SimpleQueue[tuple[Reader, Unit] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
-        self._in_flight = 0
-        # a worker has as many under way as it has slots; the next one waits at its door
-        self._most_in_flight = (STAGING_SLOTS + 1) * threads
+        self._done: queue.SimpleQueue[list[_Outcome] | None] = queue.SimpleQueue()
+        self._in_flight: Counter[int] = Counter()  # units, by shard
+        self._most_in_flight = _IN_FLIGHT * threads
         self._stopped = threading.Event()
         self._inline = _Worker(job) if threads == 0 else None
         self._threads = [
@@ -453,7 +470,7 @@ class _Crew:
         except RuntimeError:  # no more threads under this limit: those that there are will do
             self._threads = self._threads[:started]
             self._inline = None if started else _Worker(self._job)
-            self._most_in_flight = (STAGING_SLOTS + 1) * started
+            self._most_in_flight = _IN_FLIGHT * started
         except BaseException:
             self._threads = self._threads[:started]
             self.join()
@@ -474,17 +491,17 @@ class _Crew:
             for outcome in self._inline.run(reader, unit):
                 self._take(outcome)
             return
-        while self._in_flight >= self._most_in_flight:
+        while self._in_flight.total() >= self._most_in_flight:
             self._receive()
-        self._in_flight += 1
+        self._in_flight[unit[0].shard] += 1
         self._work.put((reader, unit))
 
-    def drain(self) -> None:
-        """Wait for everything under way. Raises what a worker met."""
+    def drain(self, shard: int | None = None) -> None:
+        """Wait for everything under way, or all of one shard. Raises what a worker met."""
         if self._inline is not None:
             for outcome in self._inline.settle():
                 self._take(outcome)
-        while self._in_flight:
+        while self._in_flight[shard] if shard is not None else self._in_flight.total():
             self._receive()
 
     def end(self) -> None:
@@ -514,12 +531,14 @@ class _Crew:
             self._failures.put(failure)
 
     def _receive(self) -> None:
-        outcome = self._done.get()
-        if outcome is None:  # woken by Ctrl-C
+        outcomes = self._done.get()
+        if outcomes is None:  # woken by Ctrl-C
             self._interrupt.check()
             return
-        self._in_flight -= 1
-        self._take(outcome)
+        for outcome in outcomes:
+            if outcome[0]:  # a worker that died has no unit
+                self._in_flight[outcome[0][0].shard] -= 1
+            self._take(outcome)
 
     def _take(self, outcome: _Outcome) -> None:
         unit, counts, error = outcome
@@ -533,22 +552,29 @@ class _Crew:
         try:
             self._work_off(worker)
         except BaseException as error:
-            self._done.put(((), [], error))
+            self._done.put([((), [], error)])
         self._close(worker)
 
     def _work_off(self, worker: _Worker) -> None:
+        finished: list[_Outcome] = []
         while True:
             try:
                 item = self._work.get_nowait()
             except queue.Empty:
                 # nothing to overlap with: hand over what is finished before going to sleep
-                for outcome in worker.settle():
-                    self._done.put(outcome)
+                finished += worker.settle()
+                if finished:
+                    self._done.put(finished)
+                    finished = []
                 item = self._work.get()
             if item is None or self._stopped.is_set():
                 break
-            for outcome in worker.run(*item):
-                self._done.put(outcome)
+            finished += worker.run(*item)
+            # several at once: the streaming thread wakes up for each time, and takes the lock of
+            # the interpreter from workers that have just read
+            if len(finished) >= _TOLD_TOGETHER or (finished and finished[-1][2] is not None):
+                self._done.put(finished)
+                finished = []
 
 
 class Interrupt:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
 
 _ROOT = Path(__file__).parent.parent
@@ -43,14 +44,17 @@ def _run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_readme_has_the_examples_that_it_should() -> None:
-    """A tinygrad model, a state dict, several devices, a budget too small, and the commands."""
-    assert len(_PYTHON) == 4
+    """Models of tinygrad, torch and transformers, a state dict, devices, and the commands."""
+    assert len(_PYTHON) == 7
     assert {shlex.split(c)[1] for c in _COMMANDS} == {"inspect", "plan", "load", "devices"}
 
 
 @pytest.mark.parametrize("text", _PYTHON, ids=lambda text: text.split('", ')[0][-30:].strip())
 def test_python_examples_run(text: str, folder: Path) -> None:
     """Every Python example that names the demo's checkpoint ends without an error."""
+    for name in ("torch", "transformers", "accelerate"):
+        if f"import {name}" in text or f"from {name}" in text or f"{name}_" in text:
+            needs.module(name)
     done = _run([sys.executable, "-c", text], folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

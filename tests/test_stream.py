@@ -307,8 +307,8 @@ def test_permuted_rows_that_the_device_casts_are_staged_in_their_order(
             assert_same(bytes(buffer.data), reference(tensors, want, buffer.dtype))
 
 
-def test_at_most_one_shard_is_open_at_a_time(tmp_path: Path) -> None:
-    """While the device works, one file of the checkpoint is open and mapped, never two."""
+def test_few_shards_are_open_at_a_time(tmp_path: Path) -> None:
+    """While the device works, one file of the checkpoint is open, and the next at its end."""
     for i in range(4):
         write_safetensors(tmp_path / f"{i}.safetensors", {f"t{i}": ("U8", (5000,), bytes(5000))})
     seen: list[int] = []
@@ -327,7 +327,7 @@ def test_at_most_one_shard_is_open_at_a_time(tmp_path: Path) -> None:
     device = RecordingDevice(watch=watch)
     run = prepare(tmp_path, [device], chunk_nbytes=1000, threads=3)
     run.go()
-    assert set(seen) == {1}
+    assert {1} <= set(seen) <= {1, 2}
     run.check_ended()
 
 

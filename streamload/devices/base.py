@@ -278,6 +278,9 @@ class Framework(Protocol):
         With ``full``, every dtype and every cast of its own is tried too.
         """
 
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """What a dtype is on a device, by computing on a real buffer in this process."""
+
     def fingerprint(self, name: str) -> str:
         """Text that changes whenever a probe of the device may come out differently."""
 

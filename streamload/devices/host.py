@@ -17,6 +17,7 @@ import numpy as np
 from streamload.devices.base import (
     Device,
     DeviceInfo,
+    DTypeStatus,
     Parameter,
     ProbeResult,
     Staging,
@@ -338,15 +339,15 @@ class HostFramework:
         return ProbeResult(
             "host",
             True,
-            dtypes={
-                name: "absent"
-                if name in _UNSUPPORTED
-                else "native"
-                if type(dtype.numpy.type(0)).__module__ == "numpy" and name != "float16"
-                else "emulated"
-                for name, dtype in BY_NAME.items()
-            },
+            dtypes={dtype.name: self.dtype_status("host", dtype) for dtype in BY_NAME.values()},
         )
+
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """What numpy itself has is native, but for float16."""
+        if dtype.name in _UNSUPPORTED:
+            return "absent"
+        own = type(dtype.numpy.type(0)).__module__ == "numpy" and dtype.name != "float16"
+        return "native" if own else "emulated"
 
     def tensor(
         self,

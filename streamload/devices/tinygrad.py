@@ -920,6 +920,10 @@ class TinygradFramework:
         )
         return ProbeResult(name, True, "", statuses, casts)
 
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """Write ones to a real buffer, double them on the device, read the bytes back."""
+        return "absent" if dtype.name in _UNSUPPORTED else _dtype_status(self.device(name), dtype)
+
 
 def _stamp(path: str | None) -> str:
     try:

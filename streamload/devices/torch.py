@@ -833,6 +833,12 @@ class TorchFramework:
         casts = tuple(pair for pair in _DEVICE_CASTS if _casts_exactly(device, *pair))
         return ProbeResult(name, True, "", statuses, casts)
 
+    def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
+        """Write ones to a real buffer, double them on the device, read the bytes back."""
+        if dtype.name in _UNSUPPORTED:
+            return "absent"
+        return _dtype_status(self.device(name), dtype.name)
+
 
 _WAYS: dict[str, type[TorchDevice]] = {
     "cpu": CPUDevice,
