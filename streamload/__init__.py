@@ -1,8 +1,12 @@
 """Stream model weights onto devices that are too small for the usual loaders.
 
 `load_state_dict` moves a safetensors checkpoint to where it runs: in chunks, through one dtype
-cast, under a budget in bytes that it never exceeds.
+cast, under a budget in bytes that it never exceeds. `streamload.transformers` does so for models of
+transformers, and is imported when it is asked for.
 """
+
+import importlib
+from typing import Any
 
 from streamload import errors
 from streamload.cast.table import CastCounts
@@ -18,6 +22,14 @@ from streamload.report import LoadReport
 plan = _plan
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `streamload.transformers`, which needs more than is always installed."""
+    if name == "transformers":
+        return importlib.import_module("streamload.transformers")
+    raise AttributeError(f"module 'streamload' has no attribute {name!r}")
+
 
 __all__ = [
     "Budget",

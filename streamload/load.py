@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import warnings
@@ -377,7 +378,7 @@ class _Load:
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]
         unstored = owner.unstored(model) if owner is not None else {}
-        notes += _on_unstored(unstored, made)
+        notes += on_unstored(unstored, made)
         return cls(
             checkpoint,
             replace(made, notes=tuple(notes)),
@@ -478,7 +479,7 @@ def _wider(devices: Devices, planned: Callable[[Devices], Plan]) -> str | None:
     return None
 
 
-def _on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
+def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
     """Say which tensors the load leaves where they cannot be used."""
     without = [name for name, device in unstored.items() if device == "meta"]
     elsewhere = [
@@ -515,8 +516,16 @@ def _warn_of_overflow(checkpoint: Checkpoint, made: Plan, counts: Mapping[str, C
             f"{checkpoint.path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
             f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
             RuntimeWarning,
-            stacklevel=4,  # the line that called load_state_dict
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` at which `_warn_of_overflow` names the line that called streamload."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
+        level, frame = level + 1, frame.f_back
+    return level - 1
 
 
 def _host_cast(

@@ -103,7 +103,7 @@ class Match:
         problems = [
             f"{other} is tied to {name}, but their values differ"
             for name, source, other, theirs in self.ties
-            if not _same_bytes(checkpoint, source, theirs)
+            if not same_bytes(checkpoint, source, theirs)
         ]
         if problems:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
@@ -196,7 +196,7 @@ def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
     return out
 
 
-def _same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
     """Whether two sources of one tied parameter hold the same bytes."""
     if a == b:
         return True

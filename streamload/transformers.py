@@ -1,7 +1,7 @@
 """Models of transformers: `from_pretrained`, streamed under a budget.
 
 transformers builds the model, names its weights, ties them, and computes the buffers that no
-checkpoint holds; streamload moves the bytes. Written against transformers 5.1 to 5.23.
+checkpoint holds; streamload moves the bytes. Tried with transformers 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import logging
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
@@ -35,10 +35,10 @@ from streamload.checkpoint.readers import ReaderKind
 from streamload.devices.base import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
-from streamload.load import DTypeArgument, load_state_dict
+from streamload.load import DTypeArgument, on_unstored, load_state_dict
 from streamload.lookup import CastArgument, open_devices
 from streamload.mapping import Source
-from streamload.match import _same_bytes
+from streamload.match import same_bytes
 from streamload.plan.budget import Budget, BudgetLike
 from streamload.plan.plan import RowRange
 from streamload.plan.planner import DEFAULT_CHUNK_NBYTES, DTypePolicy
@@ -170,6 +170,9 @@ def from_pretrained(
         chunk_nbytes=chunk_nbytes,
         threads=threads,
     )
+    # what it says about buffers without values is true no longer
+    stale = on_unstored(framework("torch").unstored(model), report.plan)
+    report = replace(report, notes=tuple(note for note in report.notes if note not in stale))
     _initialise_the_rest(model, checkpoint, report)
     _finish(model, checkpoint, names, report)
     return model
@@ -216,6 +219,20 @@ def _configuration(checkpoint: Checkpoint, given: Any) -> Any:
             )
         except (ValueError, KeyError, OSError) as error:  # an unknown model, or code of its own
             raise CheckpointError(path, _first_line(error)) from error
+    adapter = _folder(checkpoint) / "adapter_config.json"
+    if adapter.is_file():
+        raise CheckpointError(
+            adapter,
+            "the folder holds an adapter of peft, which is loaded by transformers on its own",
+        )
+    weights = getattr(config, "transformers_weights", None)
+    if weights is not None and weights != checkpoint.path.name:
+        raise CheckpointError(
+            path,
+            "it names the file of the weights: give that",
+            expected=weights,
+            found=checkpoint.path,
+        )
     for part in _parts(config):
         quantised = getattr(part, "quantization_config", None)
         if quantised is not None:
@@ -254,6 +271,8 @@ def _on_meta(
                 expected="architectures that it knows, or model_class=",
                 found=named,
             )
+    for part in _parts(config):
+        part.dtype = getattr(torch, dtype.name)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype.name)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -294,14 +313,12 @@ class _Dtypes:
     Attributes:
         asked: what the caller asked for.
         main: the dtype of the model, in which it is built.
-        native: whether bfloat16 stays what it is where nothing is asked for.
-        uneven: whether it would stay so on some devices only.
+        named: whether it must be asked for, since the main rule would not give it to all weights.
     """
 
     asked: DTypeArgument
     main: DType
-    native: bool = True
-    uneven: bool = False
+    named: bool = False
 
     @classmethod
     def choose(
@@ -315,65 +332,56 @@ class _Dtypes:
     ) -> _Dtypes:
         """Settle the model's dtype; looks at the devices where it depends on them."""
         policy = DTypePolicy.parse(asked, environment_fp16_cast())
-        rest = dict(policy.rules).get("*")
+        rules = dict(policy.rules)
+        rest = rules.get("*")
         if rest is not None:
             if rest.name not in _COMPUTED_IN:
                 raise ValueError(f"a model computes in {', '.join(_COMPUTED_IN)}, not in {rest}")
             return cls(asked, rest)
-        stored = _stored(checkpoint, config)
-        if stored is not BF16 or policy.mentions(""):  # only "*" matches it: "checkpoint"
-            return cls(asked, stored)
+        stored, several = _stored(checkpoint, config)
+        if stored is not BF16 or "*" in rules:  # "checkpoint"
+            return cls(asked, stored, several and "*" not in rules)
         found = open_devices(device, framework("torch"), {})
         specs = found.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
         natives = {spec.native_bf16 and policy.fp16_cast is None for spec in specs}
-        native = natives == {True}
-        return cls(asked, BF16 if native else F16, native, len(natives) > 1)
+        return cls(asked, BF16 if natives == {True} else F16, several or len(natives) > 1)
 
     def rules(self, model: Any, checkpoint: Checkpoint, names: _Names) -> DTypeArgument:
         """The dtypes to load with: what is asked for, and what transformers has otherwise."""
-        if self.asked == "checkpoint":
-            return self.asked
-        given = self.asked if isinstance(self.asked, Mapping) else {}
-        if self.asked is not None and not isinstance(self.asked, Mapping):
-            given = {"*": self.asked}
-        elif self.uneven and "*" not in given:
-            given = {**given, "*": self.main}
-        rest = given.get("*")
-        out: dict[str, str | DType] = {key: value for key, value in given.items() if key != "*"}
-        patterns = list(out)
+        if isinstance(self.asked, Mapping):
+            given = dict(self.asked)
+        else:
+            given = {} if self.asked is None else {"*": self.asked}
+        if self.named:
+            given["*"] = self.main
+        rest = given.pop("*", None)
+        if rest == "checkpoint":
+            return {**given, "*": rest}
+        out: dict[str, str | DType] = dict(given)
         kept = _kept(model, getattr(torch, self.main.name))
         state = model.state_dict()
         for tensor, parameter in names.first.items():
-            src = checkpoint.tensors[tensor].dtype
-            if src.kind != "float" or any(fnmatchcase(tensor, pattern) for pattern in patterns):
+            wanted = parse_dtype(_name(kept(parameter) or state[parameter].dtype))
+            if not wanted.kind == checkpoint.tensors[tensor].dtype.kind == "float":
                 continue
-            wanted = _name(kept(parameter) or state[parameter].dtype)
-            if rest is None:
-                otherwise = F16 if src is BF16 and not self.native else src
-            else:
-                otherwise = src if rest == "checkpoint" else parse_dtype(rest)
-            if wanted != otherwise.name and rest != "checkpoint":
+            # the main rule gives the main dtype to all where it need not be named
+            if wanted is not self.main and not any(fnmatchcase(tensor, one) for one in given):
                 out[glob.escape(tensor)] = wanted
-        if rest is not None:
-            out["*"] = rest
-        return out or None
+        return out | {"*": rest} if rest is not None else out or None
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stored(checkpoint: Checkpoint, config: Any) -> DType:
-    """The dtype of the checkpoint's floats; the configuration's, where they have several."""
-    found = list(
-        dict.fromkeys(
-            info.dtype for info in checkpoint.tensors.values() if info.dtype.name in _COMPUTED_IN
-        )
-    )
+def _stored(checkpoint: Checkpoint, config: Any) -> tuple[DType, bool]:
+    """The dtype of the checkpoint's floats, or the configuration's where they have several."""
+    floats = (info.dtype for info in checkpoint.tensors.values())
+    found = list(dict.fromkeys(dtype for dtype in floats if dtype.name in _COMPUTED_IN))
     stated = getattr(config, "dtype", None)
     if len(found) != 1 and isinstance(stated, torch.dtype):
-        return parse_dtype(_name(stated))
-    return found[0] if found else parse_dtype(_name(torch.get_default_dtype()))
+        return parse_dtype(_name(stated)), len(found) > 1
+    return found[0] if found else parse_dtype(_name(torch.get_default_dtype())), len(found) > 1
 
 
 def _kept(model: Any, dtype: torch.dtype) -> Any:
@@ -438,7 +446,7 @@ class _Names:
                 plain[name] = tensor
                 out._add(name, _whole(checkpoint, tensor))
         for name, members in fused.items():
-            out._convert(model, checkpoint, copy.deepcopy(by_pattern[members[0][0]]), name, members)
+            out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
         out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
         return out
 
@@ -457,17 +465,20 @@ class _Names:
         members: Sequence[tuple[str, str]],
     ) -> None:
         """Run transformers' operations on row numbers in place of rows, and see where they go."""
+
+        def convert(number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+            one = copy.deepcopy(converter)
+            for index, (pattern, tensor) in enumerate(members):
+                one.add_tensor(name, tensor, pattern, number(numbered.ids(index)))
+            made = one.convert(name, model=_Narrow(model), config=model.config)
+            return {new: ids[0] if isinstance(ids, list) else ids for new, ids in made.items()}
+
         try:
             numbered = _Numbered.of(checkpoint, [tensor for _, tensor in members])
-            for index, (pattern, tensor) in enumerate(members):
-                converter.add_tensor(name, tensor, pattern, numbered.ids(index))
-            made: Mapping[str, Any] = converter.convert(
-                name, model=_Narrow(model), config=model.config
-            )
-            sources = {
-                new: numbered.source(ids[0] if isinstance(ids, list) else ids)
-                for new, ids in made.items()
-            }
+            made, again = convert(lambda ids: ids), convert(_renumbered)
+            if not all(torch.equal(_renumbered(ids), again[new]) for new, ids in made.items()):
+                raise _NotRowsError("the values change")
+            sources = {new: numbered.source(ids) for new, ids in made.items()}
         except Exception as error:  # whatever an operation of transformers raises
             operations = ", ".join(map(repr, converter.operations))
             tensors = [tensor for _, tensor in members]
@@ -505,7 +516,7 @@ class _Names:
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), found)
             for name, source in self.fill.items()
-            if name in state and (found := _shape(checkpoint, source)) != tuple(state[name].shape)
+            if name in state and (found := source.shape or ()) != tuple(state[name].shape)
         ]
         problems = [f"{name}: {why}" for name, why in self.refused.items()]
         if problems or (strict and (missing or unexpected or shapes)):
@@ -521,11 +532,6 @@ class _Names:
 def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
     shape = checkpoint.tensors[tensor].shape
     return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)
-
-
-def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
-    first = checkpoint.tensors[source.rows[0].tensor].shape
-    return first if source.shape is None else source.shape
 
 
 class _NotRowsError(ValueError):
@@ -572,25 +578,26 @@ class _Numbered:
         """The numbers in place of a tensor: its shape, but for the last of several axes."""
         shape = self.shapes[index]
         start, stop = (base * self.columns for base in self.bases[index : index + 2])
-        kind = torch.int32 if self.bases[-1] * _COLUMNS < 2**31 else torch.int64
+        small = self.bases[-1] * self.columns < 2**29  # the other numbers fit too
+        kind = torch.int32 if small else torch.int64
         numbers = torch.arange(start, stop, dtype=kind, device="cpu")
         return numbers.view(*shape[:-1], self.columns) if len(shape) > 1 else numbers.view(shape)
 
-    def source(self, ids: Any) -> Source:
+    def source(self, ids: torch.Tensor) -> Source:
         """Read off which rows make up a result.
 
         Raises:
             _NotRowsError: it is not made of whole rows along the first axis of these tensors.
         """
-        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            raise _NotRowsError("the values change")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise _NotRowsError("the dtype changes")
         shape = tuple(ids.shape)
         if not ids.numel() or (shape and shape[-1] % self.columns):
             raise _NotRowsError("the last axis is cut")
         rows = ids.reshape(-1, self.columns).numpy()
         first = rows[:, 0]
         if (first % self.columns).any() or (rows != first[:, None] + np.arange(self.columns)).any():
-            raise _NotRowsError("the last axis is cut or reordered, or the values change")
+            raise _NotRowsError("the last axis is cut or reordered")
         if shape and self.length > 1:
             shape = (*shape[:-1], shape[-1] // self.columns * self.length)
         return Source(tuple(self._ranges(first // self.columns)), shape=shape)
@@ -609,6 +616,11 @@ class _Numbered:
                     raise _NotRowsError(f"{tensor} is cut along its second axis")
                 yield RowRange(tensor, (start - base) // inner, (end - base) // inner)
                 start = end
+
+
+def _renumbered(ids: torch.Tensor) -> torch.Tensor:
+    """Other numbers for the same rows: what only moves them about does the same with both."""
+    return ids * -3 - 7
 
 
 def _row_count(shape: tuple[int, ...]) -> int:
@@ -647,7 +659,7 @@ def _untie_what_differs(model: Any, checkpoint: Checkpoint, names: _Names) -> No
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in names.fill or source not in names.fill:
             continue
-        if _same_bytes(checkpoint, names.fill[target], names.fill[source]):
+        if same_bytes(checkpoint, names.fill[target], names.fill[source]):
             del names.fill[target]
             continue
         _log.warning(

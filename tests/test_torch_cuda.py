@@ -70,7 +70,7 @@ def check(report: Any, path: Path, model: Any = None) -> None:
     assert verify(report, streamload.open_checkpoint(path), model) == []
     for d in report.plan.devices:
         if d.device.startswith("cuda"):
-            assert report.held_nbytes[d.device] <= d.peak_nbytes
+            assert report.held_nbytes[d.device] <= max(d.peak_nbytes, d.held_nbytes)
 
 
 @pytest.mark.parametrize("dtype", [None, "float16", "float32"])
@@ -115,14 +115,16 @@ def test_loading_again_writes_in_place(tmp_checkpoint: Callable[..., Path]) -> N
 def test_old_weights_go_first(tmp_checkpoint: Callable[..., Path], old: str) -> None:
     """A model of another dtype is replaced within its own size or the new one's."""
     path = tmp_checkpoint(400_000_000)
+    others = torch.cuda.memory_reserved()  # a workspace of cuBLAS
     model = nn_model(path, "cuda", getattr(torch, old))
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_reserved() - others
     torch.cuda.reset_peak_memory_stats()
     new = {"float32": "bfloat16", "float16": "float32"}[old]
     report = streamload.load_state_dict(model, path, budget="2GB", dtype=new)
-    assert torch.cuda.max_memory_reserved() <= max(before, report.predicted_nbytes["cuda:0"])
+    most = max(before, report.predicted_nbytes["cuda:0"])
+    assert torch.cuda.max_memory_reserved() - others <= most
     assert {p.action for p in report.plan.placements} == {"replace"}
     assert report.plan.device("cuda:0").release_first
     check(report, path, model)

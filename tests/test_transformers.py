@@ -1,0 +1,814 @@
+"""`streamload.transformers.from_pretrained`: what transformers itself loads, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
+from streamload.verify import verify
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+import safetensors.torch as st  # noqa: E402
+from transformers import conversion_mapping, core_model_loading  # noqa: E402
+
+import streamload.transformers as ours  # noqa: E402
+
+EXAMPLE = Path(__file__).parent.parent / "scripts" / "examples" / "transformers_model.py"
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GROUPED: dict[str, Any] = {**SMALL, "num_key_value_heads": 2}
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+
+#: Model class and configuration: tiny, and of the real families.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": False}),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GROUPED),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**GROUPED, **MOE, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, **MOE, "num_local_experts": 4}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
+    "bert": ("BertForMaskedLM", "BertConfig", SMALL),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            **{"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2},
+            **{"num_heads": 4, "decoder_start_token_id": 0},
+        },
+    ),
+}
+
+#: Rotary embeddings, as config.json has them.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    "yarn": {
+        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+        "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers says nothing of its own about these models."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.utils.logging.enable_progress_bar()
+
+
+def new_model(name: str, dtype: Any = torch.float32, **changes: Any) -> Any:
+    """A model with random weights; of norms and biases too, which would be ones and zeros."""
+    class_name, config_name, arguments = MODELS[name]
+    torch.manual_seed(1)
+    config = getattr(transformers, config_name)(**{**arguments, **changes})
+    model = getattr(transformers, class_name)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.to(dtype)
+
+
+def saved(folder: Path, name: str, dtype: Any = torch.float32, **changes: Any) -> Path:
+    """The folder of a checkpoint in one file, as transformers writes it."""
+    new_model(name, dtype, **changes).save_pretrained(folder)
+    return folder
+
+
+def load(path: Path | str, **arguments: Any) -> Any:
+    """Load with streamload, on the CPU."""
+    return ours.from_pretrained(path, **{"device": "cpu", "progress": False, **arguments})
+
+
+def reference(path: Path, name: str, **arguments: Any) -> Any:
+    """Load with transformers alone."""
+    return getattr(transformers, MODELS[name][0]).from_pretrained(path, **arguments)
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """Parameters and buffers, the persistent and the others, by all of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+
+
+def raw(tensor: Any) -> bytes:
+    """A tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Change the tensors of a checkpoint in one file."""
+    path = folder / "model.safetensors"
+    tensors = change(st.load_file(path))
+    st.save_file({k: v.clone() for k, v in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def assert_same_bits(found: Any, expected: Any) -> None:
+    """Every parameter and every buffer has the same bytes."""
+    mine, theirs = tensors_of(found), tensors_of(expected)
+    assert {k: raw(t) for k, t in mine.items()} == {k: raw(t) for k, t in theirs.items()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Class, names, bits, dtypes, ties, configurations and mode are the same; nothing is meta."""
+    assert type(found) is type(expected)
+    mine, theirs = tensors_of(found), tensors_of(expected)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.device.type == "cpu", name
+        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
+        assert raw(tensor) == raw(theirs[name]), name
+    shared = [{k for k, t in all_.items() if t is all_[n]} for all_ in (mine, theirs) for n in mine]
+    assert shared[: len(mine)] == shared[len(mine) :]
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.config._name_or_path == expected.config._name_or_path == found.name_or_path
+    assert found.config._attn_implementation == expected.config._attn_implementation
+    assert found.dtype == expected.dtype == found.config.dtype
+    assert found.can_generate() == expected.can_generate()
+    if found.can_generate():
+        assert found.generation_config.to_dict() == expected.generation_config.to_dict()
+    assert not found.training
+    assert not any(module.training for module in found.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_size"), [(torch.float32, "5GB"), (torch.bfloat16, "20KB")]
+)
+def test_gives_what_transformers_gives(
+    tmp_path: Path, name: str, dtype: Any, max_shard_size: str
+) -> None:
+    """One file or shards, float32 or bfloat16: weights, ties, buffers and settings are the same."""
+    new_model(name, dtype).save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or max_shard_size == "20KB"
+    found = load(tmp_path, budget="2MB")
+    assert_same(found, reference(tmp_path, name))
+    assert verify(found.streamload_report, open_checkpoint(tmp_path), found) == []
+    assert "meta" not in str(found.streamload_report)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float16_is_the_reference_cast(tmp_path: Path, name: str) -> None:
+    """Asked for float16, weights are cast as the reference does, and as transformers does."""
+    saved(tmp_path, name, torch.bfloat16)
+    found = load(tmp_path, dtype="float16")
+    assert_same(found, reference(tmp_path, name, dtype=torch.float16))
+    assert verify(found.streamload_report, open_checkpoint(tmp_path), found) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_computes_the_same(tmp_path: Path, name: str) -> None:
+    """Greedy tokens, or logits where a model generates none, are those of transformers' model."""
+    saved(tmp_path, name)
+    found, expected = load(tmp_path), reference(tmp_path, name)
+    ids = torch.tensor([[5, 17, 3, 42, 8]])
+    if name == "bert":
+        with torch.no_grad():
+            assert torch.equal(found(ids).logits, expected(ids).logits)
+        return
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    tokens = found.generate(ids, **options)
+    assert tokens.shape[1] > 1
+    assert torch.equal(tokens, expected.generate(ids, **options))
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_frequencies_are_computed(tmp_path: Path, rope: str) -> None:
+    """Frequencies that no checkpoint holds are those of transformers, for each way to scale."""
+    saved(tmp_path, "llama", torch.bfloat16, rope_parameters=ROPES[rope])
+    found, expected = load(tmp_path), reference(tmp_path, "llama")
+    assert_same(found, expected)
+    mine, theirs = found.model.rotary_emb, expected.model.rotary_emb
+    assert mine.attention_scaling == theirs.attention_scaling
+    assert mine.inv_freq.dtype == torch.float32
+    assert mine.inv_freq.isfinite().all()
+    assert raw(mine.original_inv_freq) == raw(theirs.original_inv_freq)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_stored_one_by_one_are_fused(tmp_path: Path, name: str) -> None:
+    """A tensor for each expert becomes one for all, without one expert being held in between."""
+    saved(tmp_path, name)
+    stored = open_checkpoint(tmp_path).tensors
+    assert sum(".experts.3." in tensor for tensor in stored) == 3 * 2
+    found = load(tmp_path)
+    sources = {p.name: p.source for p in found.streamload_report.plan.placements}
+    assert len(sources["model.layers.1.mlp.experts.gate_up_proj"]) == 2 * 4
+    assert len(sources["model.layers.1.mlp.experts.down_proj"]) == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_stored_fused_stay_so(tmp_path: Path, name: str) -> None:
+    """A checkpoint that has transformers 5's own names is loaded as it is."""
+    folder = saved(tmp_path, name)
+    fused = new_model(name).state_dict()
+    rewrite(folder, lambda tensors: fused)
+    assert_same(load(folder), reference(folder, name))
+
+
+def test_old_names_are_renamed(tmp_path: Path) -> None:
+    """BERT's old gamma and beta become weight and bias, as transformers has it."""
+    folder = saved(tmp_path, "bert")
+
+    def old(name: str) -> str:
+        return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
+
+    rewrite(folder, lambda tensors: {old(name): t for name, t in tensors.items()})
+    assert_same(load(folder), reference(folder, "bert"))
+
+
+def test_old_buffers_may_be_ignored(tmp_path: Path) -> None:
+    """Buffers that older checkpoints hold and transformers computes now are not unexpected."""
+    folder = saved(tmp_path / "bert", "bert")
+    ids = {"bert.embeddings.position_ids": torch.arange(64)[None]}
+    rewrite(folder, lambda tensors: tensors | ids)
+    found = load(folder)
+    assert_same(found, reference(folder, "bert"))
+    assert found.streamload_report.skipped == ("bert.embeddings.position_ids",)
+    folder = saved(tmp_path / "llama", "llama")
+    old = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(4) for i in (0, 1)}
+    rewrite(folder, lambda tensors: tensors | old)
+    assert_same(load(folder), reference(folder, "llama"))
+
+
+def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
+    """A tied head takes no bytes of its own, whether or not the checkpoint stores it too."""
+    folder = saved(tmp_path, "llama-tied")
+    one = load(folder).streamload_report
+    assert one.tied == ("lm_head.weight",)
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+    found = load(folder)
+    assert_same(found, reference(folder, "llama-tied"))
+    both = found.streamload_report
+    assert both.resident_nbytes == one.resident_nbytes
+    assert both.read_nbytes == one.read_nbytes
+    assert both.skipped == ("lm_head.weight",)
+
+
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    """Where the embedding is missing and the head is there, both are the head."""
+    folder = saved(tmp_path, "llama-tied")
+
+    def moved(tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        return tensors
+
+    rewrite(folder, moved)
+    assert_same(load(folder), reference(folder, "llama-tied"))
+
+
+def test_ties_that_the_checkpoint_breaks_are_not_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tied by config.json, stored with different values: both are loaded, and a warning says so."""
+    folder = saved(tmp_path, "llama-tied")
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    found = load(folder)
+    assert "they are not tied" in caplog.text
+    assert_same(found, reference(folder, "llama-tied"))
+    assert found.lm_head.weight is not found.model.embed_tokens.weight
+
+
+def test_names_must_match(tmp_path: Path) -> None:
+    """Missing, unexpected and misshapen tensors are one error that lists them, by default."""
+    folder = saved(tmp_path, "llama")
+
+    def spoilt(tensors: dict[str, Any]) -> dict[str, Any]:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.extra"] = torch.zeros(3)
+        tensors["model.norm.weight"] = torch.zeros(16)
+        return tensors
+
+    rewrite(folder, spoilt)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(folder)
+    assert caught.value.missing == ("model.layers.1.mlp.up_proj.weight",)
+    assert caught.value.unexpected == ("model.layers.0.extra",)
+    assert [(w.name, w.expected, w.found) for w in caught.value.wrong_shape] == [
+        ("model.norm.weight", (32,), (16,))
+    ]
+
+
+def test_what_is_missing_is_initialised_where_that_is_asked_for(tmp_path: Path) -> None:
+    """``strict=False``: the rest is as transformers initialises it, and the report names it."""
+    folder = saved(tmp_path, "llama")
+    lost = "model.layers.1.mlp.up_proj.weight"
+
+    def without(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in tensors.items() if k not in (lost, "model.norm.weight")}
+
+    rewrite(folder, without)
+    torch.manual_seed(3)
+    found = load(folder, strict=False)
+    torch.manual_seed(3)
+    assert_same(found, reference(folder, "llama"))
+    assert set(found.streamload_report.missing) == {lost, "model.norm.weight"}
+    assert found.model.norm.weight.eq(1).all()
+
+
+def test_a_body_gives_a_model_with_a_new_head(tmp_path: Path) -> None:
+    """The names of a model without its head get the prefix that they lack, and the other way."""
+    body = tmp_path / "body"
+    model = new_model("bert")
+    model.bert.save_pretrained(body)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(body, model_class=transformers.BertForMaskedLM)
+    assert all(name.startswith("cls.") for name in caught.value.missing)
+    assert not caught.value.unexpected
+    found = load(body, model_class=transformers.BertForMaskedLM, strict=False)
+    inner = {k: raw(t) for k, t in model.bert.state_dict().items() if "pooler" not in k}
+    assert inner.items() <= {k: raw(t) for k, t in found.bert.state_dict().items()}.items()
+    assert all(t.device.type == "cpu" and t.isfinite().all() for t in tensors_of(found).values())
+
+    whole = tmp_path / "whole"
+    model.save_pretrained(whole)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(whole, model_class=transformers.AutoModel)
+    assert "cls.predictions.bias" in caught.value.unexpected
+    found = load(whole, model_class=transformers.AutoModel, strict=False)
+    assert type(found) is transformers.BertModel
+    assert inner.items() <= {k: raw(t) for k, t in found.state_dict().items()}.items()
+
+
+class Odd(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama whose checkpoints are odd: the tests register how."""
+
+
+class Changed(core_model_loading.ConversionOps):  # type: ignore[misc]
+    """An operation on the values."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Change the one tensor."""
+        (tensors,) = input_dict.values()
+        return {target_patterns[0]: self._change(tensors[0])}
+
+    @property
+    def reverse_op(self) -> Any:
+        """Saving goes back by it: to what was saved."""
+        return self
+
+
+def odd(folder: Path, *converters: Any, **changes: Any) -> Path:
+    """A Llama's checkpoint, to be loaded as `Odd`, with conversions registered for that alone."""
+    conversion_mapping.register_checkpoint_conversion_mapping(
+        "Odd", list(converters), overwrite=True
+    )
+    return saved(folder, "llama", **changes)
+
+
+def converter(sources: list[str], targets: list[str], *operations: Any) -> Any:
+    """A conversion of transformers."""
+    return core_model_loading.WeightConverter(sources, targets, operations=list(operations))
+
+
+ATTENTION = "model.layers.0.self_attn"
+QKV = ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+
+
+def stored_as(folder: Path, make: Callable[[dict[str, Any]], Mapping[str, Any]], *old: str) -> None:
+    """Put tensors that are made of layer 0's into a checkpoint, in the place of ``old``."""
+
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        made = make(tensors)
+        return {k: v for k, v in tensors.items() if k not in old} | dict(made)
+
+    rewrite(folder, change)
+
+
+def test_a_fused_tensor_is_split_by_rows(tmp_path: Path) -> None:
+    """Rows of one tensor become three parameters, as transformers' own operation cuts them."""
+    folder = odd(
+        tmp_path,
+        converter(["qkv.weight"], QKV, core_model_loading.Chunk(dim=0)),
+        num_key_value_heads=4,
+    )
+    names = [f"{ATTENTION}.{leaf}" for leaf in QKV]
+    stored_as(
+        folder, lambda t: {f"{ATTENTION}.qkv.weight": torch.cat([t[n] for n in names])}, *names
+    )
+    found = load(folder, model_class=Odd)
+    assert_same(found, Odd.from_pretrained(folder))
+    sources = {p.name: p.source for p in found.streamload_report.plan.placements}
+    assert [(r.start, r.stop) for n in names for r in sources[n]] == [(0, 32), (32, 64), (64, 96)]
+
+
+def test_rows_that_are_reordered_come_in_order(tmp_path: Path) -> None:
+    """A permutation of rows by transformers, of matrices and of vectors, is followed."""
+    permute = core_model_loading.PermuteForRope(permute_layer_names=["q_proj"])
+    folder = odd(
+        tmp_path,
+        converter(["q_proj.weight"], ["q_proj.weight"], permute),
+        converter(["q_proj.bias"], ["q_proj.bias"], permute),
+        attention_bias=True,
+    )
+    assert_same(load(folder, model_class=Odd), Odd.from_pretrained(folder))
+
+
+def test_an_operation_may_look_at_the_models_shapes(tmp_path: Path) -> None:
+    """A transposition that is made only if shapes ask for it is none where they do not."""
+    folder = odd(
+        tmp_path,
+        converter(
+            ["o_proj.weight"],
+            ["o_proj.weight"],
+            core_model_loading.Transpose(0, 1, check_dims=True),
+        ),
+    )
+    assert_same(load(folder, model_class=Odd), Odd.from_pretrained(folder))
+
+
+def test_other_axes_may_be_joined(tmp_path: Path) -> None:
+    """Axes after the first are joined, and parameters cut from one tensor along the first."""
+    split = core_model_loading.Chunk(dim=0)
+    squeeze = core_model_loading.Conv3dToLinear(1, (1, 1, 1))
+    folder = odd(
+        tmp_path,
+        converter(["wide.weight"], ["o_proj.weight"], squeeze),
+        converter(["stack"], ["gate_proj.weight", "up_proj.weight"], split),
+    )
+    name = f"{ATTENTION}.o_proj.weight"
+    mlp = [f"model.layers.0.mlp.{leaf}_proj.weight" for leaf in ("gate", "up")]
+    stored_as(
+        folder,
+        lambda t: {
+            f"{ATTENTION}.wide.weight": t[name].view(32, 2, 4, 2, 2),
+            "model.layers.0.mlp.stack": torch.cat([t[n] for n in mlp]),
+        },
+        *(name, *mlp),
+    )
+    assert_same(load(folder, model_class=Odd), Odd.from_pretrained(folder))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "operation", "why"),
+    [
+        ("self_attn.q_proj", lambda: core_model_loading.Transpose(0, 1), "Transpose"),
+        ("self_attn.q_proj", lambda: core_model_loading.Interleave(dim=1), "Interleave"),
+        ("self_attn.q_proj", lambda: Changed(lambda t: t * 2), "the values change"),
+        ("self_attn.q_proj", lambda: Changed(lambda t: t.float()), "the dtype changes"),
+        ("input_layernorm", lambda: Changed(lambda t: t * 0), "the values change"),
+        ("input_layernorm", lambda: Changed(lambda t: t.clamp(max=3)), "the values change"),
+        ("input_layernorm", lambda: Changed(lambda t: -t), "the values change"),
+    ],
+)
+def test_what_is_no_choice_of_rows_is_refused(
+    tmp_path: Path, leaf: str, operation: Callable[[], Any], why: str
+) -> None:
+    """A conversion along the rows, or of the values, is refused by names before any data moves."""
+    pattern = f"{leaf.rpartition('.')[2]}.weight"
+    folder = odd(tmp_path, converter([pattern], [pattern], operation()))
+    with pytest.raises(StateDictMismatchError, match="is not a choice of their rows") as caught:
+        load(folder, model_class=Odd, strict=False)
+    assert not (caught.value.missing or caught.value.unexpected)
+    assert len(caught.value.problems) == 2
+    name = f"model.layers.0.{leaf}.weight"
+    assert caught.value.problems[0].startswith(f"{name}: transformers makes it of {name} by ")
+    assert why in caught.value.problems[0]
+
+
+def test_a_cut_through_the_second_of_three_axes_is_refused(tmp_path: Path) -> None:
+    """Stacked matrices that would be cut inside each matrix are refused, with every target."""
+    folder = odd(tmp_path, converter(["both"], ["q_proj", "o_proj"], core_model_loading.Chunk(1)))
+    names = [f"{ATTENTION}.{leaf}_proj.weight" for leaf in "qo"]
+    stored_as(
+        folder,
+        lambda t: {f"{ATTENTION}.both.weight": torch.stack([t[n] for n in names], 1)},
+        *names,
+    )
+    with pytest.raises(StateDictMismatchError, match="cut along its second axis") as caught:
+        load(folder, model_class=Odd)
+    assert len(caught.value.problems) == 2
+    assert caught.value.missing == ()
+
+
+def test_two_tensors_for_one_parameter_are_refused(tmp_path: Path) -> None:
+    """A checkpoint that has a tensor under its old and its new name is refused by both."""
+    folder = saved(tmp_path, "bert")
+    name = "bert.embeddings.LayerNorm"
+    rewrite(folder, lambda t: t | {f"{name}.gamma": t[f"{name}.weight"]})
+    with pytest.raises(StateDictMismatchError, match=r"gamma and .*\.weight would both become it"):
+        load(folder)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    """A quantization_config in config.json is refused by its method."""
+    folder = saved(tmp_path, "llama")
+    reconfigure(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match=r"quantised.*found fp8"):
+        load(folder)
+
+
+def test_what_the_checkpoint_is_not_alone_is_refused(tmp_path: Path) -> None:
+    """An adapter beside the model, or weights in a file of another name, are not passed over."""
+    folder = saved(tmp_path, "llama")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="adapter"):
+        load(folder)
+    (folder / "adapter_config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    reconfigure(folder, transformers_weights="other.safetensors")
+    with pytest.raises(CheckpointError, match=r"expected other\.safetensors"):
+        load(folder)
+    assert_same_bits(load(folder / "other.safetensors"), reference(folder, "llama"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["NoSuchModel"]}, r"no class for the model.*NoSuchModel"),
+        ({"architectures": None}, "no class for the model"),
+        ({"architectures": ["LlamaConfig"]}, "no class for the model"),
+        ({"model_type": "no-such"}, "no-such"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}},
+            "custom code",
+        ),
+    ],
+)
+def test_unknown_models_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """A model that transformers has no class for, or only with code of its own, is refused."""
+    folder = saved(tmp_path, "llama")
+    reconfigure(folder, **changes)
+    with pytest.raises(CheckpointError, match=f"(?s){said}"):
+        load(folder)
+
+
+def test_a_configuration_must_be_there(tmp_path: Path) -> None:
+    """Without config.json a configuration is asked for; one that is given is left as it was."""
+    folder = saved(tmp_path, "llama", torch.bfloat16)
+    expected = reference(folder, "llama")
+    (folder / "config.json").unlink()
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(CheckpointError, match="no configuration"):
+        load(folder)
+    config = transformers.LlamaConfig(**MODELS["llama"][2])
+    before = config.to_dict()
+    found = load(folder, config=config, model_class=transformers.LlamaForCausalLM)
+    assert config.to_dict() == before
+    assert_same_bits(found, expected)
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    """Arguments that are not what they should be are named, with what they should be."""
+    folder = saved(tmp_path, "llama")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"strict": 1}, "strict is True or False, not 1"),
+        ({"config": {}}, "config is a configuration of transformers"),
+        ({"model_class": dict}, "model_class is a class of transformers"),
+        ({"dtype": "int8"}, "not to int8"),
+        ({"dtype": "float8_e4m3fn"}, "computes in .* not in float8_e4m3fn"),
+        ({"reader": "tape"}, "tape"),
+    ]
+    for given, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            load(folder, **given)
+    with pytest.raises(ValueError, match="path"):
+        load(7)  # type: ignore[arg-type]
+
+
+def test_auto_classes_choose_the_class(tmp_path: Path) -> None:
+    """An Auto class gives the class that transformers would choose."""
+    folder = saved(tmp_path, "qwen2")
+    found = load(folder, model_class=transformers.AutoModelForCausalLM)
+    assert_same(found, transformers.AutoModelForCausalLM.from_pretrained(folder))
+    with pytest.raises(ValueError, match="AutoModelForMaskedLM"):
+        load(folder, model_class=transformers.AutoModelForMaskedLM)
+
+
+def test_attention_is_chosen(tmp_path: Path) -> None:
+    """The implementation of attention is transformers' choice, or the one that is asked for."""
+    folder = saved(tmp_path, "llama")
+    assert load(folder, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+def test_a_model_comes_from_a_file_an_index_or_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, an index, and a name in the local Hugging Face cache find the configuration too."""
+    folder = tmp_path / "hub" / "models--me--tiny" / "snapshots" / "0123abc"
+    new_model("llama").save_pretrained(folder, max_shard_size="20KB")
+    expected = reference(folder, "llama")
+    single = saved(tmp_path / "single", "llama")
+    refs = folder.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for path in (
+        single / "model.safetensors",
+        folder / "model.safetensors.index.json",
+        "me/tiny",
+    ):
+        found = load(path)
+        assert_same_bits(found, expected)
+        assert found.config._name_or_path == str(path)
+
+
+def test_modules_that_stay_in_float32_do(tmp_path: Path) -> None:
+    """T5's ``wo`` is float32 in a float16 model, also where the checkpoint is float16."""
+    folder = saved(tmp_path, "t5", torch.float16)
+    assert (
+        open_checkpoint(folder)
+        .tensors["encoder.block.0.layer.1.DenseReluDense.wo.weight"]
+        .dtype.name
+        == "float16"
+    )
+    found = load(folder)
+    assert found.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    assert found.shared.weight.dtype == torch.float16
+    assert_same(found, reference(folder, "t5"))
+
+
+def test_dtypes_that_are_asked_for(tmp_path: Path) -> None:
+    """A dtype of torch, patterns, and "checkpoint" decide; buffers are as the model's dtype."""
+    folder = saved(tmp_path, "t5", torch.bfloat16)
+    for asked in (torch.float16, "float16", {"*": torch.float16}):
+        assert_same(load(folder, dtype=asked), reference(folder, "t5", dtype=torch.float16))
+    found = load(folder, dtype={"*.wo.weight": "float16", "*": "float32"})
+    dtypes = {k: t.dtype for k, t in found.state_dict().items()}
+    assert {t for k, t in dtypes.items() if k.endswith(".wo.weight")} == {torch.float16}
+    assert {t for k, t in dtypes.items() if not k.endswith(".wo.weight")} == {torch.float32}
+
+
+def test_several_dtypes_become_the_configurations(tmp_path: Path) -> None:
+    """A checkpoint of mixed dtypes has the one of config.json then, unless it is to stay mixed."""
+    folder = saved(tmp_path, "llama", torch.bfloat16)
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["lm_head.weight"].float()})
+    found = load(folder)
+    assert found.lm_head.weight.dtype == torch.bfloat16
+    assert_same(found, reference(folder, "llama"))
+    found = load(folder, dtype="checkpoint")
+    assert found.lm_head.weight.dtype == torch.float32
+    assert found.model.norm.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_bfloat16_becomes_float16_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Where bfloat16 does not stay, the model is the float16 model, with its float32 modules."""
+    monkeypatch.setenv("SUPPORT_BF16", asked)
+    folder = saved(tmp_path, "t5", torch.bfloat16)
+    assert_same(load(folder), reference(folder, "t5", dtype=torch.float16))
+
+
+def test_generation_settings_come_along(tmp_path: Path) -> None:
+    """Settings are those of generation_config.json, or of a config.json that is older than that."""
+    folder = saved(tmp_path, "llama")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"max_length": 77, "eos_token_id": [3, 4], "do_sample": True}))
+    found = load(folder)
+    assert_same(found, reference(folder, "llama"))
+    assert found.generation_config.max_length == 77
+    path.unlink()
+    reconfigure(folder, max_length=55, num_beams=3)
+    assert_same(load(folder), reference(folder, "llama"))
+
+
+def test_saving_goes_back_to_the_stored_names(tmp_path: Path) -> None:
+    """``save_pretrained`` writes the names and the bits that were loaded."""
+    folder = saved(tmp_path / "in", "qwen3-moe")
+    load(folder).save_pretrained(tmp_path / "out")
+    before, after = (st.load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert {k: raw(t) for k, t in before.items()} == {k: raw(t) for k, t in after.items()}
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    """A budget below the weights is an error with the numbers; one that fits is kept."""
+    folder = saved(tmp_path, "llama-tied")
+    needed = load(folder, budget="1MB").streamload_report
+    assert needed.held_nbytes["cpu"] <= 10**6
+    with pytest.raises(PlanInfeasibleError, match="does not fit on cpu") as caught:
+        load(folder, budget=needed.resident_nbytes // 2)
+    assert caught.value.needed_nbytes >= needed.resident_nbytes
+
+
+def test_several_devices_need_accelerate(tmp_path: Path) -> None:
+    """Where accelerate is not installed, several devices are refused, and what to install said."""
+    folder = saved(tmp_path, "llama")
+    code = (
+        "import sys; sys.modules['accelerate'] = None\n"
+        "from streamload.transformers import from_pretrained\n"
+        "from streamload.errors import DeviceError\n"
+        "try: from_pretrained(sys.argv[1], device=['cpu', 'cuda:0'])\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert "pip install accelerate" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """On a GPU are the same bits, computed buffers among them, and a model that runs."""
+    if not torch.cuda.is_available():  # CI has none
+        pytest.skip("no CUDA device here")
+    saved(tmp_path, name, torch.bfloat16)
+    found = load(tmp_path, device="cuda:0", budget="100MB")
+    assert {str(t.device) for t in tensors_of(found).values()} == {"cuda:0"}
+    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
+    if name != "bert":
+        found.generate(ids, do_sample=False, max_new_tokens=4, pad_token_id=0)
+    assert_same(found.cpu(), reference(tmp_path, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "llama-tied",
+            {"vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 128},
+        ),
+        ("qwen3-moe", {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 6}),
+        ("gpt2", {"n_embd": 512, "n_layer": 8}),
+        ("t5", {"d_model": 512, "d_kv": 128, "d_ff": 1024, "num_layers": 4}),
+    ],
+)
+def test_layers_over_two_gpus(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
+    """Layers split over two GPUs by budget run there, and give the same tokens as on one."""
+    needs.module("accelerate")
+    if torch.cuda.device_count() < 2:  # CI has none
+        pytest.skip("no two CUDA devices here")
+    folder = saved(tmp_path, name, **changes)
+    names = ["cuda:0", "cuda:1"]
+    whole = load(folder, device="cuda:0")
+    budget = dict.fromkeys(names, whole.streamload_report.resident_nbytes * 7 // 10)
+    found = load(folder, device=names, budget=budget)
+    assert set(found.hf_device_map.values()) == {0, 1}
+    assert {str(t.device) for t in tensors_of(found).values()} == set(names)
+    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
+    options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    assert found.generate(ids, **options).tolist() == whole.generate(ids, **options).tolist()
+
+
+def test_the_example_generates(tmp_path: Path) -> None:
+    """The example prints the report and the tokens that transformers' own loading generates."""
+    folder = saved(tmp_path, "llama")
+    arguments = ["--budget", "1MB", "--device", "cpu", "--count", "6", "--tokens", "5", "17", "3"]
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, folder, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    ids = torch.tensor([[5, 17, 3]])
+    expected = reference(folder, "llama").generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6
+    )
+    assert "budget 1.00 MB" in done.stdout
+    assert done.stdout.splitlines()[-1] == "tokens: " + " ".join(map(str, expected[0].tolist()))
