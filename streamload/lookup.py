@@ -69,6 +69,9 @@ class Devices:
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
         infos = {name: device.info for name, device in self.opened.items()}
+        self.notes += [
+            info.caveat for info in infos.values() if info.caveat and info.caveat not in self.notes
+        ]
         # devices that share the host's memory draw on one pool: what others were promised is gone,
         # and those without a stated budget get equal parts
         sharing = [name for name, info in infos.items() if info.shared_memory]

@@ -273,6 +273,10 @@ class _Worker:
         try:
             self._place(reader, unit, counts, tickets)
         except BaseException as error:
+            if isinstance(error, CheckpointError) and error.tensor is None:
+                named = error.of_tensor(self._job.tensor(_at_fault(unit, error))[0])
+                named.__cause__ = error
+                error = named
             for ticket in tickets:
                 with suppress(Exception):
                     ticket.wait()
@@ -304,11 +308,13 @@ class _Worker:
         job = self._job
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
+        slot: Staging | None = None
         if not job.host_visible[name]:
             raw = self._raw_range(unit)
-            if raw is not None and self._place_raw(reader, unit, *raw, device, counts, tickets):
-                return
-        slot: Staging | None = None
+            if raw is not None:
+                slot = self._slot(name)  # one a unit: the other one's copies are under way
+                if self._place_raw(reader, unit, *raw, slot, device, counts, tickets):
+                    return
         at = 0
         with self._shared_view(reader, unit) as (whole, base):
             for chunk in unit:
@@ -355,6 +361,7 @@ class _Worker:
         unit: Unit,
         start: int,
         stop: int,
+        slot: Staging,
         device: Device,
         counts: list[CastCounts],
         tickets: list[Ticket],
@@ -366,7 +373,6 @@ class _Worker:
             names the tensor.
         """
         job = self._job
-        slot = self._slot(job.plan.placements[unit[0].placement].device)
         try:
             with _part(slot.view, 0, stop - start) as out:
                 reader.read_into(start, out)
@@ -397,7 +403,10 @@ class _Worker:
         if len(runs) < 2 or not follow or not reader.mapped:
             yield None, 0
             return
-        with reader.view(runs[0].start, runs[-1].stop) as whole:
+        with ExitStack() as stack:
+            whole: memoryview | None = None
+            with suppress(CheckpointError):  # read one by one, the error names the tensor
+                whole = stack.enter_context(reader.view(runs[0].start, runs[-1].stop))
             yield whole, runs[0].start
 
     def _fill(
@@ -629,6 +638,12 @@ def deferred_interrupt() -> Iterator[Interrupt]:
         if signal.getsignal(signal.SIGINT) == interrupt.handle:  # nobody else's since
             signal.signal(signal.SIGINT, handler)
     interrupt.check()
+
+
+def _at_fault(unit: Unit, error: CheckpointError) -> Chunk:
+    """The chunk whose bytes a file did not give, as far as the error says."""
+    end = error.found if isinstance(error.found, int) else 0
+    return next((chunk for chunk in unit if chunk.runs and chunk.runs[-1].stop > end), unit[0])
 
 
 @contextmanager

@@ -134,12 +134,12 @@ class ModelTarget:
             p = made.placements[index]
             buffer = self._buffers.pop(index, None)
             parameter = self._parameter(index)
-            if parameter is not None and index in invalid:
-                parameter.invalidate(keep=p.action == "in_place")
             device = self._devices[p.device]
             if buffer is not None and p.action == "in_place":
                 _poison(device, buffer, p.nbytes)
-            elif buffer is not None:
+            if parameter is not None and index in invalid:
+                parameter.invalidate(keep=p.action == "in_place")
+            if buffer is not None and p.action != "in_place":
                 with suppress(StreamloadError):
                     device.release(buffer)
                 self._ledger.release(p.device, p.resident_nbytes)

@@ -35,7 +35,7 @@ from streamload.checkpoint.readers import ReaderKind
 from streamload.devices.base import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
-from streamload.load import DTypeArgument, on_unstored, load_state_dict
+from streamload.load import DTypeArgument, load_state_dict, on_unstored
 from streamload.lookup import CastArgument, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes

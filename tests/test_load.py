@@ -273,8 +273,10 @@ def test_what_is_no_model(small: Path, model: Any) -> None:
         load(small, model)
 
 
-def test_a_model_of_torch(small: Path) -> None:
-    """A framework that is not there yet is refused by name."""
+def test_a_model_of_torch_without_torch(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework that cannot be imported is refused by name."""
+    monkeypatch.setitem(sys.modules, "torch", None)  # Python's way to say: not to be imported
+    monkeypatch.delitem(sys.modules, "streamload.devices.torch", raising=False)
 
     class Parameter:
         """Looks like one of torch's."""

@@ -57,6 +57,7 @@ class DeviceInfo:
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively, or in float16 no better.
         unsupported: names of dtypes that it cannot hold.
+        caveat: what a plan cannot know of it, one sentence, or "".
     """
 
     name: str
@@ -74,6 +75,7 @@ class DeviceInfo:
     threads: int = 16
     native_bf16: bool = False
     unsupported: frozenset[str] = frozenset()
+    caveat: str = ""
 
 
 @dataclass(frozen=True, slots=True)

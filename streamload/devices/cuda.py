@@ -180,7 +180,8 @@ class PinnedStaging:
                 ):
                     context.check(getattr(self._slow, call)(ctypes.byref(created), flags), call)
         except (DeviceError, OSError) as error:
-            self.close()
+            with suppress(DeviceError):
+                self.close()
             problem = error.problem if isinstance(error, DeviceError) else str(error)
             raise AllocationError("staging", problem, nbytes=nbytes) from error
 
@@ -193,7 +194,8 @@ class PinnedStaging:
     def close(self) -> None:
         """Give everything back; waits for a copy under way."""
         failure = 0
-        with suppress(DeviceError), self._context.current():
+        # raises where the context is gone: the memory stays, for a copy may still read it
+        with self._context.current():
             if self.stream:
                 failure = self._slow.cuStreamSynchronize(self.stream)
                 self._slow.cuStreamDestroy_v2(self.stream)

@@ -324,6 +324,7 @@ class ROCmDevice(TorchDevice):
             threads=self.threads,
             native_bf16=native,
             unsupported=_UNSUPPORTED,
+            caveat=_cuda_caveat(self.name),
         )
 
     def trim(self) -> None:
@@ -397,9 +398,25 @@ def _cuda_allocator() -> AllocatorKind:
     """How torch's allocator on CUDA takes memory from the driver, by its settings."""
     if torch.cuda.get_allocator_backend() != "native":
         return "exact"
+    expandable = "expandable_segments:true" in _cuda_settings()
+    return "cuda_expandable" if expandable else "cuda_caching"
+
+
+def _cuda_settings() -> str:
     settings = environment(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC"))
-    text = ",".join(settings.values()).replace(" ", "").lower()
-    return "cuda_expandable" if "expandable_segments:true" in text else "cuda_caching"
+    return ",".join(settings.values()).replace(" ", "").lower()
+
+
+def _cuda_caveat(name: str) -> str:
+    """Settings of the allocator that are not planned for."""
+    text = _cuda_settings()
+    found = [key for key in ("roundup_power2_divisions", "max_split_size_mb") if key in text]
+    return (
+        f"{name}: PYTORCH_ALLOC_CONF sets {' and '.join(found)}, with which torch's allocator may "
+        "take more from the device than was planned"
+        if found
+        else ""
+    )
 
 
 _Slot = tuple[MutableMapping[str, Any], str]  # where a module (or dict) keeps a tensor
@@ -477,6 +494,7 @@ class TorchParameter:
         self.names = names
         self._slots = slots
         self._collect = collect
+        self._lent: torch.Tensor | None = None
         entry = self._entries()[0]
         self.device: str | None = None
         self.nbytes = 0
@@ -539,7 +557,8 @@ class TorchParameter:
 
     def buffer(self) -> torch.Tensor:
         """The memory that it holds."""
-        return self._tensors()[0].detach()
+        self._lent = self._tensors()[0].detach()
+        return self._lent
 
     def release(self) -> str:
         """Take the memory out of the parameter, which stays the object that it is."""
@@ -589,6 +608,8 @@ class TorchParameter:
             setattr(entry, _INVALID, mark)
             return entry
 
+        if self._lent is not None:  # the traceback of what failed may refer to it for long
+            self._lent.data = torch.empty(0, dtype=self._lent.dtype, device=self._lent.device)
         mark = _Invalid(keep)
         self._swap(meta)
         for tensor in self._tensors():
@@ -597,6 +618,7 @@ class TorchParameter:
 
     def revive(self) -> None:
         """Put the objects whose memory was written back in place, and tell autograd."""
+        self._lent = None
         self._swap(lambda old: getattr(old, _BEFORE, old))
         for tensor in self._tensors():
             _changed(tensor)

@@ -1,0 +1,793 @@
+"""Modules of torch through the staged pipeline, without a GPU: late copies, faults, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from recording import Faults
+
+import streamload
+from streamload import stream as stream_module
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.readers import open_reader
+from streamload.errors import (
+    AllocationError,
+    CheckpointError,
+    DeviceError,
+    LoadState,
+    OutOfRangeError,
+    StreamloadError,
+    TruncatedFileError,
+)
+from streamload.mapping import sources
+from streamload.match import Match, match
+from streamload.plan.budget import STAGING, Ledger
+from streamload.plan.plan import Plan
+from streamload.plan.planner import DeviceSpec, DTypePolicy, make_plan
+from streamload.stream import stream
+from streamload.target import ModelTarget
+
+torch = needs.module("torch")
+nn = torch.nn
+
+from recorded_torch import Disk, RecordedTorchDevice  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from streamload.devices import torch as devices_torch  # noqa: E402
+from streamload.devices.torch import FRAMEWORK, InvalidParameter, InvalidTensor  # noqa: E402
+
+ROOT = str(Path(streamload.__file__).parent.parent)
+KINDS = ("meta", "real", "mixed", "replace")
+_UNTOUCHED_SEED, _NEW_SEED = 1, 2
+_DTYPES = {"replace": "checkpoint"}  # of a double, which would keep its dtype
+
+
+class Net(nn.Module):  # type: ignore[name-defined, misc]
+    """Many small tensors beside a large one; a tie, buffers, a scalar, one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(5)
+        )
+        self.large = nn.Linear(40, 30, bias=False)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def values(seed: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Random tensors of the same names, shapes and dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    out = {}
+    for name, tensor in like.items():
+        if tensor.is_floating_point():
+            out[name] = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        else:
+            out[name] = torch.randint(0, 99, tensor.shape, generator=generator, dtype=tensor.dtype)
+    out["head.weight"] = out["embed.weight"]
+    return out
+
+
+def make(kind: str) -> Any:
+    """A net of one kind: meta, real, every second tensor of each, or real in another dtype."""
+    net = Net()
+    net.load_state_dict(values(_UNTOUCHED_SEED, net.state_dict()))
+    if kind == "meta":
+        net.to("meta")
+        net.head.weight = net.embed.weight
+    if kind == "replace":
+        return net.double()
+    if kind == "mixed":
+        for i, child in enumerate(net.modules()):
+            if i % 2:
+                for key, parameter in child._parameters.items():
+                    if parameter is not None and parameter is not net.embed.weight:
+                        child._parameters[key] = nn.Parameter(parameter.to("meta"))
+    return net
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A checkpoint: its folder, and what was written there, the tie once."""
+
+    path: Path
+    tensors: dict[str, Any] = field(repr=False)
+
+
+def write(folder: Path, *, shards: int = 1, dtype: str = "float32") -> Made:
+    """Write a checkpoint for the net."""
+    new = values(_NEW_SEED, Net().state_dict())
+    new = {
+        name: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        for name, tensor in new.items()
+        if name != "head.weight"
+    }
+    folder.mkdir(exist_ok=True)
+    names = list(new)
+    for i in range(shards):
+        part = {name: new[name] for name in names[i::shards]}
+        save_file(part, folder / f"{i}.safetensors")
+    return Made(folder, new)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return bool(torch.equal(one, other))
+
+
+def entries(net: Any) -> dict[str, Any]:
+    """What stands under each name of the state dict, invalid or not."""
+    found: dict[str, Any] = dict(net.named_parameters(remove_duplicate=False))
+    return found | dict(net.named_buffers(remove_duplicate=False))
+
+
+@dataclass(slots=True)
+class Staged:
+    """One stream of a real checkpoint into a module, through a recording staged device."""
+
+    net: Any
+    before: Mapping[str, Any]
+    new: Mapping[str, Any]
+    checkpoint: Checkpoint
+    plan: Plan
+    matched: Match
+    device: RecordedTorchDevice
+    ledger: Ledger
+    target: ModelTarget
+
+    def go(self, progress: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Stream, the way a load does."""
+        self.target.begin_all()
+        devices = {self.device.name: self.device}
+        stream(self.plan, self.checkpoint, self.target, devices, self.ledger, progress)
+
+    def check_loaded(self) -> None:
+        """All is there, each byte written once, and nothing is left over."""
+        everything = tuple(p.name for p in self.plan.placements)
+        self.check(LoadState(everything, (), ()))
+        assert self.device.written_nbytes == sum(p.nbytes for p in self.plan.placements)
+
+    def fail(self) -> LoadState:
+        """What a load does after an error; checked in every respect."""
+        assert self.device.pending == []  # before memory is given back
+        state = self.target.fail()
+        self.check(state)
+        return state
+
+    def check(self, state: LoadState) -> None:
+        """Threads, slots and ledger are in order, and each parameter is what the state says."""
+        assert [t.name for t in threading.enumerate() if t.name.startswith("streamload")] == []
+        self.device.check_ended()
+        names = [p.name for p in self.plan.placements]
+        assert sorted((*state.loaded, *state.untouched, *state.invalid)) == sorted(names)
+        held = 0
+        allocated = 0
+        for p in self.plan.placements:
+            if p.action == "in_place" or p.name in state.loaded:
+                held += p.resident_nbytes
+                allocated += p.nbytes if p.action != "in_place" else 0
+            elif p.name in state.untouched:
+                held += p.released_nbytes
+            self.check_parameter(p.name, state)
+        assert self.ledger.held(self.device.name) == held
+        assert self.ledger.held(STAGING) == 0
+        assert self.device.allocated_nbytes() == allocated
+
+    def check_parameter(self, name: str, state: LoadState) -> None:
+        """All that is tied under a name is loaded, as it was, or raises when used."""
+        found = entries(self.net)
+        p = next(p for p in self.plan.placements if p.name == name)
+        for tied in self.matched.parameters[name].names:
+            tensor = found[tied]
+            if name in state.loaded:
+                assert same_bits(tensor, self.new[name].to(getattr(torch, p.dst.name))), tied
+            elif name in state.untouched:
+                old = self.before[tied]
+                assert not isinstance(tensor, (InvalidParameter, InvalidTensor))
+                assert tensor.is_meta if old is None else same_bits(tensor, old), tied
+            else:
+                assert isinstance(tensor, (InvalidParameter, InvalidTensor))
+                assert tensor.is_meta
+                with pytest.raises(DeviceError):
+                    tensor + 1
+        assert len({id(found[tied]) for tied in self.matched.parameters[name].names}) == 1
+
+
+def prepare(
+    net: Any,
+    made: Made,
+    device: RecordedTorchDevice,
+    *,
+    dtype: Any = None,
+    chunk_nbytes: int = 1000,
+    threads: int = 2,
+    reader: Any = "mmap",
+    cast: Any = "llvm",
+    out_of_range: Any = "inf",
+    strict: bool = True,
+) -> Staged:
+    """Match and plan, as `load_state_dict` does for a device of that kind."""
+    before = {n: None if t.is_meta else t.detach().clone() for n, t in entries(net).items()}
+    checkpoint = open_checkpoint(made.path)
+    fill, _, tied = sources(checkpoint, None, None)
+    policy = DTypePolicy.parse(dtype)
+    matched = match(
+        checkpoint, FRAMEWORK.parameters(net), fill, tied, frozenset({device.name}), policy
+    )
+    matched.check(checkpoint.path, strict)
+    info = device.info
+    spec = DeviceSpec(
+        device.name,
+        10**9,
+        host_visible=info.host_visible,
+        shared_memory=info.shared_memory,
+        granularity_nbytes=info.granularity_nbytes,
+        threads=info.threads,
+        native_bf16=info.native_bf16,
+        device_casts=frozenset({("float32", "float16"), ("bfloat16", "float32")}),
+    )
+    plan = make_plan(
+        checkpoint,
+        wants=matched.wants,
+        devices=[spec],
+        dtype=policy,
+        out_of_range=out_of_range,
+        cast=cast,
+        readers=[reader] * len(checkpoint.shards),
+        tied={},
+        chunk_nbytes=chunk_nbytes,
+        threads=threads,
+    )
+    peak = max(plan.devices[0].peak_nbytes, plan.devices[0].held_nbytes)
+    # what was planned is all that there is: one byte more than that would be refused
+    ledger = Ledger({device.name: peak, STAGING: plan.host_nbytes})
+    target = ModelTarget(plan, FRAMEWORK, {device.name: device}, matched.parameters, ledger)
+    return Staged(net, before, made.tensors, checkpoint, plan, matched, device, ledger, target)
+
+
+def completes(failed: Staged, made: Made, **arguments: Any) -> None:
+    """Calling again completes the load."""
+    again = prepare(failed.net, made, RecordedTorchDevice(seed=7), **arguments)
+    again.go()
+    again.check_loaded()
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Float32, one file."""
+    return write(tmp_path_factory.mktemp("raw") / "x")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Bfloat16, three files."""
+    return write(tmp_path_factory.mktemp("sharded") / "x", shards=3, dtype="bfloat16")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """The files are real; what can be read of them is what this disk says."""
+    made = Disk()
+    monkeypatch.setattr(
+        stream_module, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
+    )
+    yield made
+
+
+# --- right bytes ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    kind=st.sampled_from(KINDS),
+    narrow=st.booleans(),
+    dtype=st.sampled_from([None, "float32", "float16", "checkpoint", {"*running*": "float16"}]),
+    chunk_nbytes=st.sampled_from([24, 100, 1000, 2**20]),
+    threads=st.integers(0, 4),
+    reader=st.sampled_from(["mmap", "pread"]),
+    cast=st.sampled_from(["llvm", "numpy", "device"]),
+    shared_memory=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_late_copies_in_any_order_fill_modules_right(
+    raw: Made,
+    sharded: Made,
+    kind: str,
+    narrow: bool,
+    dtype: Any,
+    chunk_nbytes: int,
+    threads: int,
+    reader: str,
+    cast: str,
+    shared_memory: bool,
+    seed: int,
+) -> None:
+    """Whatever the module holds and whatever is cast: each byte arrives once, and right."""
+    made = sharded if narrow else raw
+    device = RecordedTorchDevice(threads=threads, shared_memory=shared_memory, seed=seed)
+    run = prepare(
+        make(kind),
+        made,
+        device,
+        dtype=dtype,
+        chunk_nbytes=chunk_nbytes,
+        threads=threads,
+        reader=reader,
+        cast=cast,
+    )
+    run.go()
+    run.check_loaded()
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_what_lies_together_is_read_at_once(
+    raw: Made, disk: Disk, reader: str, threads: int
+) -> None:
+    """Raw tensors beside each other come by one read, and several copies of one slot."""
+    device = RecordedTorchDevice(threads=threads)
+    run = prepare(make("meta"), raw, device, threads=threads, reader=reader)
+    run.go()
+    run.check_loaded()
+    copies = [detail for operation, detail in device.events if operation == "copy"]
+    assert len(disk.reads) < len(copies)
+    spans = [(info.start, info.stop) for info in run.checkpoint.tensors.values()]
+    inside = [sum(a <= s and t <= b and s < t for s, t in spans) for a, b in disk.reads]
+    assert max(inside) >= 5
+    assert all(b - a <= run.plan.slot_nbytes for a, b in disk.reads)
+    # every byte was read once
+    assert sum(b - a for a, b in disk.reads) == sum(b - a for a, b in spans)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize("kind", ["meta", "real"])
+def test_what_is_left_out_is_not_read(raw: Made, disk: Disk, kind: str, threads: int) -> None:
+    """Tensors that the module lacks part what is read at once; what is around them is right."""
+    net = make(kind)
+    net.layers[1] = net.layers[3][1] = nn.Identity()
+    run = prepare(net, raw, RecordedTorchDevice(threads=threads), threads=threads, strict=False)
+    run.go()
+    run.check_loaded()
+    infos = run.checkpoint.tensors
+    left_out = [i for n, i in infos.items() if n.startswith(("layers.1.", "layers.3.1."))]
+    assert len(left_out) == 12
+    for info in left_out:
+        assert not any(a < info.stop and info.start < b for a, b in disk.reads)
+    assert sum(b - a for a, b in disk.reads) == sum(p.nbytes for p in run.plan.placements)
+
+
+def test_a_cast_between_raw_tensors_is_read_one_by_one(raw: Made, disk: Disk) -> None:
+    """A unit of which one tensor is cast goes the other way, and arrives as right."""
+    run = prepare(make("meta"), raw, RecordedTorchDevice(), dtype={"*bias*": "float16"})
+    assert {p.cast for p in run.plan.placements} == {"copy", "llvm"}
+    run.go()
+    run.check_loaded()
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class OddError(Exception):
+    """An error that nobody knows."""
+
+
+FAULTS = ("allocate", "staging", "copy", "wait", "close", "read", "cast_copy")
+
+
+def fault(operation: str, odd: bool) -> BaseException:
+    """What such an operation raises."""
+    if odd:
+        return OddError(operation)
+    if operation in ("allocate", "staging"):
+        return AllocationError("cpu", "injected", nbytes=1)
+    if operation == "read":
+        return CheckpointError("x.safetensors", "injected")
+    return DeviceError("cpu", f"injected: {operation}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operation", FAULTS)
+def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
+    raw: Made, disk: Disk, kind: str, operation: str
+) -> None:
+    """The error comes out; threads and slots end; what is not loaded is as it was or raises."""
+    cast = "device" if operation == "cast_copy" else "llvm"
+    dtype = "float16" if cast == "device" else _DTYPES.get(kind)
+    happened = 0
+    for seed in range(14):
+        generator = random.Random(f"{kind} {operation} {seed}")
+        threads = generator.choice((0, 1, 2, 4))
+        most = {"allocate": 20, "staging": 2, "close": 2, "read": 14}.get(operation, 40)
+        error = fault(operation, odd=seed % 2 == 0)
+        faults = Faults({operation: generator.randint(1, most)}, error)
+        device = RecordedTorchDevice(threads=threads, faults=faults, seed=seed)
+        disk.faults = faults
+        run = prepare(
+            make(kind),
+            raw,
+            device,
+            chunk_nbytes=generator.choice((200, 1000)),
+            threads=threads,
+            reader=generator.choice(("mmap", "pread")),
+            dtype=dtype,
+            cast=cast,
+        )
+        caught: Exception | None = None
+        try:
+            run.go()
+        except (OddError, StreamloadError) as raised:
+            caught = raised
+        disk.faults = device.faults = Faults()
+        if caught is None:
+            run.check_loaded()
+            continue
+        assert isinstance(caught, type(error)), caught
+        happened += 1
+        run.fail()
+        completes(run, raw, dtype=dtype)
+    assert happened >= 4 or (kind, operation) == ("real", "allocate")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_copy_that_fails_among_those_of_one_slot(raw: Made, kind: str, threads: int) -> None:
+    """At its beginning or at its end: the others of the slot end first, and none is lost sight of.
+
+    All is in one slot here, so that every copy has others beside it.
+    """
+    for operation in ("copy", "wait"):
+        for at in (1, 2, 11, 25):
+            error = DeviceError("cpu", f"{operation} {at}")
+            faults = Faults({operation: at}, error)
+            device = RecordedTorchDevice(threads=threads, faults=faults, seed=at)
+            dtype = _DTYPES.get(kind)
+            run = prepare(make(kind), raw, device, threads=threads, dtype=dtype, chunk_nbytes=2**20)
+            with pytest.raises(DeviceError, match=f"{operation} {at}"):
+                run.go()
+            state = run.fail()
+            assert state.loaded == ()
+            assert state.invalid or kind == "meta"
+            completes(run, raw, dtype=dtype)
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["meta", "real"])
+def test_a_tensor_that_cannot_be_read_is_named(
+    raw: Made, disk: Disk, reader: str, threads: int, kind: str
+) -> None:
+    """Among many of one slot the one with the bad bytes is named; other slots are right."""
+    infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
+    generator = random.Random(f"{reader} {threads} {kind}")
+    for chunk_nbytes in (300, 1000, 2**20):
+        for info in generator.sample(infos, 8):
+            at = generator.randrange(info.start, info.stop)
+            disk.bad = range(at, at + 1)
+            device = RecordedTorchDevice(threads=threads, seed=at)
+            run = prepare(
+                make(kind), raw, device, threads=threads, reader=reader, chunk_nbytes=chunk_nbytes
+            )
+            with pytest.raises(CheckpointError) as caught:
+                run.go()
+            assert caught.value.tensor == info.name
+            assert caught.value.path == str(info.shard)
+            state = run.fail()
+            assert info.name not in state.loaded
+            disk.bad = range(0)
+            completes(run, raw)
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
+    raw: Made, disk: Disk, reader: str, threads: int
+) -> None:
+    """Storage that fails once: all is loaded right, or the error names the tensor."""
+    infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
+    for seed, info in enumerate(infos):
+        disk.bad, disk.forgiving = range(info.stop - 1, info.stop), True
+        device = RecordedTorchDevice(threads=threads, seed=seed)
+        run = prepare(make("real"), raw, device, threads=threads, reader=reader, chunk_nbytes=400)
+        try:
+            run.go()
+        except CheckpointError as error:
+            assert error.tensor == info.name
+            run.fail()
+        else:
+            run.check_loaded()
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_a_file_cut_in_the_middle_of_a_slot_names_the_tensor(
+    tmp_path: Path, reader: str, threads: int, dtype: str | None
+) -> None:
+    """A real truncation before the first read: the first tensor that is not all there is named."""
+    made = write(tmp_path / "x")
+    path = made.path / "0.safetensors"
+    whole = path.read_bytes()
+    checkpoint = open_checkpoint(made.path)
+    infos = sorted((i for i in checkpoint.tensors.values() if i.nbytes), key=lambda i: i.start)
+    for info in infos[1::3]:
+        sent: list[str] = []
+
+        def cut(operation: str, at: int = info.stop - 1, sent: list[str] = sent) -> None:
+            if not sent:  # the headers were read, the file is open
+                sent.append(operation)
+                os.truncate(path, at)
+
+        device = RecordedTorchDevice(threads=threads, watch=cut)
+        run = prepare(
+            make("meta"),
+            made,
+            device,
+            threads=threads,
+            reader=reader,
+            dtype=dtype,
+            chunk_nbytes=2**20,
+        )
+        with pytest.raises(TruncatedFileError) as caught:
+            run.go()
+        path.write_bytes(whole)
+        assert caught.value.tensor == info.name
+        assert (caught.value.expected, caught.value.found) == (len(whole), info.stop - 1)
+        run.fail()
+        completes(run, made, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [0, 3])
+def test_values_out_of_range_stop_the_stream_by_name(
+    tmp_path: Path, kind: str, threads: int
+) -> None:
+    """A cast that finds an overflow fails as any other operation does."""
+    made = write(tmp_path / "x")
+    made.tensors["layers.3.0.bias"][3] = 1e30
+    save_file(made.tensors, made.path / "0.safetensors")
+    device = RecordedTorchDevice(threads=threads)
+    run = prepare(make(kind), made, device, threads=threads, dtype="float16", out_of_range="error")
+    with pytest.raises(OutOfRangeError) as caught:
+        run.go()
+    assert caught.value.tensor == "layers.3.0.bias"
+    state = run.fail()
+    assert "layers.3.0.bias" not in state.loaded
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        completes(run, made, dtype="float16")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_says_in_its_error_what_is_what(
+    raw: Made, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """`load_state_dict` over such a device: the error's state and note are true, and it mends."""
+    dtype = _DTYPES.get(kind)
+    happened = 0
+    for seed in range(12):
+        generator = random.Random(f"{kind} {seed}")
+        operation = generator.choice(("allocate", "copy", "wait", "staging"))
+        most = {"allocate": 12, "staging": 2}.get(operation, 30)
+        error = fault(operation, odd=False)
+        faults = Faults({operation: generator.randint(1, most)}, error)
+        device = RecordedTorchDevice(faults=faults, seed=seed)
+        monkeypatch.setitem(devices_torch._WAYS, "cpu", lambda name, device=device: device)
+        net = make(kind)
+        before = {n: None if t.is_meta else t.detach().clone() for n, t in entries(net).items()}
+        arguments: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": dtype,
+            "budget": "1MB",
+            "progress": False,
+        }
+        arguments["chunk_nbytes"] = 500
+        try:
+            streamload.load_state_dict(net, raw.path, threads=generator.choice((1, 3)), **arguments)
+        except StreamloadError as caught:
+            happened += 1
+            device.check_ended()
+            state = caught.state
+            assert state is not None
+            assert caught.__notes__ == [f"parameters: {state}"]
+            names = (*state.loaded, *state.untouched, *state.invalid)
+            found = entries(net)
+            assert sorted(names) == sorted(set(found) - {"head.weight"})
+            for name in state.loaded:
+                assert same_bits(found[name], raw.tensors[name])
+            for name in state.untouched:
+                old = before[name]
+                assert found[name].is_meta if old is None else same_bits(found[name], old)
+            for name in state.invalid:
+                with pytest.raises(DeviceError):
+                    found[name] + 1
+            # the error is at hand still, and with it all that its traceback refers to
+            device.faults = Faults()
+            streamload.load_state_dict(net, raw.path, **arguments)
+        device.check_ended()
+        found = entries(net)
+        assert all(same_bits(found[name], tensor) for name, tensor in raw.tensors.items())
+        assert net.head.weight is net.embed.weight
+    assert happened >= 3
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_an_interrupt_at_any_operation_leaves_a_stated_condition(
+    raw: Made, disk: Disk, kind: str, threads: int
+) -> None:
+    """Real SIGINTs, at operations chosen at random: KeyboardInterrupt, once, and all in order."""
+    interrupted = 0
+    for seed in range(12):
+        generator = random.Random(f"{kind} {threads} {seed}")
+        shots = _Shots(generator.randint(1, 90))
+        disk.faults = shots
+        device = RecordedTorchDevice(threads=threads, faults=shots, seed=seed)
+        dtype = _DTYPES.get(kind)
+        run = prepare(make(kind), raw, device, threads=threads, dtype=dtype, chunk_nbytes=300)
+        try:
+            run.go()
+        except KeyboardInterrupt:
+            interrupted += 1
+            run.fail()
+            disk.faults = Faults()
+            completes(run, raw, dtype=dtype)
+        else:
+            run.check_loaded()
+            assert not shots.fired
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert interrupted >= 5
+
+
+class _Shots(Faults):
+    """Two signals at the n-th operation of any kind."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at_all = at
+        self.fired = False
+
+    def pass_by(self, operation: str) -> None:
+        super().pass_by(operation)
+        if sum(self.calls.values()) >= self._at_all and not self.fired:
+            self.fired = True
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # an impatient user
+
+
+INTERRUPTED = """
+import gc, os, random, signal, sys, threading, time
+import torch
+import streamload
+from streamload.errors import DeviceError
+
+path, seed, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+COUNT = 20
+torch.set_num_threads(1)
+
+def model():
+    # written in place, replaced, on meta
+    made = torch.nn.ParameterDict()
+    for i in range(COUNT):
+        dtype = torch.float16 if i % 3 == 1 else torch.float32
+        full = torch.full((50_000,), float(-1 - i), dtype=dtype)
+        made[f"t{i:03d}"] = full.to("meta") if i % 3 == 2 else full
+    return made
+
+def load(into, **arguments):
+    streamload.load_state_dict(
+        into, path, device="cpu", dtype="float32", progress=False, chunk_nbytes=30_000, **arguments
+    )
+
+generator = random.Random(seed)
+for _ in range(2):  # the first is slower
+    made = model()
+    begun = time.perf_counter()
+    load(made)
+    usual_s = time.perf_counter() - begun
+interrupted = 0
+
+for _ in range(rounds):
+    made = model()
+    after_s = generator.uniform(0, usual_s)
+    armed = threading.Event()
+
+    def shoot():
+        armed.wait()
+        time.sleep(after_s)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(generator.uniform(0, usual_s / 10))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    caught = None
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        armed.set()
+        load(made, threads=generator.randint(1, 3))
+    except KeyboardInterrupt as error:
+        caught = error
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        try:
+            signal.signal(signal.SIGINT, lambda signum, frame: None)
+        except KeyboardInterrupt:
+            pass  # a shot that came after the load
+    shooter.join()
+    assert not [t for t in threading.enumerate() if t.name.startswith("streamload")]
+    kinds = set()
+    for i in range(COUNT):
+        entry = made[f"t{i:03d}"]
+        try:
+            found = (entry + 0).float()
+        except DeviceError:
+            kinds.add("invalid")
+            continue
+        if found.is_meta:
+            assert i % 3 == 2
+            kinds.add("untouched")
+        elif bool((found == -1 - i).all()):
+            kinds.add("untouched")
+        else:
+            assert bool((found == i).all()), (i, found)
+            kinds.add("loaded")
+    while caught is not None and not hasattr(caught, "__notes__") and caught.__context__:
+        caught = caught.__context__  # the second came when the load was already on its way out
+    notes = getattr(caught, "__notes__", [])
+    if notes:
+        interrupted += 1
+        assert len(notes) == 1 and notes[0].startswith("parameters: "), notes
+        for kind in ("loaded", "untouched", "invalid"):
+            told = any(part.endswith(kind) or f" {kind} (" in part or f" {kind}:" in part
+                       for part in notes[0].removeprefix("parameters: ").split("; ")
+                       if not part.startswith("0 "))
+            assert told == (kind in kinds), (notes, kinds)
+    else:
+        assert len(kinds) == 1 and "invalid" not in kinds, (kinds, caught)
+    load(made)
+    for i in range(COUNT):
+        assert bool((made[f"t{i:03d}"] == i).all())
+print(interrupted)
+"""
+
+
+def test_interrupts_at_random_moments_leave_what_is_promised(tmp_path: Path) -> None:
+    """Two real SIGINTs at random moments of real loads, the second while the first is dealt with.
+
+    Each parameter is then loaded, untouched or invalid, as the note says; threads have ended; and
+    calling again completes the load.
+    """
+    tensors = {f"t{i:03d}": torch.full((50_000,), float(i)) for i in range(20)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, tmp_path / "x.safetensors", "1", "30"],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert int(done.stdout) >= 3
