@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import needs
 import pytest
+from bench_parts.torch_jobs import WAYS
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 
@@ -17,17 +19,45 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 def test_the_bench_runs_and_writes_json(tmp_path: Path, devices: str) -> None:
     """Every section runs at a small size, or says why it cannot, and the figures are numbers."""
     out = tmp_path / "bench.json"
-    command = [sys.executable, SCRIPT, "--size", "8MB", "--runs", "1", "--json", out]
+    sections = ("box", "memory", "speed", "cast")
+    command = [sys.executable, SCRIPT, *sections, "--size", "8MB", "--runs", "1", "--json", out]
     done = subprocess.run([*command, "--devices", devices], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
-    assert report["command"].startswith("scripts/bench --size 8MB")
+    assert report["command"].startswith("scripts/bench box memory speed cast --size 8MB")
     assert report["machine"]["kernel"]
-    assert list(report["sections"]) == ["box", "memory", "speed", "cast"]
+    assert list(report["sections"]) == list(sections)
     for name in ("memory", "speed", "cast"):
         section = report["sections"][name]
         assert section["rows"] and section["targets"]
         assert all(math.isfinite(target["value"]) for target in section["targets"])
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["streamload, meta, no budget"],
+        pytest.param([name for name, way in WAYS.items() if way.works], marks=pytest.mark.slow),
+    ],
+    ids=["one way", "all ways"],
+)
+def test_ways_to_load_a_model_of_torch_are_compared(tmp_path: Path, ways: list[str]) -> None:
+    """Each way has its peaks and its fate in the box; streamload's bits are those of the others."""
+    needs.module("torch")
+    needs.module("transformers")
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, "torch", "--size", "8MB", "--json", out, "--ways", *ways]
+    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    section = json.loads(out.read_text())["sections"]["torch"]
+    if "not_here" in section:
+        needs.lacking(section["not_here"])
+    assert {row["what"] for row in section["rows"]} == set(ways)
+    for row in section["rows"]:
+        assert {"anon", "RSS", "x", "box, 8, cached", "box, 0, not cached"} <= row.keys()
+    same = [target["met"] for target in section["targets"] if "the same bits" in target["what"]]
+    assert all(same)
+    assert bool(same) == (len(ways) > 1)
 
 
 def test_an_unknown_section_is_wrong_usage() -> None:

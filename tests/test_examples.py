@@ -11,6 +11,14 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
 
+# what an example imports beyond the library's own dependencies
+NEEDED = {
+    "bert.py": ("tokenizers",),
+    "torch_dispatch.py": ("torch", "accelerate"),
+    "torch_module.py": ("torch",),
+    "transformers_model.py": ("torch", "transformers"),
+}
+
 
 def _run(name: str, *arguments: object) -> str:
     done = subprocess.run(
@@ -26,8 +34,8 @@ def _run(name: str, *arguments: object) -> str:
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_explains_itself(name: str) -> None:
     """`--help` of each example says what it does, in the words of its docstring."""
-    if name == "bert.py":
-        needs.module("tokenizers")
+    for module in NEEDED.get(name, ()):
+        needs.module(module)
     first = (EXAMPLES / name).read_text().split('"""')[1].partition("\n\n")[0]
     said = " ".join(_run(name, "--help").split())
     assert " ".join(first.split()) in said
@@ -76,3 +84,47 @@ def test_bert_compares_sentences(minilm: Path) -> None:
     rows = [[float(x) for x in line.split()[:3]] for line in said.splitlines()[-3:]]
     assert rows[0][0] == pytest.approx(1, abs=1e-3)
     assert rows[0][1] > 0.5 > 0.3 > rows[0][2]
+
+
+def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: Path) -> None:
+    """The Llama in plain torch is loaded under a budget, and predicts what transformers' would."""
+    torch = needs.module("torch")
+    transformers = needs.module("transformers")
+    arguments = ("--device", "cpu", "--budget", "2MB", "--dtype", "float32")
+    said = _run("torch_module.py", small_checkpoint, *arguments)
+    assert "budget 2.00 MB" in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(small_checkpoint, dtype="float32")
+    with torch.no_grad():
+        logits = theirs(torch.tensor([[1, 2, 3, 4]])).logits[0, -1]
+    assert said.splitlines()[-1].split()[2::2] == [str(t) for t in logits.topk(5).indices.tolist()]
+
+
+def test_torch_two_devices_plans_without_them(small_checkpoint: Path) -> None:
+    """Where the devices are not there, the example shows the plan and says why it is alone."""
+    needs.module("torch")
+    devices = ("--devices", "cuda:98", "cuda:99", "--budgets", "150kB", "150kB")
+    *plan, last = _run("torch_two_devices.py", small_checkpoint, *devices).splitlines()
+    assert plan[1].startswith("cuda:98  embedding, layer")
+    assert plan[2].startswith("cuda:99  ") and "head" in plan[2]
+    assert last.startswith("The plan alone, since it takes two devices to load: device cuda:98: ")
+
+
+def test_torch_dispatch_runs_what_accelerate_dispatched(small_checkpoint: Path) -> None:
+    """The report's device map is what accelerate takes; one device is enough."""
+    needs.module("torch")
+    needs.module("accelerate")
+    said = _run("torch_dispatch.py", small_checkpoint, "--devices", "cpu", "--budgets", "2MB")
+    assert "everything: cpu" in said
+    assert said.splitlines()[-1].startswith("next token: ")
+
+
+def test_transformers_model_generates_what_transformers_does(small_checkpoint: Path) -> None:
+    """The example of transformers loads under a budget and generates transformers' own tokens."""
+    torch = needs.module("torch")
+    transformers = needs.module("transformers")
+    arguments = ("--device", "cpu", "--budget", "2MB", "--dtype", "float32", "--count", "4")
+    said = _run("transformers_model.py", small_checkpoint, *arguments)
+    assert "budget 2.00 MB" in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(small_checkpoint, dtype="float32")
+    tokens = theirs.generate(torch.tensor([[1, 2, 3, 4]]), do_sample=False, max_new_tokens=4)
+    assert said.splitlines()[-1].split() == ["tokens:", *map(str, tokens[0].tolist())]

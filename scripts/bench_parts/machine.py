@@ -7,7 +7,16 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("llvmlite", "ml_dtypes", "numpy", "tinygrad")
+PACKAGES = (
+    "llvmlite",
+    "ml_dtypes",
+    "numpy",
+    "tinygrad",
+    "safetensors",
+    "torch",
+    "transformers",
+    "accelerate",
+)
 
 
 def facts() -> dict[str, str]:

@@ -16,9 +16,12 @@ from rich.text import Text
 
 from bench_parts import machine
 from bench_parts.processes import SCRIPTS
-from bench_parts.sections import SECTIONS, NotHereError, Options, Section, working
+from bench_parts.sections import SECTIONS as OF_STREAMLOAD
+from bench_parts.sections import NotHereError, Options, Section, working
+from bench_parts.torch_section import torch_box
 from streamload.units import parse_bytes
 
+SECTIONS = {**OF_STREAMLOAD, "torch": torch_box}
 DEVICES = ("CL", "CPU", "host")
 DEFAULT_SIZE = "2.27GB"
 DEFAULT_RUNS = 5
@@ -29,7 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench",
         description="Measure streamload on this machine, beside tinygrad's own loader, memset, "
-        "memcpy, numpy and ml_dtypes. Each measurement is a process of its own.",
+        "memcpy, numpy and ml_dtypes, and beside the loaders of torch, transformers and accelerate "
+        "where they are installed. Each measurement is a process of its own.",
     )
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)"
@@ -42,6 +46,13 @@ def main() -> None:
         help="processes of each kind, in turn (%(default)s)",
     )
     parser.add_argument("--devices", default=",".join(DEVICES), help="default: %(default)s")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="of the section torch: those ways to load whose names contain one of these",
+    )
     # not the system's temporary folder: that may be in memory
     parser.add_argument(
         "--work",
@@ -76,6 +87,7 @@ def main() -> None:
             runs=args.runs,
             devices=devices,
             work=Path(work),
+            ways=tuple(args.ways),
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
         for name in args.sections or SECTIONS:

@@ -90,6 +90,7 @@ class Options:
         devices: names of the devices, as far as they work here.
         work: a folder for checkpoints.
         say: told what is being done.
+        ways: names, or parts of names, of the ways to load that the section torch takes.
     """
 
     nbytes: int
@@ -97,25 +98,31 @@ class Options:
     devices: tuple[str, ...]
     work: Path
     say: Callable[[str], None]
+    ways: tuple[str, ...] = ()
 
 
 @contextmanager
-def _checkpoint(options: Options, nbytes: int, **arguments: Any) -> Iterator[Path]:
-    """A bf16 checkpoint in the page cache, data at 8 modulo 16; removed afterwards."""
+def cached_checkpoint(options: Options, nbytes: int, **arguments: Any) -> Iterator[Path]:
+    """A bf16 checkpoint in the page cache, data at 8 modulo 16; removed afterwards.
+
+    Raises:
+        NotHereError: there is no room for it.
+    """
     out = options.work / f"checkpoint-{nbytes}"
     free_nbytes = shutil.disk_usage(options.work).free
     if free_nbytes < nbytes + 2**28:
         raise NotHereError(f"{options.work} has {format_bytes(free_nbytes)} free for checkpoints")
     options.say(f"writing a checkpoint of {format_bytes(nbytes)}")
     try:
-        make_checkpoint(out, shape_of_size(nbytes, BF16), offset_mod_16=8, **arguments)
-        _read(out)
+        arguments = {"offset_mod_16": 8} | arguments
+        make_checkpoint(out, shape_of_size(nbytes, BF16), **arguments)
+        read_all(out)
         yield out
     finally:
         shutil.rmtree(out, ignore_errors=True)
 
 
-def _read(path: Path) -> None:
+def read_all(path: Path) -> None:
     """Bring a checkpoint into the page cache, and its dirty pages to the disk."""
     block = bytearray(2**22)
     for file in path.glob("*.safetensors"):
@@ -125,7 +132,7 @@ def _read(path: Path) -> None:
                 pass
 
 
-def _forget(path: Path) -> None:
+def forget(path: Path) -> None:
     """Drop a checkpoint from the page cache."""
     for file in path.glob("*.safetensors"):
         with open(file, "rb") as data:
@@ -139,7 +146,8 @@ def working(names: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
-def _need_memory(nbytes: int) -> None:
+def need_memory(nbytes: int) -> None:
+    """Raise NotHereError where less is free."""
     free_nbytes = available_host_nbytes()
     if free_nbytes < nbytes:
         raise NotHereError(
@@ -189,7 +197,7 @@ def box(options: Options) -> Section:
     def verified(done: Any) -> bool:
         return not done.returncode and result_of(done.stdout).get("verified") is True
 
-    with _checkpoint(options, options.nbytes) as path:
+    with cached_checkpoint(options, options.nbytes) as path:
         file = str(path / "model.safetensors")
         if "CL" in options.devices:
             for way in WAYS:
@@ -199,7 +207,7 @@ def box(options: Options) -> Section:
                     killed = float(done.oom_killed)
                     section.targets.append(Target("tinygrad is killed", killed, at_least=1))
         for device in options.devices:
-            for what, prepare in (("cached", _read), ("not cached", _forget)):
+            for what, prepare in (("cached", read_all), ("not cached", forget)):
                 prepare(path)
                 budget = ("--budget", str(int(options.nbytes * 1.02)), "--verify")
                 done = run(
@@ -213,7 +221,7 @@ def box(options: Options) -> Section:
                     )
                 )
     half_nbytes = int(options.nbytes * 2 / 2.27)
-    with _checkpoint(options, half_nbytes) as path:
+    with cached_checkpoint(options, half_nbytes) as path:
         for device in options.devices:
             what = f"streamload to {device}, no budget"
             done = run(what, path, load(path, device), half_nbytes // 2)
@@ -243,7 +251,7 @@ def _largest(
     largest = 0
     nbytes = math.ceil(limit_nbytes * LARGEST_TARGET)
     while nbytes < limit_nbytes:
-        with _checkpoint(options, nbytes) as path:
+        with cached_checkpoint(options, nbytes) as path:
             command = load(path, device, "--budget", str(limit_nbytes), "--verify")
             if not verified(run(f"streamload to {device}, larger", path, command)):
                 break
@@ -257,13 +265,16 @@ def _largest(
 
 def memory(options: Options) -> Section:
     """Peak of a load over that of a load of 1 MB, as another process sees it."""
-    _need_memory(2 * options.nbytes)
+    need_memory(2 * options.nbytes)
     section = Section(
         "memory",
         "peak RssAnon + RssShmem, sampled twice a millisecond by another process; excess is over "
         "the weights and the peak of a 1 MB load",
     )
-    with _checkpoint(options, options.nbytes) as path, _checkpoint(options, SMALL_NBYTES) as small:
+    with (
+        cached_checkpoint(options, options.nbytes) as path,
+        cached_checkpoint(options, SMALL_NBYTES) as small,
+    ):
         for device in options.devices:
             for reader in ("mmap", "pread"):
                 arguments: dict[str, Any] = {"device": device, "reader": reader}
@@ -300,14 +311,14 @@ RELOADS = 3
 
 def speed(options: Options) -> Section:
     """Against tinygrad's own load, memset of fresh memory, and memcpy."""
-    _need_memory(int(4.2 * options.nbytes))
+    need_memory(int(4.2 * options.nbytes))
     section = Section(
         "speed",
         "medians; the file is in the page cache; processes take turns; bf16 to fp16. memset: fresh "
         "anonymous memory (private for CL and host, shared for CPU) without huge pages; memcpy: "
         "memory that exists; both with streamload's threads where it is not said otherwise",
     )
-    with _checkpoint(options, options.nbytes) as path:
+    with cached_checkpoint(options, options.nbytes) as path:
         for device in options.devices:
             _speed_of(device, options, path, section)
     return section
@@ -335,7 +346,7 @@ def _speed_of(device: str, options: Options, path: Path, section: Section) -> No
     for number in range(options.runs):
         for name, job in jobs.items():
             options.say(f"speed: {device}: run {number + 1} of {options.runs}, {name}")
-            _read(path)
+            read_all(path)
             found[name].append(job())
     laps = {
         "streamload": [m.first for m in found["streamload"]],

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_parts import torch_jobs
+
 Result = dict[str, Any]
 Lap = dict[str, float]
 
@@ -276,6 +278,7 @@ JOBS: dict[str, Callable[..., Result]] = {
     "streamload": streamload,
     "tinygrad": tinygrad,
     "touch": touch,
+    **torch_jobs.JOBS,
 }
 
 
