@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import ReaderKind, resolve_reader
+from streamload.checkpoint.readers import ReaderKind, ResolvedKind, resolve_reader
 from streamload.devices.base import (
     Parameter,
     environment_fp16_cast,
@@ -51,6 +51,11 @@ from streamload.units import format_bytes
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
 
 _MOST_THREADS = 8
+
+# Below this, a map is not used unless it is asked for: threads that fault pages in evict those of
+# each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
+# cached were killed with 8 to 38 MB free in their cgroup (8 MiB of readahead), by pread never.
+_MAP_ROOM_NBYTES = 64 * 2**20
 
 
 def load_state_dict(
@@ -290,8 +295,46 @@ class _Options:
         specs: Sequence[DeviceSpec],
         tied: Mapping[str, str],
         cast: CastChoice,
+        host_free_nbytes: int | None = None,
     ) -> Plan:
-        """Plan under these options."""
+        """Plan under these options, and within what is free on the host (None: not looked at)."""
+        kinds = [resolve_reader(header.path, self.reader) for header in checkpoint.shards]
+        made = self._plan(checkpoint, wants, specs, tied, cast, host_free_nbytes, kinds)
+        if "mmap" not in kinds or host_free_nbytes is None:
+            return made
+        shared = {spec.name for spec in specs if spec.shared_memory}
+        taken = made.host_nbytes + sum(d.fresh_nbytes for d in made.devices if d.device in shared)
+        if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
+            return made
+        if self.reader == "mmap":
+            if host_free_nbytes > taken:
+                note = "one thread: files are mapped, and the host has little memory"
+                return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
+            raise PlanInfeasibleError(
+                "host",
+                taken + _MAP_ROOM_NBYTES,
+                host_free_nbytes,
+                limit="free memory",
+                would_fit=['reader="pread"'],
+            )
+        made = self._plan(
+            checkpoint, wants, specs, tied, cast, host_free_nbytes, ["pread"] * len(kinds)
+        )
+        left = format_bytes(max(host_free_nbytes - taken, 0))
+        note = f"files are read and not mapped: the host would be left with {left}"
+        return replace(made, notes=(*made.notes, note))
+
+    def _plan(
+        self,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        specs: Sequence[DeviceSpec],
+        tied: Mapping[str, str],
+        cast: CastChoice,
+        host_free_nbytes: int | None,
+        readers: Sequence[ResolvedKind],
+    ) -> Plan:
+        budget, free = self.budget.host_nbytes, host_free_nbytes
         return make_plan(
             checkpoint,
             wants=wants,
@@ -299,9 +342,10 @@ class _Options:
             dtype=self.policy,
             out_of_range=self.out_of_range,
             cast=cast,
-            readers=[resolve_reader(header.path, self.reader) for header in checkpoint.shards],
+            readers=readers,
             tied=tied,
-            host_budget_nbytes=self.budget.host_nbytes,
+            host_budget_nbytes=budget if free is None else min(budget, free),
+            host_limit="budget" if free is None or budget <= free else "free memory",
             chunk_nbytes=self.chunk_nbytes,
             threads=self.threads,
         )
@@ -360,7 +404,8 @@ class _Load:
             )
             native = {spec.native_bf16 for spec in specs}
             engine, notes = _host_cast(checkpoint, wants, options, native)
-            made = options.plan(checkpoint, wants, specs, tied, engine)
+            free = over.host_free_nbytes()
+            made = options.plan(checkpoint, wants, specs, tied, engine, free)
             return replace(made, notes=(*made.notes, *notes))
 
         try:

@@ -43,6 +43,30 @@ sys.exit(done.returncode)
 """
 
 
+# Holds arrays for a checkpoint, and loads it into them where a second argument says so.
+IN_PLACE = """
+import sys
+import numpy as np
+import streamload
+from streamload.errors import PlanInfeasibleError
+
+checkpoint = streamload.open_checkpoint(sys.argv[1])
+arrays = {t.name: np.full(t.shape, 1, t.dtype.numpy) for t in checkpoint.tensors.values()}
+nbytes = sum(array.nbytes for array in arrays.values())
+with open("/proc/self/status") as file:
+    print(next(line.split()[1] for line in file if line.startswith("VmHWM:")))
+if len(sys.argv) > 2:
+    try:
+        report = streamload.load_state_dict(
+            arrays, checkpoint, budget=nbytes + 2**21, dtype="checkpoint", reader=sys.argv[2]
+        )
+    except PlanInfeasibleError as error:
+        sys.exit(f"refused: {error}")
+    assert {p.action for p in report.plan.placements} == {"in_place"}
+    print("loaded by", *report.plan.readers)
+"""
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 checkpoint whose data begins at 8 modulo 16, where tinygrad copies every source."""
@@ -138,3 +162,23 @@ def test_the_limit_of_a_group_above_counts(cgroup: Boxes, checkpoint: Path) -> N
     done = _run(cgroup, command, SMALL_BOX_NBYTES)
     assert (done.returncode, done.oom_killed) == (3, False), done.stderr
     assert "does not fit" in done.stderr
+
+
+@pytest.mark.parametrize("reader", ["auto", "mmap"])
+def test_a_load_in_place_beside_little_free_memory_is_not_killed(
+    cgroup: Boxes, checkpoint: Path, reader: str
+) -> None:
+    """Nothing is allocated, but a file that is not cached has to come through what is left."""
+    measured = cgroup.run([sys.executable, "-c", IN_PLACE, str(checkpoint)], 2**30)
+    held_nbytes = int(measured.stdout) * 1024
+    outcomes = []
+    for room_nbytes in (5_000_000, 15_000_000, 30_000_000, 100_000_000):
+        _forget(checkpoint)
+        command = [sys.executable, "-c", IN_PLACE, str(checkpoint), reader]
+        done = _run(cgroup, command, held_nbytes + room_nbytes)
+        assert not done.oom_killed, room_nbytes
+        outcomes.append(done.stdout.splitlines()[-1] if done.returncode == 0 else "refused")
+        assert done.returncode == 0 or "refused: does not fit on host" in done.stderr
+    if reader == "auto":
+        assert "loaded by pread" in outcomes
+    assert outcomes[-1] == "loaded by mmap"

@@ -171,6 +171,7 @@ def make_plan(
     readers: Sequence[ResolvedKind],
     tied: Mapping[str, str],
     host_budget_nbytes: int = DEFAULT_HOST_NBYTES,
+    host_limit: str = "budget",
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     threads: int = 2,
 ) -> Plan:
@@ -187,6 +188,7 @@ def make_plan(
         tied: names that share another name's tensor, for a split: a head on another device than
             its embedding gets a copy.
         host_budget_nbytes: most bytes of host staging that no device's budget covers.
+        host_limit: what sets that: "budget" or "free memory".
         chunk_nbytes: most bytes in a chunk; made smaller where budgets or devices ask for it.
         threads: most streaming threads; made fewer likewise.
 
@@ -233,7 +235,10 @@ def make_plan(
             STAGING,
             plan.host_nbytes,
             plan.host_budget_nbytes,
-            would_fit=[f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")'],
+            limit=host_limit,
+            would_fit=[f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")']
+            if host_limit == "budget"
+            else (),
         )
     return plan
 
