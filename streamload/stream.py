@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,10 +33,11 @@ from streamload.plan.chunks import Chunk, Run, chunks
 from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
 
 _NO_COUNTS = CastCounts()
+_BATCH_UNITS = 16
 _TOLD_TOGETHER = 4  # units that a worker has finished
 # Units that a worker has under way, one for each of its slots, that it has finished and not told,
 # and that wait for it.
-_IN_FLIGHT = STAGING_SLOTS + 2 * _TOLD_TOGETHER
+_IN_FLIGHT = STAGING_SLOTS + 2 * _BATCH_UNITS
 _OPEN_SHARDS = 2  # the next is begun while the last units of one are under way
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
@@ -114,10 +115,10 @@ def stream(
                 header = checkpoint.shards[shard]
                 reader = open_reader(header.path, header.file_nbytes, plan.readers[shard])
                 opened.append((shard, reader))
-                for unit in units:
+                for batch in _batches(units, job, plan.threads):
                     interrupt.check()
-                    job.begin(unit)
-                    crew.submit(reader, unit)
+                    job.begin(batch)
+                    crew.submit(reader, batch)
             crew.drain()
         finally:
             crew.join()  # before the readers are closed
@@ -153,6 +154,21 @@ def _by_shard(cut: Sequence[Chunk], plan: Plan) -> Iterator[tuple[int, list[Unit
     if unit:
         units.append(tuple(unit))
         yield unit[0].shard, units
+
+
+def _batches(units: Sequence[Unit], job: _Job, workers: int) -> Iterator[Sequence[Unit]]:
+    """Hand out units that are copied as they are many at a time, fewer towards the end.
+
+    A worker then goes from one to the next by itself: waking threads costs more than reading.
+    """
+    at = 0
+    while at < len(units):
+        most = min(_BATCH_UNITS, (len(units) - at) // (2 * max(workers, 1)))
+        stop = at + 1
+        while stop < at + most and job.is_raw(units[stop - 1]) and job.is_raw(units[stop]):
+            stop += 1
+        yield units[at:stop]
+        at = stop
 
 
 class _Job:
@@ -200,11 +216,17 @@ class _Job:
                 )
             return self._casts[key]
 
-    def begin(self, unit: Unit) -> None:
-        """Make room for the parameters that a unit is the first to write."""
-        for chunk in unit:
-            if chunk.placement not in self.buffers:
-                self.buffers[chunk.placement] = self._target.begin(chunk.placement)
+    def is_raw(self, unit: Unit) -> bool:
+        """Whether a unit's bytes go to a staged device as they are."""
+        p = self.plan.placements[unit[0].placement]
+        return p.cast == "copy" and not self.host_visible[p.device]
+
+    def begin(self, batch: Sequence[Unit]) -> None:
+        """Make room for the parameters that units are the first to write."""
+        for unit in batch:
+            for chunk in unit:
+                if chunk.placement not in self.buffers:
+                    self.buffers[chunk.placement] = self._target.begin(chunk.placement)
 
     def tensor(self, chunk: Chunk) -> tuple[str, Path]:
         """The tensor that a chunk's first bytes are of, and its file."""
@@ -233,6 +255,9 @@ class _Job:
             if self._left[index] == 0:
                 self._target.finish(index, self.stats.counts.get(index, _NO_COUNTS))
                 del self.buffers[index]
+
+    def tell(self) -> None:
+        """Tell the progress."""
         self._progress(self.stats.read_nbytes)
 
 
@@ -458,7 +483,7 @@ class _Crew:
     def __init__(self, job: _Job, threads: int, interrupt: Interrupt) -> None:
         self._job = job
         self._interrupt = interrupt
-        self._work: queue.SimpleQueue[tuple[Reader, Unit] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Reader, Sequence[Unit]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[list[_Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
         self._most_in_flight = _IN_FLIGHT * threads
@@ -494,22 +519,21 @@ class _Crew:
     ) -> None:
         self.join()
 
-    def submit(self, reader: Reader, unit: Unit) -> None:
-        """Hand out a unit; waits while enough are under way. Raises what a worker met."""
+    def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
+        """Hand out units; waits while enough are under way. Raises what a worker met."""
         if self._inline is not None:
-            for outcome in self._inline.run(reader, unit):
-                self._take(outcome)
+            for unit in batch:
+                self._take_all(self._inline.run(reader, unit))
             return
         while self._in_flight.total() >= self._most_in_flight:
             self._receive()
-        self._in_flight[unit[0].shard] += 1
-        self._work.put((reader, unit))
+        self._in_flight[batch[0][0].shard] += len(batch)
+        self._work.put((reader, batch))
 
     def drain(self, shard: int | None = None) -> None:
         """Wait for everything under way, or all of one shard. Raises what a worker met."""
         if self._inline is not None:
-            for outcome in self._inline.settle():
-                self._take(outcome)
+            self._take_all(self._inline.settle())
         while self._in_flight[shard] if shard is not None else self._in_flight.total():
             self._receive()
 
@@ -544,16 +568,17 @@ class _Crew:
         if outcomes is None:  # woken by Ctrl-C
             self._interrupt.check()
             return
-        for outcome in outcomes:
-            if outcome[0]:  # a worker that died has no unit
-                self._in_flight[outcome[0][0].shard] -= 1
-            self._take(outcome)
+        for unit, _, _ in outcomes:
+            if unit:  # a worker that died has none
+                self._in_flight[unit[0].shard] -= 1
+        self._take_all(outcomes)
 
-    def _take(self, outcome: _Outcome) -> None:
-        unit, counts, error = outcome
-        if error is not None:
-            raise error
-        self._job.done(unit, counts)
+    def _take_all(self, outcomes: Iterable[_Outcome]) -> None:
+        for unit, counts, error in outcomes:
+            if error is not None:
+                raise error
+            self._job.done(unit, counts)
+        self._job.tell()
 
     def _serve(self) -> None:
         """What a worker's thread does. Whatever ends it early ends the load, which waits for it."""
@@ -578,7 +603,11 @@ class _Crew:
                 item = self._work.get()
             if item is None or self._stopped.is_set():
                 break
-            finished += worker.run(*item)
+            reader, batch = item
+            for unit in batch:
+                finished += worker.run(reader, unit)
+                if self._stopped.is_set() or (finished and finished[-1][2] is not None):
+                    break
             # several at once: the streaming thread wakes up for each time, and takes the lock of
             # the interpreter from workers that have just read
             if len(finished) >= _TOLD_TOGETHER or (finished and finished[-1][2] is not None):

@@ -29,6 +29,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_pointer, ctypes.c_int),
     "cuEventCreate": (_pointer, ctypes.c_uint),
     "cuEventDestroy_v2": (ctypes.c_void_p,),
+    "cuEventQuery": (ctypes.c_void_p,),
     "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
     "cuEventSynchronize": (ctypes.c_void_p,),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
@@ -163,6 +164,7 @@ class PinnedStaging:
     def __init__(self, context: Context, nbytes: int) -> None:
         self._context = context
         self._slow = _driver().slow
+        self._query = _driver().quick.cuEventQuery
         self._map: mmap.mmap | None = None
         self._registered = False
         self.stream, self.event = ctypes.c_void_p(), ctypes.c_void_p()
@@ -187,6 +189,8 @@ class PinnedStaging:
 
     def wait(self) -> None:
         """Return when the last copy that was begun has finished."""
+        if self._query(self.event) == 0:  # most have: no need to give up the interpreter's lock
+            return
         status = self._slow.cuEventSynchronize(self.event)
         if status:
             self._context.check(status, "a copy")
