@@ -27,7 +27,13 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
-from streamload.lookup import CastArgument, Devices, bf16_is_undecided, open_devices
+from streamload.lookup import (
+    CastArgument,
+    Devices,
+    bf16_is_undecided,
+    open_devices,
+    unseen_spec,
+)
 from streamload.mapping import MappingArgument, Rename, Source, sources
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
@@ -46,7 +52,7 @@ from streamload.progress import Progress, reporting
 from streamload.report import Clock, LoadReport, Meter, device_map
 from streamload.stream import deferred_interrupt, stream
 from streamload.target import ModelTarget
-from streamload.units import format_bytes
+from streamload.units import format_bytes, parse_bytes
 
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
 
@@ -72,6 +78,7 @@ def load_state_dict(
     mapping: MappingArgument | None = None,
     strict: bool = True,
     progress: Progress = "auto",
+    reserve: float | str = 0,
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     threads: int | None = None,
 ) -> LoadReport:
@@ -112,6 +119,8 @@ def load_state_dict(
         strict: every parameter must be in the checkpoint and the other way round. With False,
             what matches is loaded and the report names the rest.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
+        reserve: bytes, or a size, that stay free on each device beside what is loaded: for
+            activations, caches, other parameters. Taken off its budget and of what is free.
         chunk_nbytes: most bytes read and cast at once.
         threads: most streaming threads; None: the CPUs that this process may use, at most 8.
 
@@ -133,7 +142,9 @@ def load_state_dict(
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
+    options = _Options.read(
+        budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads, reserve
+    )
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
     load = _Load.prepare(model, _opened(path), options, device, rename, mapping, strict)
@@ -160,6 +171,7 @@ def plan(
     reader: ReaderKind = "auto",
     rename: Rename | None = None,
     mapping: MappingArgument | None = None,
+    reserve: float | str = 0,
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     threads: int | None = None,
 ) -> Plan:
@@ -180,6 +192,7 @@ def plan(
         reader: as in `load_state_dict`.
         rename: as in `load_state_dict`.
         mapping: as in `load_state_dict`.
+        reserve: as in `load_state_dict`; nodes have a budget alone.
         chunk_nbytes: as in `load_state_dict`.
         threads: as in `load_state_dict`.
 
@@ -192,7 +205,9 @@ def plan(
     """
     if sum(given is not None for given in (device, devices, nodes)) > 1:
         raise ValueError("device, devices and nodes exclude each other")
-    options = _Options.read(budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads)
+    options = _Options.read(
+        budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads, reserve
+    )
     parsed, policy = options.budget, options.policy
     if isinstance(devices, str):
         raise ValueError(f"devices is a list of names, not {devices!r}")
@@ -211,10 +226,22 @@ def plan(
     undecided = bf16_is_undecided(policy, checkpoint, checkpoint.tensors)
     if nodes is not None or (stated and cast != "device" and not undecided):
         sizes = {n.name: n.budget for n in nodes or ()}
-        specs = [DeviceSpec(n, sizes.get(n) or parsed.resolve(n, None)) for n in names]
+        specs = [
+            DeviceSpec(name, sizes[name])
+            if name in sizes
+            else unseen_spec(name, max(parsed.resolve(name, None) - options.reserve_nbytes, 0))
+            for name in names
+        ]
     else:
         found = open_devices(device or devices, None, {})
-        specs = found.specs(parsed, policy, cast, {}, bf16_undecided=undecided)
+        specs = found.specs(
+            parsed,
+            policy,
+            cast,
+            {},
+            bf16_undecided=undecided,
+            reserve_nbytes=options.reserve_nbytes,
+        )
     fill, _, tied = sources(checkpoint, mapping, rename)
     engine: CastChoice = "llvm" if cast == "auto" else cast
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
@@ -255,6 +282,7 @@ class _Options:
     reader: ReaderKind
     chunk_nbytes: int
     threads: int
+    reserve_nbytes: int
 
     @classmethod
     def read(
@@ -266,6 +294,7 @@ class _Options:
         reader: ReaderKind,
         chunk_nbytes: int,
         threads: int | None,
+        reserve: float | str = 0,
     ) -> _Options:
         """Read the arguments; raises ValueError for one that is not what it should be."""
         for name, value, choices in (
@@ -286,6 +315,7 @@ class _Options:
             reader,
             chunk_nbytes,
             threads or _default_threads(),
+            parse_bytes(reserve),
         )
 
     def plan(
@@ -400,7 +430,12 @@ class _Load:
 
         def planned(over: Devices) -> Plan:
             specs = over.specs(
-                options.budget, options.policy, options.cast, held, bf16_undecided=undecided
+                options.budget,
+                options.policy,
+                options.cast,
+                held,
+                bf16_undecided=undecided,
+                reserve_nbytes=options.reserve_nbytes,
             )
             native = {spec.native_bf16 for spec in specs}
             engine, notes = _host_cast(checkpoint, wants, options, native)
@@ -443,7 +478,7 @@ class _Load:
             for first, parameter in self.match.parameters.items()
             for name in parameter.names
         }
-        return device_map(names, self.unstored)
+        return device_map(names, (*self.match.left_out, *self.unstored))
 
     def run(self, progress: Progress, clock: Clock) -> LoadReport:
         """Stream."""
@@ -476,7 +511,7 @@ class _Load:
             raise
         finally:
             for device in devices.values():
-                with suppress(StreamloadError):
+                with suppress(Exception):  # the first error is the one to be told
                     device.synchronize()
                     device.trim()
         meter.sample(at_once=True)

@@ -24,6 +24,7 @@ from streamload.errors import DeviceError, DeviceNotFoundError, PlanInfeasibleEr
 from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
 from streamload.plan.plan import Plan
 from streamload.plan.planner import DeviceSpec, DTypePolicy
+from streamload.units import format_bytes
 
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
 
@@ -60,6 +61,7 @@ class Devices:
         held: Mapping[str, int],
         *,
         bf16_undecided: bool,
+        reserve_nbytes: int = 0,
     ) -> list[DeviceSpec]:
         """Describe the devices to the planner.
 
@@ -69,6 +71,7 @@ class Devices:
             cast: what casts.
             held: bytes that the model holds on each now.
             bf16_undecided: whether some dtype depends on what a device computes in natively.
+            reserve_nbytes: bytes that stay free on each, of the budget and of what is free.
         """
         for device in self.opened.values():
             device.trim()  # what the allocator keeps of freed memory is free
@@ -93,11 +96,14 @@ class Devices:
             if cast == "device" or policy.fp16_cast == "device":
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
             room = None if free is None else free + held.get(name, 0)
+            if free is not None:
+                free = max(free - reserve_nbytes, 0)
             out.append(
                 DeviceSpec(
                     name=name,
-                    budget_nbytes=budget.resolve(name, room),
-                    limit="budget" if budget.for_device(name) else "free memory less a reserve",
+                    budget_nbytes=max(budget.resolve(name, room) - reserve_nbytes, 0),
+                    limit=("budget" if budget.for_device(name) else "free memory less a reserve")
+                    + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
                     free_nbytes=free,
                     host_free_nbytes=host if info.shared_memory else None,
                     host_visible=info.host_visible,
@@ -148,6 +154,27 @@ class Devices:
                     f"the load needs {count} buffers there, and the system allows {most} more "
                     "(each is a memory map: see vm.max_map_count in proc(5))",
                 )
+
+
+def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
+    """Describe a device that nobody looks at, by what its name says.
+
+    Args:
+        name: of a device, or of a node.
+        budget_nbytes: the bytes that it may take.
+    """
+    owner, rest = split_name(name)
+    if (owner or spelled_as(rest)) == "torch" and rest.lower().partition(":")[0] == "cuda":
+        return DeviceSpec(
+            name,
+            budget_nbytes,
+            host_visible=False,
+            shared_memory=False,
+            granularity_nbytes=512,
+            allocator="cuda_caching",
+            threads=16,
+        )
+    return DeviceSpec(name, budget_nbytes)
 
 
 def _host_free_nbytes(*, needed: bool) -> int | None:

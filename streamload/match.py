@@ -178,6 +178,12 @@ def match(
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
         out.wants.append(Want(name, shape, source.rows, source.transpose, where, held, dtype))
         out.parameters[name] = parameter
+    scattered = [name for name, p in out.parameters.items() if p.dtype.endswith("(not contiguous)")]
+    if scattered:
+        out.notes.append(
+            f"{len(scattered)} parameters are replaced by contiguous ones (a memory format such as "
+            f"channels_last is lost): {', '.join(scattered[:8])}"
+        )
     out.problems += _overlaps(out.parameters)
     out.unexpected = [name for name in fill if name not in used and not DROPPED.fullmatch(name)]
     return out

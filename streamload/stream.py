@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,9 +25,9 @@ from typing import Protocol
 from streamload.cast.table import Cast, CastCounts, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader, open_reader
-from streamload.devices.base import Buffer, Device, Staging, Ticket, populate
+from streamload.devices.base import Buffer, Device, Read, Staging, Ticket, populate
 from streamload.dtypes import DType
-from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import Chunk, Run, chunks
 from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
@@ -311,6 +311,74 @@ class _Worker:
         self._under_way.append((unit, counts, tickets))
         if not tickets:
             yield from self.settle()
+
+    def run_batch(self, reader: Reader, batch: Sequence[Unit]) -> Iterator[_Outcome]:
+        """Place units, many in one call where that can be; yields those finished by now."""
+        at = 0
+        while at < len(batch):
+            begun = yield from self._run_bulk(reader, batch[at:])
+            if not begun:  # not to be done in bulk, or the first of them was not read: once more
+                yield from self.run(reader, batch[at])
+            at += begun or 1
+
+    def _run_bulk(self, reader: Reader, units: Sequence[Unit]) -> Generator[_Outcome, None, int]:
+        """Read units into the slots in turn, and begin their copies, without the interpreter.
+
+        Returns:
+            How many were begun, or have left with an error.
+        """
+        plan = self._job.plan
+        name = plan.placements[units[0][0].placement].device
+        device = self._job.devices[name]
+        bulk = device.bulk
+        if bulk is None or len(units) < STAGING_SLOTS:
+            return 0
+        reads = []
+        for unit in units:
+            raw = self._raw_range(unit)
+            if raw is None:
+                return 0
+            copies = tuple(
+                (
+                    chunk.runs[0].start - raw[0],
+                    chunk.stop - chunk.start,
+                    bulk.address(self._job.buffers[chunk.placement]) + chunk.start,
+                )
+                for chunk in unit
+            )
+            reads.append(Read(raw[0], raw[1] - raw[0], raw[1] - raw[0], copies))
+        if any(plan.placements[unit[0].placement].device != name for unit, _, _ in self._under_way):
+            yield from self.settle()  # their slots are others
+        slots = self._slots.setdefault(name, deque())
+        try:
+            while len(slots) < STAGING_SLOTS:
+                slots.appendleft(device.staging(plan.slot_nbytes))
+            failure = bulk.run(reader.fileno(), reads, tuple(slots), len(self._under_way))
+        except BaseException as error:
+            yield from self.settle()
+            yield units[0], [], error
+            return 1
+        begun = failure.index if failure else len(units)
+        finished: list[_Outcome] = []
+        if failure is None:  # every slot was waited for before it was filled
+            finished += ((unit, counts, None) for unit, counts, _ in self._under_way)
+            self._under_way.clear()
+        else:
+            finished += self.settle()
+        for index, unit in enumerate(units[:begun]):
+            counts = [_NO_COUNTS] * len(unit)
+            if index < begun - STAGING_SLOTS:
+                finished.append((unit, counts, None))
+            else:
+                ticket = bulk.ticket(slots[index % STAGING_SLOTS])
+                self._under_way.append((unit, counts, [ticket]))
+        slots.rotate(-begun)
+        yield from finished
+        if failure is None or failure.stage in ("read", "end"):
+            return begun  # what was not read is tried once more by itself, and names its tensor
+        yield from self.settle()
+        yield units[begun], [], DeviceError(name, f"a copy failed: status {failure.code}")
+        return begun + 1
 
     def settle(self) -> Iterator[_Outcome]:
         """Wait for all copies under way."""
@@ -604,9 +672,9 @@ class _Crew:
             if item is None or self._stopped.is_set():
                 break
             reader, batch = item
-            for unit in batch:
-                finished += worker.run(reader, unit)
-                if self._stopped.is_set() or (finished and finished[-1][2] is not None):
+            for outcome in worker.run_batch(reader, batch):
+                finished.append(outcome)
+                if self._stopped.is_set() or outcome[2] is not None:
                     break
             # several at once: the streaming thread wakes up for each time, and takes the lock of
             # the interpreter from workers that have just read

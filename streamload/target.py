@@ -8,7 +8,7 @@ from typing import Any
 
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Buffer, Device, Framework, Parameter
-from streamload.errors import AllocationError, LoadState, StreamloadError
+from streamload.errors import AllocationError, LoadState
 from streamload.plan.budget import Ledger
 from streamload.plan.plan import Plan
 
@@ -130,6 +130,7 @@ class ModelTarget:
         invalid = {
             i for i in begun if i in self._released or made.placements[i].action == "in_place"
         }
+        given_up: list[tuple[int, Buffer]] = []
         for index in sorted(begun):
             p = made.placements[index]
             buffer = self._buffers.pop(index, None)
@@ -140,9 +141,13 @@ class ModelTarget:
             if parameter is not None and index in invalid:
                 parameter.invalidate(keep=p.action == "in_place")
             if buffer is not None and p.action != "in_place":
-                with suppress(StreamloadError):
-                    device.release(buffer)
-                self._ledger.release(p.device, p.resident_nbytes)
+                given_up.append((index, buffer))
+        # when every parameter is in a stated condition: a device that has failed may fail again
+        for index, buffer in given_up:
+            p = made.placements[index]
+            with suppress(Exception):
+                self._devices[p.device].release(buffer)
+            self._ledger.release(p.device, p.resident_nbytes)
         names = [p.name for p in made.placements]
         everything = range(len(names))
         if self._parameters is not None:  # and those that an earlier failure left without values
@@ -160,7 +165,7 @@ def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
     """Fill half-written memory that others may still hold: every float in it reads as NaN."""
     if not device.info.host_visible:
         return
-    with suppress(StreamloadError):
+    with suppress(Exception):
         for at in range(0, nbytes, _POISON_NBYTES):
             stop = min(at + _POISON_NBYTES, nbytes)
             with device.window(buffer, at, stop) as view:

@@ -215,6 +215,11 @@ class RecordingDevice:
         copy.done = True
         self.pending.remove(copy)
 
+    @property
+    def bulk(self) -> Any:
+        """None: each copy is recorded."""
+        return None
+
     def cast_copy(
         self,
         staging: Staging,

@@ -826,3 +826,42 @@ def test_a_hundred_thousand_tensors(nodes: int) -> None:
     plan = plan_of(checkpoint_of(tensors), *specs, dtype="float16")
     assert len({p.name for p in plan.placements}) == 100_000
     assert plan.resident_nbytes == 100_000 * 128
+
+
+def _cuda(budget_nbytes: int) -> DeviceSpec:
+    return DeviceSpec(
+        "cuda:0",
+        budget_nbytes,
+        host_visible=False,
+        shared_memory=False,
+        granularity_nbytes=512,
+        allocator="cuda_caching",
+    )
+
+
+def test_what_stays_in_place_keeps_its_segments() -> None:
+    """Beside it, nothing that is released counts as given back; where that does not fit, all go."""
+    mib = 2**20
+    shapes = {
+        f"{k}{i}": ("F16" if k == "a" else "F32", (4 * mib,)) for i in range(10) for k in "ab"
+    }
+    checkpoint = checkpoint_of(shapes)
+    wants = [replace(want, held=("cuda:0", "float16", 8 * mib)) for want in wants_of(checkpoint)]
+    roomy = plan_of(checkpoint, _cuda(1000 * mib), wants=wants)
+    assert {p.action for p in roomy.placements} == {"in_place", "replace"}
+    # ten segments of 20 MiB with one of each in them, and ten blocks of 16 MiB
+    assert roomy.devices[0].peak_nbytes == 360 * mib
+    tight = plan_of(checkpoint, _cuda(300 * mib), wants=wants)
+    assert {p.action for p in tight.placements} == {"replace"}
+    assert tight.devices[0].peak_nbytes == 260 * mib
+    assert "cuda:0: all parameters are replaced" in tight.notes[0]
+
+
+def test_a_suggested_dtype_fits_by_the_allocators_rules() -> None:
+    """What six blocks of 8 MiB take is 60 MiB: float16 is not suggested for 50."""
+    mib = 2**20
+    checkpoint = checkpoint_of({f"t{i}": ("F32", (4 * mib,)) for i in range(6)})
+    for budget_nbytes, suggested in ((50 * mib, False), (60 * mib, True)):
+        with pytest.raises(PlanInfeasibleError) as caught:
+            plan_of(checkpoint, _cuda(budget_nbytes))
+        assert any("float16" in s for s in caught.value.would_fit) == suggested

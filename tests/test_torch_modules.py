@@ -693,3 +693,84 @@ def test_random_sequences_of_loads(tmp_path: Path, seed: int) -> None:
             assert same_bits(found[name], value), (name, dtype)
         assert model[1].weight is model[3].weight
         assert verify(report, open_checkpoint(folder), model) == []
+
+
+def test_a_device_that_fails_for_good_leaves_what_is_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA after an illegal access: every later call raises, giving memory back too."""
+    from streamload.devices import torch as ours
+
+    class Failing(ours.CPUDevice):
+        """Its second window fails, and from then on everything that is asked of it."""
+
+        opened: list[int] = []  # noqa: RUF012
+
+        def window(self, buffer: Any, start: int, stop: int) -> Any:
+            self.opened.append(start)
+            self._check()
+            return super().window(buffer, start, stop)
+
+        def _check(self) -> None:
+            if len(self.opened) > 1:
+                raise RuntimeError("an illegal memory access was encountered")
+
+        def trim(self) -> None:
+            self._check()
+
+        synchronize = trim
+
+        def release(self, buffer: Any) -> None:
+            self._check()
+
+    path = save(randomize(nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))), 1), tmp_path / "m")
+    module = nn.Sequential(*(nn.Linear(50, 50) for _ in range(6))).half()
+    with monkeypatch.context() as patch:
+        patch.setitem(ours._WAYS, "cpu", Failing)
+        with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+            load(module, path, dtype="float32", threads=1, chunk_nbytes=1000)
+    (note,) = caught.value.__notes__
+    assert note.startswith("parameters: ")
+    shapes = {tuple(p.shape) for p in module.parameters()}
+    assert shapes == {(50, 50), (50,)}
+    load(module, path, dtype="float32")
+    assert_equal = {
+        k: torch.equal(v, load_file(path / "model.safetensors")[k])
+        for k, v in module.state_dict().items()
+    }
+    assert all(assert_equal.values())
+
+
+def test_deterministic_mode_fills_nothing(tmp_path: Path) -> None:
+    """torch would write NaN into new memory, late on a device's own stream."""
+    path = save(randomize(nn.Linear(500, 500), 2), tmp_path / "m")
+    with torch.device("meta"):
+        module = nn.Linear(500, 500)
+    torch.use_deterministic_algorithms(True)
+    try:
+        report = load(module, path, device="cpu")
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(3).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert verify(report, open_checkpoint(path), module) == []
+
+
+def test_bytes_kept_in_reserve(tmp_path: Path) -> None:
+    """They are taken off the budget: what then does not fit is refused, and says so."""
+    path = save(nn.Linear(500, 500), tmp_path / "m")
+    with torch.device("meta"):
+        module = nn.Linear(500, 500)
+    with pytest.raises(PlanInfeasibleError, match="kept free"):
+        load(module, path, device="cpu", budget="2MB", reserve="1MB")
+    assert load(module, path, device="cpu", budget="3MB", reserve="1MB").plan.devices[0]
+    with pytest.raises(PlanInfeasibleError):
+        streamload.plan(path, budget="2MB", device="torch:cpu", dtype="float32", reserve="1MB")
+
+
+def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> None:
+    """Staged, and with the segments of torch's allocator: what a load there would take."""
+    path = save(nn.Linear(2000, 2000), tmp_path / "m")  # 16 MB, and 8 kB
+    made = streamload.plan(path, budget="1GB", device="cuda:0", dtype="checkpoint")
+    assert made.devices[0].peak_nbytes == (16 + 2) * 2**20
+    assert made.host_nbytes > 0

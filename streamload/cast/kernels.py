@@ -684,17 +684,35 @@ def link_object(image: bytes, target: Target) -> Kernel:
     Raises:
         RuntimeError: the object holds no kernel.
     """
+    # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
+    prototype = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
+    return Kernel(*load_object(image, target, _SYMBOL, prototype))
+
+
+def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tuple[Any, Any]:
+    """Load an object and find a function in it.
+
+    Args:
+        image: an object without undefined symbols.
+        target: what it was compiled for.
+        symbol: the function's name.
+        prototype: its type, of ctypes.
+
+    Returns:
+        The function, and the owner of its code, which has to live as long.
+
+    Raises:
+        RuntimeError: the object does not hold the function.
+    """
     import llvmlite.binding as llvm
 
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(image))
     engine.finalize_object()
-    address = engine.get_function_address(_SYMBOL)
+    address = engine.get_function_address(symbol)
     if not address:
-        raise RuntimeError("the object holds no kernel")
-    # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
-    prototype = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
-    return Kernel(prototype(address), engine)
+        raise RuntimeError(f"the object holds no function {symbol!r}")
+    return prototype(address), engine
 
 
 _compiling = threading.Lock()

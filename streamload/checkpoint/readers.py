@@ -1,8 +1,10 @@
-"""Byte ranges of one shard: through a memory map in windows, or by pread.
+"""Byte ranges of one shard: through a memory map in windows, by pread, or past the page cache.
 
-Both open the file read-only and hold nothing of it between two calls. A map is the faster way on a
+All open the file read-only and hold nothing of it between two calls. A map is the faster way on a
 local filesystem. On a network or FUSE filesystem it is many times slower, and there a file that
-somebody truncates under a map kills the process (SIGBUS): those are read by pread.
+somebody truncates under a map kills the process (SIGBUS): those are read by pread. What is not in
+the page cache of a local disk can be read straight into its destination (O_DIRECT), which costs the
+CPU next to nothing and leaves the page cache as it is.
 """
 
 from __future__ import annotations
@@ -17,16 +19,18 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Literal, Protocol, Self, get_args
 
 from streamload.checkpoint.header import open_regular, unreadable
+from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 
-ReaderKind = Literal["auto", "mmap", "pread"]
-ResolvedKind = Literal["mmap", "pread"]
+ReaderKind = Literal["auto", "mmap", "pread", "direct"]
+ResolvedKind = Literal["mmap", "pread", "direct"]
 
 # fmt: off
 #: Filesystems that "auto" maps. Every other is read by pread, which is right everywhere: network
@@ -37,7 +41,36 @@ MAPPED_FILESYSTEMS = frozenset({
     "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "squashfs", "tmpfs", "ubifs", "udf", "vfat",
     "xfs",
 })
+#: Filesystems that hold their files on a disk of this machine and read past the page cache:
+#: "auto" does so for what is not in it. Not those in memory, nor read-only images.
+DIRECT_FILESYSTEMS = MAPPED_FILESYSTEMS - {
+    "erofs", "iso9660", "ramfs", "squashfs", "tmpfs", "ubifs", "udf",
+}
+#: Filesystems on which even "direct" reads through the page cache: it is in memory, or another
+#: machine's, and there are no blocks to read past it. FUSE, "fuse" and whatever follows, as well.
+BUFFERED_FILESYSTEMS = frozenset({
+    "9p", "afs", "beegfs", "ceph", "cifs", "gluster", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
+    "ramfs", "smb3", "smbfs", "tmpfs", "virtiofs",
+})
 # fmt: on
+
+# Above it "auto" reads through the page cache. Where the disk gives 2.8 GB/s direct and 1.6 to 2.0
+# buffered and the cache 10 a thread (one H200's host), a file that is half resident takes as long
+# either way: 0.5 / 1.6 + 0.5 / 10 = 1 / 2.8.
+#
+# That cold files are read direct: predicted to be faster on any disk, as it is there. Seen on a
+# virtual disk with 2 cores, 2 GiB cold, 1 to 8 threads, chunks of 1, 4 and 8 MiB (medians of 3):
+#
+#     GB/s                                       CPU seconds per GB
+#     direct into huge pages        2.5 to 3.4   0.01 to 0.03
+#     direct into pages of 4 KiB    1.1 to 1.7   0.04 to 0.08
+#     pread, dropped behind         1.4 to 2.6   0.07 to 0.23
+#     map, dropped behind           1.2 to 2.7   0.09 to 0.51
+#     pread, page cache kept        0.8 to 1.2   0.8 to 1.2
+#
+# Threads and chunks made less of a difference than the noise; the memory read into made all of it
+# (see `direct_memory`). Kept page cache is slow there since pages come new from the host.
+_MOSTLY_RESIDENT = 0.5
 
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
 _MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, where addresses have 32 bits
@@ -50,6 +83,18 @@ _BLOCK = 2**21
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+# What the alignment of direct reads is where the kernel does not say: right for every disk of 512
+# or 4096 bytes a sector.
+_USUAL_ALIGNMENT = 4096
+_STATX_DIOALIGN = 0x2000  # Linux 6.1
+_AT_EMPTY_PATH = 0x1000
+_HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+# Each thread's own, for what cannot be read straight to its place.
+_BOUNCE_NBYTES = 2**20
+# What a kernel says that does not read this file, or at this alignment, past its page cache.
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
 
 class Reader(Protocol):
     """One open shard. Any number of threads may use it at once; it outlives their calls."""
@@ -61,6 +106,17 @@ class Reader(Protocol):
     @property
     def mapped(self) -> bool:
         """Whether `view` is a window of a memory map, which takes no memory of the process."""
+
+    @property
+    def alignment(self) -> int:
+        """What `read_aligned` wants multiples of: a power of two up to the page, 1 for any.
+
+        It stays the same while the reader is open, also when it falls back.
+        """
+
+    @property
+    def fallback(self) -> str:
+        """Why the file is not read in the way that was asked for: a sentence, "" while it is."""
 
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """Bytes ``start`` to ``stop`` (exclusive) of the file, read-only, valid inside the with.
@@ -82,6 +138,47 @@ class Reader(Protocol):
             TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
+        """
+
+    def fileno(self) -> int:
+        """The open file that others may pread(2) from, in the reader's stead.
+
+        Starts, lengths and addresses that are multiples of `alignment` are right for it.
+        """
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
+
+        For who reads into memory of his own and can over-read: round ``start`` down and ``stop`` up
+        to `alignment`, which may lead past the end of the file, and skip what was not wanted. No
+        byte is copied then, and none is allocated. A reader of alignment 1 takes any range.
+
+        Args:
+            start: a multiple of `alignment`.
+            stop: a multiple of `alignment`, or the file's length; exclusive.
+            out: where to; writable, C-contiguous, at least ``stop - start`` bytes, its address a
+                multiple of `alignment` (any page is). What comes after the valid bytes may be
+                overwritten.
+
+        Returns:
+            How many bytes at the beginning of ``out`` are valid: ``stop - start``, less where the
+            file ends before ``stop``.
+
+        Raises:
+            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
+            CheckpointError: the bytes cannot be read.
+            ValueError: the range begins after the file's end or leads further past it than its
+                last block, ``out`` is too small, or the reader is closed.
+        """
+
+    def fileno(self) -> int:
+        """The descriptor for who calls pread himself, under the rules of `read_aligned`.
+
+        It may be another one after a `fallback`, to which such a caller's own EINVAL leads when he
+        reads those bytes through the reader.
+
+        Raises:
+            ValueError: the reader is closed.
         """
 
     def close(self) -> None:
@@ -112,32 +209,92 @@ def open_reader(shard: Path, file_nbytes: int, kind: ReaderKind = "auto") -> Rea
         CheckpointError: it cannot be opened or mapped.
         ValueError: there is no such kind.
     """
-    if resolve_reader(shard, kind) == "mmap" and file_nbytes:  # an empty file cannot be mapped
-        return MmapReader(shard, file_nbytes)
-    return PreadReader(shard, file_nbytes)
+    resolved = resolve_reader(shard, kind)
+    if not file_nbytes:  # nothing can be mapped of nothing, nor read past the page cache
+        return PreadReader(shard, file_nbytes)
+    return _READERS[resolved](shard, file_nbytes)
 
 
-def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind) -> ResolvedKind:
-    """What "auto" means for a file; the other kinds are what they are.
+@dataclass(frozen=True, slots=True)
+class ReaderChoice:
+    """How a shard is read.
+
+    Attributes:
+        kind: how.
+        reason: why, as a sentence for a report.
+    """
+
+    kind: ResolvedKind
+    reason: str
+
+
+def choose_reader(
+    path: str | os.PathLike[str], kind: ReaderKind, *, page_cache: PageCacheKind = "auto"
+) -> ReaderChoice:
+    """How to read a shard: less than 2 ms, whatever its length.
+
+    "auto" reads past the page cache what is on a local disk and mostly not in the cache, unless
+    the cache is to be filled; everything else as `resolve_reader` says.
+
+    Args:
+        path: the shard.
+        kind: what was asked for; anything but "auto" is what it is.
+        page_cache: what is to become of the page cache; under "keep" it is filled.
 
     Raises:
         ValueError: there is no such kind.
     """
+    _check_kind(kind)
+    if kind != "auto":
+        return ReaderChoice(kind, f'reader="{kind}" was asked for')
+    filesystem, nbytes = _filesystem(path)
+    buffered = reader_for(filesystem, nbytes)
+    if filesystem not in DIRECT_FILESYSTEMS:
+        reason = f"{filesystem or 'an unknown filesystem'} is read through the page cache"
+        return ReaderChoice(buffered, reason)
+    if page_cache == "keep":
+        return ReaderChoice(buffered, 'page_cache="keep" fills the page cache')
+    resident = resident_fraction(path)
+    if resident is None:
+        return ReaderChoice(buffered, "it is not known how much is in the page cache")
+    if resident >= _MOSTLY_RESIDENT:
+        return ReaderChoice(buffered, f"{resident:.0%} is in the page cache")
+    return ReaderChoice("direct", f"on {filesystem}, {resident:.0%} in the page cache")
+
+
+def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind) -> ResolvedKind:
+    """What "auto" means for a file that is read through the page cache; others are what they are.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    _check_kind(kind)
+    return reader_for(*_filesystem(path)) if kind == "auto" else kind
+
+
+def _check_kind(kind: ReaderKind) -> None:
     if kind not in get_args(ReaderKind):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
-    if kind != "auto":
-        return kind
+
+
+def _filesystem(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """The type of a file's filesystem, "" where it is not known, and the file's length in bytes."""
     try:
         nbytes = os.stat(path).st_size
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             mountinfo = file.read()
     except OSError:  # no such file, or not Linux
-        return "pread"
-    return reader_for(filesystem_of(os.path.realpath(path), mountinfo), nbytes)
+        return "", 0
+    return filesystem_of(os.path.realpath(path), mountinfo), nbytes
 
 
-def reader_for(filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS) -> ResolvedKind:
-    """The reader for a file of ``nbytes`` on a filesystem of this type (as in mountinfo)."""
+def reader_for(
+    filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS
+) -> Literal["mmap", "pread"]:
+    """The reader for a file of ``nbytes`` on a filesystem of this type (as in mountinfo).
+
+    Of those that read through the page cache.
+    """
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
@@ -169,6 +326,9 @@ def filesystem_of(path: str, mountinfo: str) -> str:
 class _Shard:
     """An open file of a known length, read by pread."""
 
+    alignment = 1
+    fallback = ""
+
     def __init__(self, path: Path, file_nbytes: int) -> None:
         self.path = path
         self._file_nbytes = file_nbytes
@@ -197,16 +357,45 @@ class _Shard:
         if not out.nbytes:  # a memoryview of nothing cannot be cast
             return
         with out.cast("B") as target:
-            done = 0
-            while done < target.nbytes:
-                with target[done : done + _MAX_READ_NBYTES] as rest:
-                    try:
-                        nbytes = os.preadv(self._file.fileno(), [rest], start + done)
-                    except OSError as error:
-                        raise unreadable(self.path, error) from error
-                if nbytes == 0:
-                    raise self._truncated(min(self._found_nbytes(), start + done))
-                done += nbytes
+            self._read(start, target, target.nbytes)
+
+    def fileno(self) -> int:
+        """See `Reader.fileno`."""
+        return self._file.fileno()
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """See `Reader.read_aligned`."""
+        valid = min(stop, self._file_nbytes) - start
+        self._check_range(start, start + valid)
+        if out.nbytes < stop - start or stop - start - valid >= self.alignment:
+            raise ValueError(
+                f"{self.path}: bytes {start} to {stop} of its {self._file_nbytes} "
+                f"cannot be read into {out.nbytes}"
+            )
+        if valid:
+            with out.cast("B") as target, target[: stop - start] as part:
+                self._read(start, part, valid)
+        return valid
+
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        """Read ``nbytes`` from ``start`` on; all of ``target`` may be overwritten."""
+        self._read_buffered(start, target, nbytes)
+
+    def _read_buffered(self, start: int, target: memoryview, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            with target[done : min(done + _MAX_READ_NBYTES, nbytes)] as rest:
+                try:
+                    read = os.preadv(self._file.fileno(), [rest], start + done)
+                except OSError as error:
+                    raise unreadable(self.path, error) from error
+            if read == 0:
+                raise self._truncated(min(self._found_nbytes(), start + done))
+            done += read
+
+    def fileno(self) -> int:
+        """See `Reader.fileno`."""
+        return self._file.fileno()
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -335,6 +524,226 @@ class MmapReader(_Shard):
                     raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
+class DirectReader(_Shard):
+    """Reads past the page cache (O_DIRECT), into memory that is aligned without a copy.
+
+    What is not aligned goes through 1 MiB that each thread keeps for it: where the place of the
+    bytes in memory and in the file agree modulo `alignment`, only the blocks at the ends, elsewhere
+    all of it, which is slower; `read_aligned` is for who can avoid it.
+
+    Where the file cannot be read like that, it is read through the page cache, from the beginning
+    or from then on, and `fallback` says why.
+
+    Raises:
+        The same as the others; that a file cannot be read past the page cache is no error.
+    """
+
+    mapped = False
+
+    def __init__(self, path: Path, file_nbytes: int) -> None:
+        super().__init__(path, file_nbytes)
+        self._direct: FileIO | None = None
+        filesystem, _ = _filesystem(path)
+        if filesystem in BUFFERED_FILESYSTEMS or filesystem.startswith("fuse"):
+            self.fallback = f"{filesystem} is read through the page cache"
+            return
+        try:
+            alignment = _direct_alignment(self._file.fileno())
+            self._direct = _open_direct(self._file.fileno())
+        except OSError as error:
+            self.fallback = f"it cannot be opened for direct reads: {error.strerror}"
+            return
+        except BaseException:
+            self.close()
+            raise
+        self.alignment = alignment
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+        """See `Reader.view`."""
+        self._check_range(start, stop)
+        if start == stop:
+            yield memoryview(b"")
+            return
+        first, last = _down(start, self.alignment), _up(stop, self.alignment)
+        whole = direct_memory(last - first)
+        window = whole[start - first : stop - first].toreadonly()
+        try:
+            self._read(first, whole, stop - first)
+            yield window
+        finally:
+            with suppress(BufferError):  # something of the caller's still refers to it
+                window.release()
+
+    def fileno(self) -> int:
+        """See `Reader.fileno`."""
+        if self._direct is None or self.fallback:
+            return super().fileno()
+        return self._direct.fileno()
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        super().close()
+        if self._direct is not None:
+            self._direct.close()
+
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        if self.fallback:
+            self._read_buffered(start, target, nbytes)
+            return
+        unit, stop = self.alignment, start + nbytes
+        # the whole blocks that are read straight to their place, if there are any
+        first, last = _up(start, unit), _up(stop, unit)
+        if last - start > target.nbytes:  # no room for what comes after
+            last = _down(stop, unit)
+        if (_address(target) - start) % unit or first >= last:
+            first = last = stop
+        self._read_bounced(start, target[: first - start])
+        if first < last:
+            wanted = min(stop, last) - first
+            with target[first - start : last - start] as straight:
+                self._read_blocks(first, straight, wanted)
+        if last < stop:
+            self._read_bounced(last, target[last - start : nbytes])
+
+    def _read_bounced(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` through this thread's own memory."""
+        stop = start + target.nbytes
+        at = start
+        while at < stop:
+            first = _down(at, self.alignment)
+            last = min(first + _BOUNCE_NBYTES, _up(stop, self.alignment))
+            upto = min(last, stop)
+            bounce = _bounce.memory()
+            with bounce[: last - first] as blocks:
+                self._read_blocks(first, blocks, upto - first)
+            target[at - start : upto - start] = bounce[at - first : upto - first]
+            at = upto
+
+    def _read_blocks(self, start: int, target: memoryview, nbytes: int) -> None:
+        """Read whole blocks, of which the first ``nbytes`` have to be there."""
+        done = 0
+        while done < nbytes:
+            read = 0
+            if not self.fallback:
+                with target[done : done + _MAX_READ_NBYTES] as rest:
+                    read = self._read_direct(start + done, rest)
+            done += read
+            # the file's end, a fallback, or a piece after which nothing is aligned any more
+            if done < nbytes and (not read or read % self.alignment):
+                with target[done:] as rest:
+                    self._read_buffered(start + done, rest, nbytes - done)
+                return
+
+    def _read_direct(self, start: int, blocks: memoryview) -> int:
+        """One direct read; returns the bytes read, 0 at the file's end and on a fallback."""
+        assert self._direct is not None
+        try:
+            return os.preadv(self._direct.fileno(), [blocks], start)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise unreadable(self.path, error) from error
+            self.fallback = f"it cannot be read past the page cache: {error.strerror}"
+            return 0
+
+
+def direct_memory(nbytes: int) -> memoryview:
+    """Memory of the process that direct reads are fast into; it goes with its last memoryview.
+
+    Of whole huge pages, where the system gives them to who asks (transparent_hugepage "madvise" or
+    "always") and ``nbytes`` has them; it begins at a page in any case. A request to a disk is cut
+    by the number of its pieces of memory that follow each other, each a page otherwise. Tried on a
+    virtual disk of 254 pieces a request, 1 to 8 threads with 4 MiB each, GB/s: 1.1 to 1.3 with
+    pages of 4 KiB, 2.8 to 3.4 with huge pages, for a third of the CPU time.
+
+    Args:
+        nbytes: how many, at least 1.
+    """
+    if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
+    # a huge page more of addresses, to begin at one; what is not touched takes no memory
+    held = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_PRIVATE)
+    memory = memoryview(held)
+    start = -_address(memory) % _HUGE_PAGE
+    with suppress(OSError):  # a kernel without them
+        held.madvise(mmap.MADV_HUGEPAGE, start, _down(nbytes, _HUGE_PAGE))
+    return memory[start : start + nbytes]
+
+
+class _Bounce(threading.local):
+    """Memory of one thread that begins at a page; made when it is first used."""
+
+    _memory: memoryview | None = None
+
+    def memory(self) -> memoryview:
+        if self._memory is None:
+            self._memory = direct_memory(_BOUNCE_NBYTES)
+        return self._memory
+
+
+_bounce = _Bounce()
+
+
+def _down(offset: int, unit: int) -> int:
+    return offset // unit * unit
+
+
+def _up(offset: int, unit: int) -> int:
+    return -(-offset // unit) * unit
+
+
+def _address(memory: memoryview) -> int:
+    """Where writable, contiguous, not empty memory begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _open_direct(fd: int) -> FileIO:
+    """Open a file that is open, once more and for direct reads: the same, whatever its name is now.
+
+    Raises:
+        OSError: the filesystem or the system does not do that.
+    """
+    flag = getattr(os, "O_DIRECT", None)
+    if flag is None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return open(
+        f"/proc/self/fd/{fd}",
+        "rb",
+        buffering=0,
+        opener=lambda path, flags: os.open(path, flags | flag | os.O_CLOEXEC),
+    )
+
+
+def _direct_alignment(fd: int) -> int:
+    """What addresses, offsets and lengths of direct reads of a file must be multiples of, in bytes.
+
+    A power of two, at most the page, to which whoever allocates memory can align it. Source:
+    statx(2), STATX_DIOALIGN.
+
+    Raises:
+        OSError: the kernel says that the file is not read like that, or at no such alignment.
+    """
+    if not hasattr(libc(), "statx"):
+        return _USUAL_ALIGNMENT
+    # struct statx, 256 bytes: stx_mask is its first word, stx_dio_mem_align and
+    # stx_dio_offset_align are those at 152 and 156
+    found = (ctypes.c_uint32 * 64)()
+    failed = libc().statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found)
+    if failed or not found[0] & _STATX_DIOALIGN:
+        return _USUAL_ALIGNMENT
+    alignment = max(found[38], found[39])
+    if not min(found[38], found[39]) or alignment > _PAGE or alignment & (alignment - 1):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return alignment
+
+
+_READERS: dict[ResolvedKind, type[PreadReader | MmapReader | DirectReader]] = {
+    "mmap": MmapReader,
+    "pread": PreadReader,
+    "direct": DirectReader,
+}
+
+
 class _Map:
     """A file's first ``nbytes``, mapped read-only.
 
@@ -349,15 +758,13 @@ class _Map:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         array = ctypes.c_ubyte * nbytes  # first: refuses more than the process can address
-        address: int | None = _map_function(_libc())(
-            None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0
-        )
+        address: int | None = libc().map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _MAP_FAILED:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         owner = array.from_address(address)
         # not when the process ends: other threads may still look then
-        weakref.finalize(owner, _libc().munmap, address, nbytes).atexit = False
+        weakref.finalize(owner, libc().munmap, address, nbytes).atexit = False
         self.data = memoryview(owner).cast("B").toreadonly()
         self._address = address
         self._stop = address + nbytes
@@ -396,23 +803,6 @@ class _Map:
         return range((self._address + start) // _BLOCK, (self._address + stop - 1) // _BLOCK + 1)
 
 
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    size_t, int_, void_p = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-    map_ = _map_function(libc)
-    map_.argtypes = (void_p, size_t, int_, int_, int_, ctypes.c_int64)
-    map_.restype = void_p
-    libc.munmap.argtypes = (void_p, size_t)
-    libc.madvise.argtypes = (void_p, size_t, int_)
-    return libc
-
-
-def _map_function(libc: Any) -> Any:
-    """mmap(2) with an offset of 64 bits, which has a name of its own in glibc."""
-    return libc.mmap64 if hasattr(libc, "mmap64") else libc.mmap
-
-
 def _madvise(first: int, last: int, advice: int) -> int:
     """madvise(2) on addresses ``first`` to ``last``, exclusive; returns 0 or an errno."""
-    return 0 if _libc().madvise(first, last - first, advice) == 0 else ctypes.get_errno()
+    return 0 if libc().madvise(first, last - first, advice) == 0 else ctypes.get_errno()

@@ -115,6 +115,66 @@ class Staging(Protocol):
         """Give it back; no copy from it may be under way."""
 
 
+BulkStage = Literal["wait", "read", "end", "copy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read into a slot, and where its bytes go.
+
+    Attributes:
+        offset: first file byte.
+        asked: bytes to ask for.
+        needed: how many of those there must be; fewer where the read runs past the file's end.
+        copies: (offset in the slot, bytes, device address) of each copy.
+    """
+
+    offset: int
+    asked: int
+    needed: int
+    copies: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BulkFailure:
+    """Where many reads and copies ended early.
+
+    Attributes:
+        index: of the read. Those before it have been read, and their copies begun.
+        stage: "wait" (a copy from the slot before), "read", "end" (of the file) or "copy".
+        code: errno of a read, or the status of the driver's call.
+    """
+
+    index: int
+    stage: BulkStage
+    code: int
+
+
+class BulkCopier(Protocol):
+    """What a device offers where many reads and copies can be done in one call."""
+
+    def address(self, buffer: Any) -> int:
+        """The device address of a buffer's first byte."""
+
+    def ticket(self, slot: Staging) -> Ticket:
+        """Of the copies that were begun from a slot last."""
+
+    def run(
+        self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
+    ) -> BulkFailure | None:
+        """Read into the slots in turn, from the first on, and begin the copies.
+
+        When it returns, all slots that were used may have copies under way: the `ticket` of each
+        tells when they have ended. Drops the interpreter's lock.
+
+        Args:
+            fd: the file.
+            reads: what to do, in order.
+            slots: read ``i`` goes to slot ``i % len(slots)``.
+            busy: how many of the slots, the last ones, may have copies under way.
+        """
+
+
 class Device(Protocol):
     """Where parameters go."""
 
@@ -142,6 +202,10 @@ class Device(Protocol):
 
         May be asynchronous: those bytes of staging are free again after ``Ticket.wait()``.
         """
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """Many reads and copies in one call; None where the device has no such call."""
 
     def cast_copy(
         self,

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
+from streamload.devices.base import BulkFailure, Read, Staging
+from streamload.devices.bulk import Loop, libc_calls
 from streamload.errors import AllocationError, DeviceError
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
@@ -76,14 +78,6 @@ class _Driver:
 @cache
 def _driver() -> _Driver:
     return _Driver()
-
-
-def available() -> bool:
-    """Whether there is a CUDA driver."""
-    try:
-        return int(_driver().slow.cuInit(0)) == 0
-    except (OSError, AttributeError):
-        return False
 
 
 class Context:
@@ -198,7 +192,7 @@ class PinnedStaging:
     def close(self) -> None:
         """Give everything back; waits for a copy under way."""
         failure = 0
-        # raises where the context is gone: the memory stays, for a copy may still read it
+        # raises where the context is gone, and with it all that was page-locked in it
         with self._context.current():
             if self.stream:
                 failure = self._slow.cuStreamSynchronize(self.stream)
@@ -215,3 +209,57 @@ class PinnedStaging:
                 self._map.close()
         if failure:
             self._context.check(failure, "giving staging back")
+
+
+class _BulkCopier:
+    """`devices.base.BulkCopier` for one context."""
+
+    def __init__(self, context: Context, loop: Loop, address: Callable[[Any], int]) -> None:
+        self.address = address
+        self._context, self._loop = context, loop
+
+    def ticket(self, slot: Staging) -> PinnedStaging:
+        """A slot is its own ticket."""
+        assert isinstance(slot, PinnedStaging)
+        return slot
+
+    def run(
+        self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
+    ) -> BulkFailure | None:
+        """See `devices.base.BulkCopier.run`."""
+        flat = []
+        for index, slot in enumerate(slots):
+            assert isinstance(slot, PinnedStaging)
+            under_way = index >= len(slots) - busy
+            stream, event = slot.stream.value or 0, slot.event.value or 0
+            flat.append((slot.address, stream, event, under_way))
+        with self._context.current():
+            return self._loop(fd, reads, flat)
+
+
+def bulk_copier(context: Context, address: Callable[[Any], int]) -> _BulkCopier | None:
+    """Reads and copies by a compiled loop; None where none can be compiled.
+
+    Args:
+        context: where the slots' streams are.
+        address: gives the device address of a buffer.
+    """
+    loop = _loop()
+    return None if loop is None else _BulkCopier(context, loop, address)
+
+
+@cache
+def _loop() -> Loop | None:
+    driver = _driver().slow
+    calls = {
+        "copy": driver.cuMemcpyHtoDAsync_v2,
+        "record": driver.cuEventRecord,
+        "wait": driver.cuEventSynchronize,
+    }
+    addresses = {
+        name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in calls.items()
+    }
+    try:
+        return Loop(libc_calls() | addresses)
+    except (ImportError, OSError, RuntimeError):  # no LLVM here: the stream's own loop does it
+        return None

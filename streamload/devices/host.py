@@ -70,6 +70,10 @@ class HostDevice:
         """The host needs none."""
         raise DeviceError("host", "its memory is written in place")
 
+    @property
+    def bulk(self) -> None:
+        """The host needs none."""
+
     def cast_copy(
         self,
         staging: Staging,

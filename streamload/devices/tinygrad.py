@@ -35,6 +35,7 @@ from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
 from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload.devices.base import (
+    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
@@ -223,6 +224,11 @@ class TinygradDevice(ABC):
     @abstractmethod
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         """Copy from staging to the buffer."""
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """tinygrad's copies are made one by one."""
+        return None
 
     def cast_copy(
         self,

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamload.devices import cuda
 from streamload.devices.base import (
+    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
@@ -67,6 +68,20 @@ _DEVICE_CASTS = (
 _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
 
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+@contextmanager
+def _unfilled() -> Iterator[None]:
+    """Have torch leave new memory as it is, also in its deterministic mode: all is written."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    if not (before and torch.are_deterministic_algorithms_enabled()):
+        yield
+        return
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def _first_line(error: BaseException) -> str:
@@ -136,6 +151,9 @@ class TorchDevice:
             threads=self.threads,
             native_bf16="bfloat16" not in _UNSUPPORTED,
             unsupported=_UNSUPPORTED,
+            caveat=f"{self.name}: what its allocator takes beyond the tensors is not known"
+            if self.torch_device.type != "cpu"
+            else "",
         )
 
     def _call(self, name: str) -> Callable[..., Any] | None:
@@ -148,7 +166,8 @@ class TorchDevice:
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor."""
         try:
-            with torch.inference_mode(False):  # what is loaded there can be trained outside
+            # not an inference tensor: what is loaded there can be trained outside
+            with torch.inference_mode(False), _unfilled():
                 return torch.empty(shape, dtype=_TO_TORCH[dtype.name], device=self.torch_device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             nbytes = dtype.nbytes(math.prod(shape))
@@ -174,6 +193,11 @@ class TorchDevice:
             target.copy_(staging.tensor[start : start + nbytes])
             self.synchronize()
         return _DONE
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """torch's copies are made one by one."""
+        return None
 
     def cast_copy(
         self,
@@ -220,13 +244,15 @@ class TorchDevice:
         """Hand back what the backend's allocator keeps, where it has such a call."""
         empty_cache = self._call("empty_cache")
         if empty_cache is not None:
-            empty_cache()
+            with self._translated("giving memory back"):
+                empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device."""
         synchronize = self._call("synchronize")
         if synchronize is not None:
-            synchronize()
+            with self._translated("earlier work on the device"):
+                synchronize()
 
     def allocated_nbytes(self) -> int | None:
         """Unknown."""
@@ -305,11 +331,11 @@ class ROCmDevice(TorchDevice):
     @property
     def info(self) -> DeviceInfo:
         """What it is, from the driver and the caching allocator."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        # what the allocator keeps and does not use is free to us
-        spare = torch.cuda.memory_reserved(self.torch_device)
-        spare -= torch.cuda.memory_allocated(self.torch_device)
-        with torch.cuda.device(self.torch_device):
+        with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            # what the allocator keeps and does not use is free to us
+            spare = torch.cuda.memory_reserved(self.torch_device)
+            spare -= torch.cuda.memory_allocated(self.torch_device)
             native = torch.cuda.is_bf16_supported(including_emulation=False)
         return DeviceInfo(
             name=self.name,
@@ -329,7 +355,8 @@ class ROCmDevice(TorchDevice):
 
     def trim(self) -> None:
         """Hand the caching allocator's unused segments back to the driver."""
-        torch.cuda.empty_cache()
+        with self._translated("giving memory back"):
+            torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -361,6 +388,19 @@ class CUDADevice(ROCmDevice):
         super().__init__(name)
         self._context = cuda.Context.primary(name, self.torch_device.index)
 
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+        """An uninitialised tensor, whose memory nothing that was queued uses any more.
+
+        torch hands out memory that kernels on the same stream may still work on; copies come by
+        other streams.
+        """
+        tensor = super().allocate(dtype, shape)
+        stream = torch.cuda.current_stream(self.torch_device)
+        with self._translated("earlier work on the device"):
+            if not stream.query():
+                stream.synchronize()
+        return tensor
+
     def staging(self, nbytes: int) -> Staging:
         """Page-locked memory."""
         return cuda.PinnedStaging(self._context, nbytes)
@@ -372,6 +412,11 @@ class CUDADevice(ROCmDevice):
         assert isinstance(staging, cuda.PinnedStaging)
         self._context.copy(staging, start, nbytes, buffer.data_ptr() + offset)
         return staging
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """Reads and copies by a compiled loop, where one can be compiled."""
+        return cuda.bulk_copier(self._context, lambda tensor: int(tensor.data_ptr()))
 
     def cast_copy(
         self,
@@ -410,7 +455,8 @@ def _cuda_settings() -> str:
 def _cuda_caveat(name: str) -> str:
     """Settings of the allocator that are not planned for."""
     text = _cuda_settings()
-    found = [key for key in ("roundup_power2_divisions", "max_split_size_mb") if key in text]
+    keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
+    found = [key for key in keys if key in text]
     return (
         f"{name}: PYTORCH_ALLOC_CONF sets {' and '.join(found)}, with which torch's allocator may "
         "take more from the device than was planned"
@@ -581,7 +627,8 @@ class TorchParameter:
             self._collect()
         if memory.expired():
             if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
-                torch.cuda.empty_cache()
+                with suppress(RuntimeError):  # its next user is told
+                    torch.cuda.empty_cache()
             return ""
         storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
         for tensor, grad in zip(tensors, grads, strict=True):
@@ -701,7 +748,10 @@ def _canonical(device: torch.device) -> str:
 
 
 def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
-    """Parameters and persistent buffers, by their names in ``state_dict``."""
+    """Parameters and persistent buffers by their places in the module.
+
+    Those are their names in ``state_dict``, unless a hook of the module changes them there.
+    """
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for key, parameter in child._parameters.items():

@@ -210,7 +210,7 @@ def make_plan(
     placed.sort(key=lambda entry: entry[:2])
     draft = Plan(
         path=str(checkpoint.path),
-        placements=_allocated([placement for _, _, placement in placed], specs),
+        placements=_allocated(_settled([p for _, _, p in placed], specs, notes), specs),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=host_budget_nbytes,
@@ -241,6 +241,29 @@ def make_plan(
             else (),
         )
     return plan
+
+
+def _settled(
+    placements: Sequence[Placement], specs: Mapping[str, DeviceSpec], notes: dict[str, None]
+) -> list[Placement]:
+    """Replace what could be written in place, where that is the way to fit.
+
+    An allocator with segments gives none back in which something stays. Where parameters to be
+    written in place and others to be replaced would not fit on those terms, all are replaced.
+    """
+    out = list(placements)
+    for name, spec in specs.items():
+        mine = [i for i, p in enumerate(out) if p.device == name]
+        kept = [i for i in mine if out[i].action == "in_place"]
+        if spec.allocator == "exact" or not kept or not any(out[i].released_nbytes for i in mine):
+            continue
+        allocated = _allocated([out[i] for i in mine], specs)
+        if _timeline(allocated, spec)[1] <= spec.budget_nbytes:
+            continue
+        for i in kept:
+            out[i] = replace(out[i], action="replace", released_nbytes=out[i].resident_nbytes)
+        notes[f"{name}: all parameters are replaced, for not all can be written in place"] = None
+    return out
 
 
 def _allocated(
@@ -483,8 +506,16 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
         now += p.resident_nbytes if p.action != "in_place" else 0
         peak = max(peak, now)
     if spec.allocator != "exact" and any(p.released_nbytes for p in placements):
-        # what goes one by one leaves holes in segments, which larger ones do not fit into
-        return held, now, True
+        # what goes one by one leaves holes in segments, which larger ones do not fit into; and
+        # beside what stays where it is, none of it may go back to the device at all
+        if not any(p.action == "in_place" for p in placements):
+            return held, now, True
+        sizes = (
+            p.resident_nbytes if p.action == "in_place" else p.released_nbytes for p in placements
+        )
+        stays = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
+        fresh = sum(p.resident_nbytes for p in placements if p.action != "in_place")
+        return held, stays + fresh, True
     if peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
@@ -562,9 +593,8 @@ def _check(
     if needed <= available:
         return
     suggestions = []
-    small = sum(
-        spec.resident(p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst)) for p in placements
-    )
+    sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
+    small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
     if any(_shrink(p.dst) > 1 for p in placements) and small <= available:
         suggestions.append(f'dtype="float16" ({format_bytes(small)})')
