@@ -57,6 +57,9 @@ from streamload.units import format_bytes, parse_bytes
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
 
 _MOST_THREADS = 8
+# Reads into slots of 2.7 MiB and copies to one H200, 16 cores, 64 MiB of slots: 42 to 44 GB/s with
+# 8 threads (slots of 4 MiB), 47 to 48 with 12, 47 with 16.
+_MOST_STAGING_THREADS = 12
 
 # Below this, a map is not used unless it is asked for: threads that fault pages in evict those of
 # each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
@@ -111,7 +114,7 @@ def load_state_dict(
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
-        reader: "auto", "mmap" or "pread".
+        reader: "auto", "mmap", "pread", or "direct" to read past the page cache.
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
@@ -265,10 +268,12 @@ def _check_names(budget: Budget, names: Iterable[str], device: object) -> None:
         )
 
 
-def _default_threads() -> int:
+def _default_threads(specs: Sequence[DeviceSpec]) -> int:
+    """As many as the CPUs that this process may use, up to what made a difference."""
     cpus = getattr(os, "sched_getaffinity", None)
     count = len(cpus(0)) if cpus else os.cpu_count() or 1
-    return max(1, min(count, _MOST_THREADS))
+    staged = not any(spec.host_visible for spec in specs)
+    return max(1, min(count, _MOST_STAGING_THREADS if staged else _MOST_THREADS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +286,7 @@ class _Options:
     cast: CastArgument
     reader: ReaderKind
     chunk_nbytes: int
-    threads: int
+    threads: int | None
     reserve_nbytes: int
 
     @classmethod
@@ -314,7 +319,7 @@ class _Options:
             cast,
             reader,
             chunk_nbytes,
-            threads or _default_threads(),
+            threads,
             parse_bytes(reserve),
         )
 
@@ -377,7 +382,7 @@ class _Options:
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
             chunk_nbytes=self.chunk_nbytes,
-            threads=self.threads,
+            threads=self.threads or _default_threads(specs),
         )
 
 

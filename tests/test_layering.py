@@ -16,6 +16,7 @@ LAYERS = (
     ("cast", "checkpoint", "devices", "plan"),  # their __init__.py: a docstring
     ("checkpoint.header",),
     ("checkpoint.checkpoint",),
+    ("checkpoint.page_cache",),
     ("checkpoint.readers",),
     ("cast.kernels",),
     ("cast.reference",),

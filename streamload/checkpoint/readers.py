@@ -91,7 +91,7 @@ _AT_EMPTY_PATH = 0x1000
 _HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Each thread's own, for what cannot be read straight to its place.
-_BOUNCE_NBYTES = 2**20
+BOUNCE_NBYTES = 2**20
 # What a kernel says that does not read this file, or at this alignment, past its page cache.
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
@@ -140,12 +140,6 @@ class Reader(Protocol):
             ValueError: the range is not within the file, or the reader is closed.
         """
 
-    def fileno(self) -> int:
-        """The open file that others may pread(2) from, in the reader's stead.
-
-        Starts, lengths and addresses that are multiples of `alignment` are right for it.
-        """
-
     def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
         """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
 
@@ -172,10 +166,11 @@ class Reader(Protocol):
         """
 
     def fileno(self) -> int:
-        """The descriptor for who calls pread himself, under the rules of `read_aligned`.
+        """The open file that others may pread(2) from, in the reader's stead.
 
-        It may be another one after a `fallback`, to which such a caller's own EINVAL leads when he
-        reads those bytes through the reader.
+        Starts, lengths and addresses that are multiples of `alignment` are right for it. It is
+        another one after a `fallback`: who meets an EINVAL of his own reads those bytes through the
+        reader, which falls back if that is why, and asks again.
 
         Raises:
             ValueError: the reader is closed.
@@ -359,10 +354,6 @@ class _Shard:
         with out.cast("B") as target:
             self._read(start, target, target.nbytes)
 
-    def fileno(self) -> int:
-        """See `Reader.fileno`."""
-        return self._file.fileno()
-
     def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
         """See `Reader.read_aligned`."""
         valid = min(stop, self._file_nbytes) - start
@@ -373,7 +364,7 @@ class _Shard:
                 f"cannot be read into {out.nbytes}"
             )
         if valid:
-            with out.cast("B") as target, target[: stop - start] as part:
+            with out.cast("B") as target, target[: _up(stop, self.alignment) - start] as part:
                 self._read(start, part, valid)
         return valid
 
@@ -612,7 +603,7 @@ class DirectReader(_Shard):
         at = start
         while at < stop:
             first = _down(at, self.alignment)
-            last = min(first + _BOUNCE_NBYTES, _up(stop, self.alignment))
+            last = min(first + BOUNCE_NBYTES, _up(stop, self.alignment))
             upto = min(last, stop)
             bounce = _bounce.memory()
             with bounce[: last - first] as blocks:
@@ -677,7 +668,7 @@ class _Bounce(threading.local):
 
     def memory(self) -> memoryview:
         if self._memory is None:
-            self._memory = direct_memory(_BOUNCE_NBYTES)
+            self._memory = direct_memory(BOUNCE_NBYTES)
         return self._memory
 
 

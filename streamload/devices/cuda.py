@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-from streamload.devices.base import BulkFailure, Read, Staging
+from streamload.devices.base import BulkFailure, Read, Staging, populate
 from streamload.devices.bulk import Loop, libc_calls
 from streamload.errors import AllocationError, DeviceError
 
@@ -165,6 +165,7 @@ class PinnedStaging:
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1))
             self.view = memoryview(self._map)[:nbytes]
+            populate(self.view)  # by this thread: the driver locks pages for one at a time
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
             with context.current():
                 status = self._slow.cuMemHostRegister_v2(self.address, max(nbytes, 1), _PORTABLE)

@@ -154,7 +154,7 @@ class Plan:
         slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less where all
             parameters together are smaller.
         threads: streaming threads; 0 streams in the calling thread.
-        readers: "mmap" or "pread", for each shard.
+        readers: "mmap", "pread" or "direct", for each shard.
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
     """

@@ -15,7 +15,7 @@ from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.readers import ResolvedKind
+from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.allocators import AllocatorKind, taken
@@ -442,6 +442,11 @@ def _fit(
         [draft.chunk_nbytes]
         + [spec.max_transfer_nbytes for spec in specs.values() if spec.max_transfer_nbytes]
     )
+    # all slots together fill the staging budget, however many there are
+    slots = max(threads, 1) * STAGING_SLOTS
+    share = draft.host_budget_nbytes // slots // MIN_CHUNK_NBYTES * MIN_CHUNK_NBYTES
+    if share >= 2**20 and any(not specs[n].host_visible for n, ps in by_device.items() if ps):
+        chunk = min(chunk, share)
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     whole = sum(
         slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape)))) for p in draft.placements
@@ -557,8 +562,10 @@ def _staging(
             scratch[name] += slots if spec.shared_memory else 0
             host += 0 if spec.shared_memory else slots
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
-    if "pread" in plan.readers and needs.moves:
+    if needs.moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
+    if "direct" in plan.readers:
+        own += workers * BOUNCE_NBYTES
     if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES
     if shares:
