@@ -483,7 +483,7 @@ class _Load:
             for first, parameter in self.match.parameters.items()
             for name in parameter.names
         }
-        return device_map(names, (*self.match.left_out, *self.unstored))
+        return device_map(names, (*self.match.unfilled, *self.unstored))
 
     def run(self, progress: Progress, clock: Clock) -> LoadReport:
         """Stream."""

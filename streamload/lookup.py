@@ -86,6 +86,7 @@ class Devices:
         host = _host_free_nbytes(needed=len(promised) < len(sharing)) if sharing else None
         rest = max((host or 0) - sum(promised.values()), 0)
         rest //= max(len(sharing) - len(promised), 1)
+        pool_nbytes = None if host is None else max(host - reserve_nbytes * len(sharing), 0)
         out = []
         for name, info in infos.items():
             free = info.free_nbytes
@@ -105,7 +106,7 @@ class Devices:
                     limit=("budget" if budget.for_device(name) else "free memory less a reserve")
                     + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
                     free_nbytes=free,
-                    host_free_nbytes=host if info.shared_memory else None,
+                    host_free_nbytes=pool_nbytes if info.shared_memory else None,
                     host_visible=info.host_visible,
                     shared_memory=info.shared_memory,
                     granularity_nbytes=info.granularity_nbytes,

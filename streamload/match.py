@@ -70,6 +70,7 @@ class Match:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[ShapeMismatch] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)  # all names of what is not loaded
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
@@ -150,6 +151,7 @@ def match(
         head = next((name for name in parameter.names if name in tied), None)
         if not found and head is None:
             out.missing.append(parameter.names[0])
+            out.unfilled += parameter.names
             continue
         used.update(found)
         name = found[0] if found else parameter.names[0]
@@ -163,6 +165,7 @@ def match(
         shape = _shape(checkpoint, source)
         if shape != parameter.shape:
             out.wrong_shape.append(ShapeMismatch(name, parameter.shape, shape))
+            out.unfilled += parameter.names
             continue
         for other in found[1:]:
             why = incoherent(checkpoint, fill[other])

@@ -36,9 +36,10 @@ from streamload.devices.base import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
 from streamload.load import DTypeArgument, load_state_dict, on_unstored
-from streamload.lookup import CastArgument, open_devices
+from streamload.lookup import CastArgument, Devices, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
+from streamload.plan.allocators import taken
 from streamload.plan.budget import Budget, BudgetLike
 from streamload.plan.plan import RowRange
 from streamload.plan.planner import DEFAULT_CHUNK_NBYTES, DTypePolicy
@@ -71,6 +72,12 @@ _log = logging.getLogger("streamload")
 # numbers: the fewest with which halving and interleaving the columns cannot be overlooked.
 _COLUMNS = 4
 
+# What is allocated for transformers to compute is filled with a mark first, and looked at again
+# afterwards, a block at a time.
+_BLOCK_NBYTES = 2**16
+_FEWEST_MARKED = 16  # of bools and the like, whose marks are patterns: fewer could be meant
+_SEED = 0x5EED
+
 _COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes as its default
 
 
@@ -99,14 +106,18 @@ def from_pretrained(
     Args:
         path: a folder with ``config.json`` and safetensors files, one of those files, an index, or
             ``org/name`` in the local Hugging Face cache.
-        budget: most bytes of weights on each device, as in `streamload.load_state_dict`. Buffers
-            that no checkpoint holds come on top; they are small.
+        budget: most bytes on each device, as in `streamload.load_state_dict`. What the checkpoint
+            does not hold counts too: missing parameters, those of other shapes, and buffers that
+            transformers computes (as many bytes stay free on each of several devices).
         device: "cuda:0", "cpu" or another of torch's; a list of devices that the layers are split
             over, dispatched by accelerate. None: ``STREAMLOAD_DEVICE``, else torch's default, else
-            the first accelerator, else the CPU.
-        dtype: a dtype's name, "checkpoint", a ``torch.dtype``, or patterns by the checkpoint's
-            names, the first that matches deciding. None: the one dtype that the checkpoint's
-            floats have, or where they have several, the one in ``config.json``; bfloat16 becomes
+            the first accelerator, else the CPU. In a list of GPUs and "cpu", accelerate keeps the
+            CPU's share in host memory, and brings it to the first GPU a layer at a time to compute
+            there: when the model runs, that layer takes memory of the GPU beyond the budget.
+        dtype: a dtype's name, "checkpoint" (each weight as it is stored), a ``torch.dtype``, or
+            patterns by the checkpoint's names, the first that matches deciding. None, and for what
+            no pattern matches: what ``config.json`` says, or where it does not, the dtype of the
+            checkpoint's first float, as transformers' ``dtype="auto"`` has it; bfloat16 becomes
             float16 where a device does not compute in it. What transformers keeps in float32 in a
             16-bit model stays so, except under "checkpoint" and patterns other than ``"*"``.
         model_class: a class of transformers, an Auto class or one of your own; None takes the one
@@ -118,7 +129,8 @@ def from_pretrained(
         reader: as in `streamload.load_state_dict`.
         strict: missing and unexpected names and other shapes are an error, except for names that
             the model's class says may be ignored. With False, what matches is loaded, the rest is
-            initialised as transformers does it, at random, and the report names it.
+            initialised as transformers does it, at random, and the report names it. What is
+            initialised counts against the budget.
         progress: as in `streamload.load_state_dict`.
         chunk_nbytes: as in `streamload.load_state_dict`.
         threads: as in `streamload.load_state_dict`.
@@ -133,7 +145,9 @@ def from_pretrained(
         StateDictMismatchError: names or shapes do not match, or transformers makes a parameter of
             the checkpoint's tensors in a way that is not a choice of rows; before any data is
             loaded.
-        PlanInfeasibleError: it does not fit; before any data is loaded or memory allocated.
+        PlanInfeasibleError: it does not fit; before any data is read or memory allocated. Where
+            the checkpoint stores apart what ``config.json`` ties, and that fits once and not
+            twice, both are read first, to see whether they differ.
         BudgetExceededError: something holds memory that the plan counts on.
         UnsupportedCastError: a dtype cannot be cast or held.
         OutOfRangeError: under ``out_of_range="error"``.
@@ -149,27 +163,40 @@ def from_pretrained(
     checkpoint = open_checkpoint(path)
     config = _configuration(checkpoint, config)
     config.name_or_path = os.fsdecode(path)
-    chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, device, cast)
+    devices = open_devices(device, framework("torch"), {})
+    chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, devices, cast)
     model = _on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)
     names = _Names.of(model, checkpoint)
     names.check(model, checkpoint, strict)
-    _untie_what_differs(model, checkpoint, names)
-    report = load_state_dict(
-        model,
-        checkpoint,
-        budget=budget,
-        device=device,
-        dtype=chosen.rules(model, checkpoint, names),
-        out_of_range=out_of_range,
-        cast=cast,
-        reader=reader,
-        rename=lambda name: name if name in names.fill else None,
-        mapping=names.fill,
-        strict=False,  # `names.check` knows what may be ignored
-        progress=progress,
-        chunk_nbytes=chunk_nbytes,
-        threads=threads,
-    )
+    _untie(model, checkpoint, names, _stored_otherwise)
+
+    def load() -> LoadReport:
+        return load_state_dict(
+            model,
+            checkpoint,
+            budget=budget,
+            device=device,
+            dtype=chosen.rules(model, checkpoint, names),
+            out_of_range=out_of_range,
+            cast=cast,
+            reader=reader,
+            rename=lambda name: name if name in names.fill else None,
+            mapping=names.fill,
+            strict=False,  # `names.check` knows what may be ignored
+            progress=progress,
+            reserve=_beside_nbytes(model, names, devices),
+            chunk_nbytes=chunk_nbytes,
+            threads=threads,
+        )
+
+    try:
+        report = load()
+    except StateDictMismatchError:
+        # it compares what is tied and stored twice when it knows that all fits, and has read and
+        # allocated nothing else; transformers leaves apart what differs
+        if not _untie(model, checkpoint, names, _different_values):
+            raise
+        report = load()
     # what it says about buffers without values is true no longer
     stale = on_unstored(framework("torch").unstored(model), report.plan)
     report = replace(report, notes=tuple(note for note in report.notes if note not in stale))
@@ -313,12 +340,10 @@ class _Dtypes:
     Attributes:
         asked: what the caller asked for.
         main: the dtype of the model, in which it is built.
-        named: whether it must be asked for, since the main rule would not give it to all weights.
     """
 
     asked: DTypeArgument
     main: DType
-    named: bool = False
 
     @classmethod
     def choose(
@@ -327,10 +352,10 @@ class _Dtypes:
         config: Any,
         asked: DTypeArgument,
         budget: BudgetLike,
-        device: str | Sequence[str] | None,
+        devices: Devices,
         cast: CastArgument,
     ) -> _Dtypes:
-        """Settle the model's dtype; looks at the devices where it depends on them."""
+        """Settle the model's dtype; computes on the devices where it depends on them."""
         policy = DTypePolicy.parse(asked, environment_fp16_cast())
         rules = dict(policy.rules)
         rest = rules.get("*")
@@ -338,13 +363,17 @@ class _Dtypes:
             if rest.name not in _COMPUTED_IN:
                 raise ValueError(f"a model computes in {', '.join(_COMPUTED_IN)}, not in {rest}")
             return cls(asked, rest)
-        stored, several = _stored(checkpoint, config)
-        if stored is not BF16 or "*" in rules:  # "checkpoint"
-            return cls(asked, stored, several and "*" not in rules)
-        found = open_devices(device, framework("torch"), {})
-        specs = found.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
-        natives = {spec.native_bf16 and policy.fp16_cast is None for spec in specs}
-        return cls(asked, BF16 if natives == {True} else F16, several or len(natives) > 1)
+        stored = _stored(checkpoint)
+        if "*" in rules and len(stored) == 1:  # "checkpoint"
+            return cls(asked, stored[0])
+        main = _stated(checkpoint, config) or next(iter(stored), None)
+        if main is None:  # no floats
+            main = parse_dtype(_name(torch.get_default_dtype()))
+        if main is BF16 and "*" not in rules:
+            specs = devices.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
+            if policy.fp16_cast is not None or not all(spec.native_bf16 for spec in specs):
+                main = F16
+        return cls(asked, main)
 
     def rules(self, model: Any, checkpoint: Checkpoint, names: _Names) -> DTypeArgument:
         """The dtypes to load with: what is asked for, and what transformers has otherwise."""
@@ -352,9 +381,7 @@ class _Dtypes:
             given = dict(self.asked)
         else:
             given = {} if self.asked is None else {"*": self.asked}
-        if self.named:
-            given["*"] = self.main
-        rest = given.pop("*", None)
+        rest = given.pop("*", self.main)
         if rest == "checkpoint":
             return {**given, "*": rest}
         out: dict[str, str | DType] = dict(given)
@@ -364,24 +391,34 @@ class _Dtypes:
             wanted = parse_dtype(_name(kept(parameter) or state[parameter].dtype))
             if not wanted.kind == checkpoint.tensors[tensor].dtype.kind == "float":
                 continue
-            # the main rule gives the main dtype to all where it need not be named
             if wanted is not self.main and not any(fnmatchcase(tensor, one) for one in given):
                 out[glob.escape(tensor)] = wanted
-        return out | {"*": rest} if rest is not None else out or None
+        return {**out, "*": rest}
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _stored(checkpoint: Checkpoint, config: Any) -> tuple[DType, bool]:
-    """The dtype of the checkpoint's floats, or the configuration's where they have several."""
-    floats = (info.dtype for info in checkpoint.tensors.values())
-    found = list(dict.fromkeys(dtype for dtype in floats if dtype.name in _COMPUTED_IN))
+def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
+    """The dtype in the configuration, if there is one."""
     stated = getattr(config, "dtype", None)
-    if len(found) != 1 and isinstance(stated, torch.dtype):
-        return parse_dtype(_name(stated)), len(found) > 1
-    return found[0] if found else parse_dtype(_name(torch.get_default_dtype())), len(found) > 1
+    if stated is None:
+        return None
+    if _name(stated) not in _COMPUTED_IN:
+        raise CheckpointError(
+            _folder(checkpoint) / "config.json",
+            "the dtype is none that a model computes in",
+            expected=", ".join(_COMPUTED_IN),
+            found=_name(stated),
+        )
+    return parse_dtype(_name(stated))
+
+
+def _stored(checkpoint: Checkpoint) -> list[DType]:
+    """The dtypes of the checkpoint's floats, in the order in which transformers looks at them."""
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
+    return list(dict.fromkeys(info.dtype for info in infos if info.dtype.name in _COMPUTED_IN))
 
 
 def _kept(model: Any, dtype: torch.dtype) -> Any:
@@ -651,17 +688,26 @@ def _slot(model: Any, name: str) -> tuple[Any, str]:
     return model.get_submodule(module), leaf
 
 
-def _untie_what_differs(model: Any, checkpoint: Checkpoint, names: _Names) -> None:
-    """Leave apart what the configuration ties and the checkpoint stores with different values.
+def _untie(
+    model: Any,
+    checkpoint: Checkpoint,
+    names: _Names,
+    differ: Callable[[Checkpoint, Source, Source], bool],
+) -> bool:
+    """Leave apart what the configuration ties and the checkpoint stores twice and differently.
 
-    So does transformers. Of what is stored twice with the same values, one is loaded.
+    So does transformers. What is stored twice and is the same is loaded once.
+
+    Returns:
+        Whether anything was.
     """
+    found = False
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in names.fill or source not in names.fill:
             continue
-        if same_bytes(checkpoint, names.fill[target], names.fill[source]):
-            del names.fill[target]
+        if not differ(checkpoint, names.fill[target], names.fill[source]):
             continue
+        found = True
         _log.warning(
             "%s: %s and %s are stored with different values: they are not tied, though "
             "config.json says so",
@@ -673,6 +719,39 @@ def _untie_what_differs(model: Any, checkpoint: Checkpoint, names: _Names) -> No
         old = getattr(module, leaf)
         setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
         del model.all_tied_weights_keys[target]
+    return found
+
+
+def _stored_otherwise(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether the headers say that two sources are not the same; reads no data."""
+    one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
+    return a.shape != b.shape or one is not other
+
+
+def _different_values(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    return not same_bytes(checkpoint, a, b)
+
+
+def _beside_nbytes(model: Any, names: _Names, devices: Devices) -> int:
+    """Bytes that will be allocated on a device beside what the checkpoint fills.
+
+    For parameters that it does not hold or holds in another shape, and for buffers that no
+    checkpoint holds. All of them are counted for each device: where they go is not known yet.
+
+    Args:
+        model: on the meta device, with the dtypes that it will have.
+        names: what fills it.
+        devices: where it goes.
+    """
+    state = model.state_dict(keep_vars=True)
+    filled = {
+        id(state[name])
+        for name, source in names.fill.items()
+        if name in state and source.shape == tuple(state[name].shape)
+    }
+    rest = [t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in filled]
+    infos = [device.info for device in devices.opened.values()]
+    return max(sum(taken(info.allocator, info.granularity_nbytes, rest)) for info in infos)
 
 
 def _initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
@@ -692,11 +771,11 @@ def _initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport)
                     continue
                 if id(old) not in made:
                     name = f"{prefix}.{key}" if prefix else key
-                    made[id(old)] = old, _on(torch.device(_device_of(name, report.device_map)), old)
+                    made[id(old)] = old, _on(torch.device(_device_of(name, report)), old)
                 entries[key] = made[id(old)][1]
     model.initialize_weights()
     model.tie_weights(recompute_mapping=False)
-    unset = {id(new) for _, new in made.values() if _is_unset(new)}
+    unset = {id(new) for old, new in made.values() if old.device.type == "meta" and _is_unset(new)}
     left = [*model.named_parameters(), *model.named_buffers()]
     problems = [
         f"{name}: the checkpoint does not hold it, and transformers does not compute it"
@@ -709,31 +788,69 @@ def _initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport)
 
 def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
     """A tensor in the place of one of the meta device; what it holds shows that nobody set it."""
-    new = torch.empty_like(old, device=device) if old.device.type == "meta" else old.to(device)
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    with torch.no_grad():
-        if old.device.type == "meta" and new.dtype is not torch.bool:
-            new.fill_(_mark(new.dtype))
-    return new
-
-
-def _mark(dtype: torch.dtype) -> float:
-    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    if old.device.type == "meta":
+        new = torch.empty_like(old, device=device, memory_format=torch.contiguous_format)
+        for block, mark in _marked(new):
+            block.copy_(mark)
+    else:
+        new = old.to(device)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _is_unset(tensor: torch.Tensor) -> bool:
-    if tensor.dtype in (torch.bool, torch.uint8) or not tensor.numel():
-        return False  # no value says so
-    mark = _mark(tensor.dtype)
-    return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).all())
+    """Whether a tensor still holds what `_on` put there: every byte of it."""
+    if not tensor.numel() or (not _has_mark(tensor.dtype) and tensor.numel() < _FEWEST_MARKED):
+        return False
+    return all(torch.equal(block, mark) for block, mark in _marked(tensor))
 
 
-def _device_of(name: str, device_map: Mapping[str, str | int]) -> str | int:
-    """Where a tensor belongs: with the smallest module around it whose place is known."""
+def _has_mark(dtype: torch.dtype) -> bool:
+    """Whether a dtype has a value that nothing is expected to compute: NaN, or the least integer.
+
+    Floats of 8 bits may have no NaN, and the least unsigned integer is 0.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return bool(dtype.itemsize > 1)
+    return bool(dtype.is_signed)
+
+
+def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of a contiguous tensor in blocks, and for each those that mark it as unset.
+
+    They are one value where the dtype has one that nothing computes, else a fixed pattern that
+    looks random, else, where a few elements may be anything, zeros. In blocks: a model's mask may
+    be large, and is not to be held twice.
+    """
+    dtype = tensor.dtype
+    if _has_mark(dtype):
+        floats = dtype.is_floating_point or dtype.is_complex
+        value = math.nan if floats else torch.iinfo(dtype).min
+        count = _BLOCK_NBYTES // dtype.itemsize
+        mark = torch.full((count,), value, dtype=dtype, device="cpu").view(torch.uint8)
+    elif tensor.numel() < _FEWEST_MARKED:
+        mark = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
+    else:
+        # numbers of its own: those with which transformers initialises are the caller's
+        numbers = np.random.default_rng(_SEED)
+        most = 2 if dtype is torch.bool else 256
+        mark = torch.from_numpy(numbers.integers(most, size=_BLOCK_NBYTES, dtype=np.uint8))
+    mark = mark.to(tensor.device)
+    # contiguous again, where transformers has put other data in its place
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for block in flat.split(_BLOCK_NBYTES):
+        yield block, mark[: block.numel()]
+
+
+def _device_of(name: str, report: LoadReport) -> str | int:
+    """Where a tensor belongs: with the smallest module around it whose place is known.
+
+    Where none is, since nothing was loaded: on the first device.
+    """
     parts = name.split(".")
     around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-    return next((device_map[module] for module in around if module in device_map), "cpu")
+    places = report.device_map
+    known = (places[module] for module in around if module in places)
+    return next(known, report.plan.devices[0].device)
 
 
 def _finish(model: Any, checkpoint: Checkpoint, names: _Names, report: LoadReport) -> None:

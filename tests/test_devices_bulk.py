@@ -1,4 +1,4 @@
-"""The compiled loop of reads and copies, with real files, and functions of this test as a driver."""
+"""The compiled loop of reads and copies, with real files, and a driver of this test's own."""
 
 from __future__ import annotations
 

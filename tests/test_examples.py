@@ -102,7 +102,7 @@ def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: 
 def test_torch_two_devices_plans_without_them(small_checkpoint: Path) -> None:
     """Where the devices are not there, the example shows the plan and says why it is alone."""
     needs.module("torch")
-    devices = ("--devices", "cuda:98", "cuda:99", "--budgets", "150kB", "150kB")
+    devices = ("--devices", "cuda:98", "cuda:99", "--budgets", "5MB", "5MB")
     *plan, last = _run("torch_two_devices.py", small_checkpoint, *devices).splitlines()
     assert plan[1].startswith("cuda:98  embedding, layer")
     assert plan[2].startswith("cuda:99  ") and "head" in plan[2]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMismatchError
+from streamload.report import device_map
 from streamload.verify import verify
 
 torch = needs.module("torch")
@@ -683,6 +685,42 @@ def test_dtypes_that_are_asked_for(tmp_path: Path) -> None:
     assert {t for k, t in dtypes.items() if not k.endswith(".wo.weight")} == {torch.float32}
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [("llama", "float32"), ("llama", "bfloat16"), ("t5", "float16"), ("llama", None)],
+)
+def test_the_dtype_is_the_configurations(
+    tmp_path: Path, name: str, stored: Any, stated: str | None
+) -> None:
+    """config.json's dtype wins over the one that is stored, which "checkpoint" keeps."""
+    folder = saved(tmp_path, name, stored)
+    reconfigure(folder, dtype=stated)
+    expected = reference(folder, name, dtype="auto")
+    assert expected.dtype == (stored if stated is None else getattr(torch, stated))
+    assert_same(load(folder), expected)
+    kept = load(folder, dtype="checkpoint")
+    assert {t.dtype for t in kept.parameters()} == {kept.dtype} == {kept.config.dtype} == {stored}
+
+
+def test_without_a_stated_dtype_the_first_stored_decides(tmp_path: Path) -> None:
+    """Mixed dtypes and none in config.json: the first of the first file, as transformers has it."""
+    for lone in ("lm_head.weight", "model.norm.weight"):
+        folder = saved(tmp_path / lone, "llama", torch.float16)
+        rewrite(folder, lambda t, lone=lone: t | {lone: t[lone].float()})
+        reconfigure(folder, dtype=None)
+        assert_same(load(folder), reference(folder, "llama", dtype="auto"))
+
+
+def test_a_stated_dtype_that_no_model_computes_in_is_refused(tmp_path: Path) -> None:
+    """A dtype of config.json that torch cannot take as its default is named."""
+    folder = saved(tmp_path, "llama")
+    reconfigure(folder, dtype="float8_e4m3fn")
+    with pytest.raises(CheckpointError, match=r"none that a model computes in.*float8_e4m3fn"):
+        load(folder)
+    assert_same_bits(load(folder, dtype="float32"), new_model("llama"))
+
+
 def test_several_dtypes_become_the_configurations(tmp_path: Path) -> None:
     """A checkpoint of mixed dtypes has the one of config.json then, unless it is to stay mixed."""
     folder = saved(tmp_path, "llama", torch.bfloat16)
@@ -702,6 +740,11 @@ def test_bfloat16_becomes_float16_where_that_is_asked_for(
     """Where bfloat16 does not stay, the model is the float16 model, with its float32 modules."""
     monkeypatch.setenv("SUPPORT_BF16", asked)
     folder = saved(tmp_path, "t5", torch.bfloat16)
+    assert_same(load(folder), reference(folder, "t5", dtype=torch.float16))
+    reconfigure(folder, dtype="float32")
+    assert_same(load(folder), reference(folder, "t5", dtype=torch.float32))
+    folder = saved(tmp_path / "wide", "t5")
+    reconfigure(folder, dtype="bfloat16")
     assert_same(load(folder), reference(folder, "t5", dtype=torch.float16))
 
 
@@ -734,6 +777,204 @@ def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path: Path) -> No
     with pytest.raises(PlanInfeasibleError, match="does not fit on cpu") as caught:
         load(folder, budget=needed.resident_nbytes // 2)
     assert caught.value.needed_nbytes >= needed.resident_nbytes
+
+
+class Headless(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama whose checkpoints may lack the head."""
+
+    _keys_to_ignore_on_load_missing = ("lm_head",)
+
+
+@pytest.mark.parametrize(
+    ("left", "model_class", "strict"),
+    [
+        ({}, transformers.LlamaForCausalLM, False),
+        ({"lm_head.weight": torch.zeros(3, 32)}, transformers.LlamaForCausalLM, False),
+        ({}, Headless, True),
+    ],
+    ids=["missing", "misshapen", "ignored"],
+)
+def test_what_is_initialised_counts_against_the_budget(
+    tmp_path: Path, left: dict[str, Any], model_class: Any, strict: bool
+) -> None:
+    """A head that is not loaded is held all the same: a budget without it is refused."""
+    folder = saved(tmp_path, "llama", vocab_size=4000)
+    head_nbytes = 4000 * 32 * 4
+    rewrite(folder, lambda t: {k: v for k, v in t.items() if k != "lm_head.weight"} | left)
+    whole = sum(t.nbytes for t in tensors_of(new_model("llama", vocab_size=4000)).values())
+    arguments = {"strict": strict, "model_class": model_class}
+    with pytest.raises(PlanInfeasibleError, match=r"budget less 512\.\d* kB|budget less 512 kB"):
+        load(folder, budget=whole - head_nbytes + 100_000, **arguments)
+    found = load(folder, budget=whole + 10_000, **arguments)
+    assert found.streamload_report.missing == ("lm_head.weight",)
+    assert sum(t.nbytes for t in tensors_of(found).values()) <= whole + 10_000
+    assert found.lm_head.weight.isfinite().all()
+
+
+class Masked(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A Llama with buffers that no checkpoint holds, which it computes or which nobody does."""
+
+    buffers_made: Mapping[str, Any] = {}
+    computed = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for name, value in self.buffers_made.items():
+            self.register_buffer(name, value.to(self.lm_head.weight.device), persistent=False)
+
+    def _init_weights(self, module: Any) -> None:
+        super()._init_weights(module)
+        if module is self and self.computed:
+            for name, value in self.buffers_made.items():
+                transformers.initialization.copy_(getattr(self, name), value)
+
+
+def masked(computed: bool, **made: Any) -> Any:
+    """A class of models with such buffers."""
+    return type("Masked", (Masked,), {"buffers_made": made, "computed": computed})
+
+
+def pattern_of(dtype: Any, count: int) -> Any:
+    """A tensor with something else in each place, as far as the dtype goes."""
+    return (torch.arange(count) % (2 if dtype is torch.bool else 97)).to(dtype)
+
+
+BUFFER_DTYPES = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.int8, torch.int64),
+    *(torch.float8_e4m3fn, torch.float16, torch.float64, torch.complex64),
+)
+
+
+def test_buffers_that_a_model_computes_are_kept(tmp_path: Path) -> None:
+    """Buffers of any dtype are what transformers computes, if that is all zeros or ones, too."""
+    folder = saved(tmp_path, "llama")
+    values = {}
+    for i, dtype in enumerate(BUFFER_DTYPES):
+        values |= {
+            f"many_{i}": pattern_of(dtype, 100_000),
+            f"zeros_{i}": torch.zeros(64, 3).to(dtype),
+            f"ones_{i}": torch.ones(16).to(dtype),
+            f"few_{i}": torch.ones(2, 2).to(dtype),
+            f"turned_{i}": pattern_of(dtype, 300).view(30, 10).t(),
+            f"none_{i}": torch.zeros(0, 5).to(dtype),
+        }
+    model_class = masked(True, **values)
+    found = load(folder, model_class=model_class)
+    for name, value in values.items():
+        assert getattr(found, name).dtype == value.dtype, name
+        assert raw(getattr(found, name)) == raw(value), name
+    assert_same_bits(found, model_class.from_pretrained(folder))
+
+
+def test_buffers_that_nobody_computes_are_refused(tmp_path: Path) -> None:
+    """A buffer that neither the checkpoint nor the class has values for is refused by its name."""
+    folder = saved(tmp_path, "llama")
+    values = {
+        f"mask_{i}_{count}": pattern_of(dtype, count).view(2, -1)
+        for i, dtype in enumerate(BUFFER_DTYPES)
+        for count in (16, 100_000)
+    }
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(folder, model_class=masked(False, **values))
+    assert list(caught.value.problems) == [
+        f"{name}: the checkpoint does not hold it, and transformers does not compute it"
+        for name in values
+    ]
+
+
+def test_a_few_bools_that_nobody_computes_are_zeros(tmp_path: Path) -> None:
+    """Too few bools or unsigned integers to be told from computed ones are never garbage."""
+    folder = saved(tmp_path, "llama")
+    filled = [torch.full((15,), 255, dtype=torch.uint8) for _ in range(50)]
+    del filled  # memory that is handed out again, as it is
+    made = {"flag": torch.tensor(True), "codes": torch.ones(15, dtype=torch.uint8)}
+    found = load(folder, model_class=masked(False, **made))
+    assert not found.flag
+    assert not found.codes.any()
+
+
+def test_buffers_that_are_computed_count_against_the_budget(tmp_path: Path) -> None:
+    """A mask that the model computes is refused with the weights, before anything is loaded."""
+    folder = saved(tmp_path, "llama")
+    weights_nbytes = load(folder).streamload_report.resident_nbytes
+    mask = pattern_of(torch.bool, 10**6)
+    model_class = masked(True, mask=mask)
+    with pytest.raises(PlanInfeasibleError):
+        load(folder, model_class=model_class, budget=weights_nbytes + 900_000)
+    found = load(folder, model_class=model_class, budget=weights_nbytes + 1_100_000)
+    assert torch.equal(found.mask, mask)
+
+
+def read_nbytes() -> int:
+    """Bytes that this process has read by system calls."""
+    fields = Path("/proc/self/io").read_text().split()
+    return int(fields[fields.index("rchar:") + 1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts reads by Linux's /proc")
+def test_ties_are_compared_when_it_is_known_that_all_fits(tmp_path: Path) -> None:
+    """What is tied and stored twice is not read where not even one of it fits."""
+    folder = saved(tmp_path, "llama-tied", vocab_size=50_000)
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+    nbytes = 50_000 * 32 * 4
+    one = load(folder, reader="mmap").streamload_report.resident_nbytes
+    before = read_nbytes()
+    load(folder, reader="mmap")
+    assert read_nbytes() - before >= 2 * nbytes  # it counts what the comparison reads
+    before = read_nbytes()
+    with pytest.raises(PlanInfeasibleError):
+        load(folder, reader="mmap", budget=one - 100_000)
+    assert read_nbytes() - before < nbytes // 4
+    assert load(folder, budget=one + 1_000_000).lm_head.weight.nbytes == nbytes
+
+
+def test_ties_of_different_shapes_or_dtypes_are_not_made(tmp_path: Path) -> None:
+    """Stored in two dtypes, both are loaded as one each; in another shape, a head is made anew."""
+    folder = saved(tmp_path, "llama-tied")
+    rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].half() + 1})
+    assert_same(load(folder), reference(folder, "llama-tied"))
+    rewrite(folder, lambda t: t | {"lm_head.weight": torch.zeros(3, 32)})
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(folder)
+    assert [wrong.name for wrong in caught.value.wrong_shape] == ["lm_head.weight"]
+    embedding = st.load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    found = load(folder, strict=False)
+    assert torch.equal(found.model.embed_tokens.weight, embedding)
+    assert found.streamload_report.missing == ("lm_head.weight",)
+
+
+def split_map(model: Any, lost: Sequence[str]) -> dict[str, str | int]:
+    """The device map of a model in two halves, of which some was not loaded."""
+    names = [name for name in model.state_dict() if name not in lost]
+    half = len(names) // 2
+    where = {name: "cuda:0" if i < half else "cpu" for i, name in enumerate(names)}
+    buffers = [name for name, _ in model.named_buffers()]
+    return device_map(where, [*lost, *buffers])
+
+
+def test_what_is_missing_has_a_place_in_the_device_map(tmp_path: Path) -> None:
+    """Split over devices, each tensor of a model is made where accelerate expects it."""
+    accelerate = needs.module("accelerate")
+    folder = saved(tmp_path, "llama")
+    found = load(folder)
+    lost = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+    places = split_map(found, lost)
+    assert set(places.values()) == {0, "cpu"}
+    accelerate.utils.modeling.check_device_map(found, places)
+    report = dataclasses.replace(found.streamload_report, device_map=places)
+    for name in tensors_of(found):
+        around = [key for key in places if key in ("", name) or name.startswith(f"{key}.")]
+        assert [ours._device_of(name, report)] == [places[key] for key in around], name
+
+
+def test_a_checkpoint_with_nothing_of_the_model_makes_a_new_one(tmp_path: Path) -> None:
+    """``strict=False`` and no name that matches: all is initialised, on the device asked for."""
+    folder = saved(tmp_path, "llama")
+    rewrite(folder, lambda t: {f"other.{k}": v for k, v in t.items()})
+    torch.manual_seed(3)
+    found = load(folder, strict=False)
+    torch.manual_seed(3)
+    assert_same(found, reference(folder, "llama"))
 
 
 def test_several_devices_need_accelerate(tmp_path: Path) -> None:
@@ -795,6 +1036,21 @@ def test_layers_over_two_gpus(tmp_path: Path, name: str, changes: dict[str, Any]
     assert found.generate(ids, **options).tolist() == whole.generate(ids, **options).tolist()
 
 
+def test_a_model_with_a_new_head_runs_on_a_gpu_and_the_cpu(tmp_path: Path) -> None:
+    """Split over a GPU and the CPU, with a head that the checkpoint lacks, a model runs."""
+    needs.module("accelerate")
+    if not torch.cuda.is_available():  # CI has none
+        pytest.skip("no CUDA device here")
+    changes = {"vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 8, "head_dim": 128}
+    folder = saved(tmp_path, "llama", **changes)
+    lost = ("lm_head.weight", "model.layers.7.mlp.up_proj.weight")
+    rewrite(folder, lambda t: {k: v for k, v in t.items() if k not in lost})
+    found = load(folder, device=["cuda:0", "cpu"], budget={"cuda:0": "52MB"}, strict=False)
+    assert set(found.hf_device_map.values()) == {0, "cpu"}
+    ids = torch.tensor([[5, 17, 3, 42, 8]], device="cuda:0")
+    assert found(ids).logits.isfinite().all()
+
+
 def test_the_example_generates(tmp_path: Path) -> None:
     """The example prints the report and the tokens that transformers' own loading generates."""
     folder = saved(tmp_path, "llama")
@@ -810,5 +1066,5 @@ def test_the_example_generates(tmp_path: Path) -> None:
     expected = reference(folder, "llama").generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6
     )
-    assert "budget 1.00 MB" in done.stdout
+    assert "budget 1000 kB" in done.stdout  # 1 MB, less 128 bytes of rotary frequencies
     assert done.stdout.splitlines()[-1] == "tokens: " + " ".join(map(str, expected[0].tolist()))
