@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
@@ -370,7 +371,8 @@ class _Options:
         readers: Sequence[ResolvedKind],
     ) -> Plan:
         budget, free = self.budget.host_nbytes, host_free_nbytes
-        return make_plan(
+        plan = partial(
+            make_plan,
             checkpoint,
             wants=wants,
             devices=specs,
@@ -382,8 +384,14 @@ class _Options:
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
             chunk_nbytes=self.chunk_nbytes,
-            threads=self.threads or _default_threads(specs),
         )
+        made = plan(threads=self.threads or _default_threads(specs))
+        casts = any(p.cast in ("llvm", "numpy") for p in made.placements)
+        if casts and self.threads is None and made.threads > _MOST_THREADS:
+            # more of them help where bytes are only read: what is cast comes from a map, where
+            # threads wait for each other (8 GB/s with 12, 16 with 8, on one H200)
+            return plan(threads=_MOST_THREADS)
+        return made
 
 
 @dataclass(frozen=True, slots=True)

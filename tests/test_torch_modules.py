@@ -774,3 +774,21 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
     made = streamload.plan(path, budget="1GB", device="cuda:0", dtype="checkpoint")
     assert made.devices[0].peak_nbytes == (16 + 2) * 2**20
     assert made.host_nbytes > 0
+
+
+def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
+    """Staged raw bytes take more of them than casts do; what is asked for is what there is."""
+    from streamload.load import _Options, _wants
+    from streamload.lookup import unseen_spec
+    from streamload.mapping import sources
+
+    checkpoint = open_checkpoint(save(nn.Linear(2000, 2000), tmp_path / "m"))
+    wants = _wants(checkpoint, sources(checkpoint, None, None)[0])
+    spec = unseen_spec("cuda:0", 10**9)
+
+    def threads(dtype: str, count: int | None) -> int:
+        options = _Options.read(None, dtype, "inf", "auto", "pread", 2**23, count)
+        return options.plan(checkpoint, wants, [spec], {}, "llvm").threads
+
+    assert threads("float16", 12) == threads("checkpoint", 12) == 12
+    assert threads("float16", None) == min(threads("checkpoint", None), 8)
