@@ -35,9 +35,6 @@ from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
 _NO_COUNTS = CastCounts()
 _BATCH_UNITS = 16
 _TOLD_TOGETHER = 4  # units that a worker has finished
-# Units that a worker has under way, one for each of its slots, that it has finished and not told,
-# and that wait for it.
-_IN_FLIGHT = STAGING_SLOTS + 2 * _BATCH_UNITS
 _OPEN_SHARDS = 2  # the next is begun while the last units of one are under way
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
@@ -187,6 +184,7 @@ class _Job:
         self.stats = StreamStats()
         self.buffers: dict[int, Buffer] = {}
         self.chunks = chunks(plan, checkpoint)
+        self.bulk = {name: device.bulk for name, device in devices.items()}
         self.host_visible = {name: device.info.host_visible for name, device in devices.items()}
         self._checkpoint = checkpoint
         self._target = target
@@ -217,9 +215,9 @@ class _Job:
             return self._casts[key]
 
     def is_raw(self, unit: Unit) -> bool:
-        """Whether a unit's bytes go to a staged device as they are."""
+        """Whether a unit's bytes go as they are to a device that takes many at a time."""
         p = self.plan.placements[unit[0].placement]
-        return p.cast == "copy" and not self.host_visible[p.device]
+        return p.cast == "copy" and self.bulk[p.device] is not None
 
     def begin(self, batch: Sequence[Unit]) -> None:
         """Make room for the parameters that units are the first to write."""
@@ -330,7 +328,7 @@ class _Worker:
         plan = self._job.plan
         name = plan.placements[units[0][0].placement].device
         device = self._job.devices[name]
-        bulk = device.bulk
+        bulk = self._job.bulk[name]
         if bulk is None or len(units) < STAGING_SLOTS:
             return 0
         reads = []
@@ -554,7 +552,15 @@ class _Crew:
         self._work: queue.SimpleQueue[tuple[Reader, Sequence[Unit]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[list[_Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
-        self._most_in_flight = _IN_FLIGHT * threads
+        bulk = any(job.bulk.values())
+        staged = not all(job.host_visible.values())
+        # Units for each worker: one for each of its slots and one that waits, or more where they
+        # are told or handed out together. What is begun and not finished is lost by a failure.
+        self._told_together = _TOLD_TOGETHER if staged else 1
+        self._ahead = STAGING_SLOTS + (
+            2 * (_BATCH_UNITS if bulk else _TOLD_TOGETHER) if staged else 1
+        )
+        self._most_in_flight = self._ahead * threads
         self._stopped = threading.Event()
         self._inline = _Worker(job) if threads == 0 else None
         self._threads = [
@@ -572,7 +578,7 @@ class _Crew:
         except RuntimeError:  # no more threads under this limit: those that there are will do
             self._threads = self._threads[:started]
             self._inline = None if started else _Worker(self._job)
-            self._most_in_flight = _IN_FLIGHT * started
+            self._most_in_flight = self._ahead * started
         except BaseException:
             self._threads = self._threads[:started]
             self.join()
@@ -678,7 +684,7 @@ class _Crew:
                     break
             # several at once: the streaming thread wakes up for each time, and takes the lock of
             # the interpreter from workers that have just read
-            if len(finished) >= _TOLD_TOGETHER or (finished and finished[-1][2] is not None):
+            if len(finished) >= self._told_together or (finished and finished[-1][2] is not None):
                 self._done.put(finished)
                 finished = []
 
