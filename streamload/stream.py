@@ -329,13 +329,13 @@ class _Worker:
         name = plan.placements[units[0][0].placement].device
         device = self._job.devices[name]
         bulk = self._job.bulk[name]
-        if bulk is None or len(units) < STAGING_SLOTS:
+        if bulk is None or reader.alignment > 1:  # what is not aligned would be refused
             return 0
         reads = []
         for unit in units:
             raw = self._raw_range(unit)
-            if raw is None:
-                return 0
+            if raw is None or plan.placements[unit[0].placement].device != name:
+                break  # those before it
             copies = tuple(
                 (
                     chunk.runs[0].start - raw[0],
@@ -345,6 +345,9 @@ class _Worker:
                 for chunk in unit
             )
             reads.append(Read(raw[0], raw[1] - raw[0], raw[1] - raw[0], copies))
+        if len(reads) < STAGING_SLOTS:
+            return 0
+        units = units[: len(reads)]
         if any(plan.placements[unit[0].placement].device != name for unit, _, _ in self._under_way):
             yield from self.settle()  # their slots are others
         slots = self._slots.setdefault(name, deque())
@@ -353,10 +356,16 @@ class _Worker:
                 slots.appendleft(device.staging(plan.slot_nbytes))
             failure = bulk.run(reader.fileno(), reads, tuple(slots), len(self._under_way))
         except BaseException as error:
+            for slot in slots:  # it may have begun copies
+                with suppress(Exception):
+                    bulk.ticket(slot).wait()
             yield from self.settle()
             yield units[0], [], error
             return 1
         begun = failure.index if failure else len(units)
+        if failure is not None and failure.stage == "copy":  # some of this unit's own were begun
+            with suppress(Exception):
+                bulk.ticket(slots[begun % STAGING_SLOTS]).wait()
         finished: list[_Outcome] = []
         if failure is None:  # every slot was waited for before it was filled
             finished += ((unit, counts, None) for unit, counts, _ in self._under_way)

@@ -235,7 +235,12 @@ class _BulkCopier:
             stream, event = slot.stream.value or 0, slot.event.value or 0
             flat.append((slot.address, stream, event, under_way))
         with self._context.current():
-            return self._loop(fd, reads, flat)
+            failure = self._loop(fd, reads, flat)
+            if failure is not None and failure.stage == "copy":
+                # copies of that read may be under way: its slot's ticket is to cover them
+                _, stream, event, _ = flat[failure.index % len(flat)]
+                _driver().quick.cuEventRecord(event, stream)
+        return failure
 
 
 def bulk_copier(context: Context, address: Callable[[Any], int]) -> _BulkCopier | None:
