@@ -33,12 +33,10 @@ def test_the_bench_runs_and_writes_json(tmp_path: Path, devices: str) -> None:
         assert all(math.isfinite(target["value"]) for target in section["targets"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ways",
-    [
-        ["streamload, meta, no budget"],
-        pytest.param([name for name, way in WAYS.items() if way.works], marks=pytest.mark.slow),
-    ],
+    [["streamload, meta, no budget"], [name for name, way in WAYS.items() if way.works]],
     ids=["one way", "all ways"],
 )
 def test_ways_to_load_a_model_of_torch_are_compared(tmp_path: Path, ways: list[str]) -> None:

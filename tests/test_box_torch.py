@@ -107,6 +107,7 @@ def test_what_is_built_before_it_is_loaded_is_killed(
     assert done.oom_killed
 
 
+@pytest.mark.slow
 def test_streamload_holds_once_what_transformers_holds_twice(
     checkpoint: Path, tiny: Path, base_nbytes: int
 ) -> None:
