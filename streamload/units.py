@@ -18,6 +18,11 @@ _UNITS = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``nbytes``."""
+    return -(-nbytes // multiple) * multiple
+
+
 def parse_bytes(text: str | float) -> int:
     """Read a size in bytes.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import needs
 import pytest
 from bench_parts.processes import argv, environment
-from boxes import Boxes, BoxRun
+from boxes import Boxes, BoxRun, forget
 from make_checkpoint import make_checkpoint, shape_of_size
 
 from streamload.devices.base import probe
@@ -92,17 +91,6 @@ def _run(cgroup: Boxes, command: Sequence[str], limit_nbytes: int) -> BoxRun:
     return cgroup.run(command, limit_nbytes, env=environment())
 
 
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache, so that reading it is charged to whoever reads it next."""
-    for file in path.glob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # dirty pages stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def test_the_box_kills_the_usual_load(cgroup: Boxes, checkpoint: Path) -> None:
     """tinygrad's safe_load, a cast and load_state_dict to OpenCL are killed for memory."""
     _works("CL")
@@ -130,7 +118,7 @@ def test_a_file_that_is_not_cached_is_no_burden(
 ) -> None:
     """Pages of the file that are read in the box, and charged to it, make way for weights."""
     _works("CL")
-    _forget(checkpoint)
+    forget(checkpoint)
     options = ("--budget", "290MB", "--reader", reader, "--verify")
     done = _run(cgroup, _load(checkpoint, "CL", *options), BOX_NBYTES)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
@@ -173,7 +161,7 @@ def test_a_load_in_place_beside_little_free_memory_is_not_killed(
     held_nbytes = int(measured.stdout) * 1024
     outcomes = []
     for room_nbytes in (5_000_000, 15_000_000, 30_000_000, 100_000_000):
-        _forget(checkpoint)
+        forget(checkpoint)
         command = [sys.executable, "-c", IN_PLACE, str(checkpoint), reader]
         done = _run(cgroup, command, held_nbytes + room_nbytes)
         assert not done.oom_killed, room_nbytes

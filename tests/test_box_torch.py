@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from bench_parts.processes import argv, environment, measure, result_of
 from bench_parts.torch_jobs import WAYS
-from boxes import Boxes, BoxRun
+from boxes import Boxes, BoxRun, forget
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
@@ -77,23 +76,12 @@ def _run(
     return cgroup.run(command, limit_nbytes, env=environment())
 
 
-def _forget(path: Path) -> None:
-    """Drop a file from the page cache, so that reading it is charged to whoever reads it next."""
-    for file in path.glob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # dirty pages stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 @pytest.mark.parametrize("way", [META, "streamload, in place", META_FLOAT16])
 def test_streamload_finishes_in_the_weights_and_a_base(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int, checksums: dict[str, int], way: str
 ) -> None:
     """In a cgroup of the weights and what a process takes anyway, the bits arrive and are right."""
-    _forget(checkpoint)
+    forget(checkpoint)
     done = _run(cgroup, checkpoint, way, WEIGHTS_NBYTES + base_nbytes)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
     assert result_of(done.stdout)["crc32"] == checksums[WAYS[way].dtype]

@@ -28,6 +28,7 @@ from typing import Literal, Protocol, Self, get_args
 from streamload.checkpoint.header import open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.units import round_up
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
 ResolvedKind = Literal["mmap", "pread", "direct"]
@@ -364,7 +365,7 @@ class _Shard:
                 f"cannot be read into {out.nbytes}"
             )
         if valid:
-            with out.cast("B") as target, target[: _up(stop, self.alignment) - start] as part:
+            with out.cast("B") as target, target[: round_up(stop, self.alignment) - start] as part:
                 self._read(start, part, valid)
         return valid
 
@@ -556,7 +557,7 @@ class DirectReader(_Shard):
         if start == stop:
             yield memoryview(b"")
             return
-        first, last = _down(start, self.alignment), _up(stop, self.alignment)
+        first, last = _down(start, self.alignment), round_up(stop, self.alignment)
         whole = direct_memory(last - first)
         window = whole[start - first : stop - first].toreadonly()
         try:
@@ -584,7 +585,7 @@ class DirectReader(_Shard):
             return
         unit, stop = self.alignment, start + nbytes
         # the whole blocks that are read straight to their place, if there are any
-        first, last = _up(start, unit), _up(stop, unit)
+        first, last = round_up(start, unit), round_up(stop, unit)
         if last - start > target.nbytes:  # no room for what comes after
             last = _down(stop, unit)
         if (_address(target) - start) % unit or first >= last:
@@ -603,7 +604,7 @@ class DirectReader(_Shard):
         at = start
         while at < stop:
             first = _down(at, self.alignment)
-            last = min(first + BOUNCE_NBYTES, _up(stop, self.alignment))
+            last = min(first + BOUNCE_NBYTES, round_up(stop, self.alignment))
             upto = min(last, stop)
             bounce = _bounce.memory()
             with bounce[: last - first] as blocks:
@@ -677,10 +678,6 @@ _bounce = _Bounce()
 
 def _down(offset: int, unit: int) -> int:
     return offset // unit * unit
-
-
-def _up(offset: int, unit: int) -> int:
-    return -(-offset // unit) * unit
 
 
 def _address(memory: memoryview) -> int:

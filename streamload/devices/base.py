@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -352,6 +352,38 @@ class Framework(Protocol):
 
     def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
         """The framework's tensor over a buffer, without a copy."""
+
+
+class HostStaging:
+    """Staging in a page-aligned anonymous map, which is given back when it is closed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, max(nbytes, 1))
+        self.view = memoryview(self._map)[:nbytes]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with suppress(BufferError):  # an error's traceback refers to it: it goes then
+            self.view.release()
+            self._map.close()
+
+
+class _Done:
+    """The ticket of a copy that has finished."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+#: The ticket of every copy that has finished when it returns.
+DONE = _Done()
+
+
+def trim_heap() -> None:
+    """Hand freed heap memory back to the kernel, where the C library can."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later

@@ -91,10 +91,9 @@ class Context:
     def __init__(self, name: str, handle: int) -> None:
         self.name = name
         self._handle = handle
-        self._quick, self._slow = _driver().quick, _driver().slow
-        self._memcpy = self._quick.cuMemcpyHtoDAsync_v2
-        self._record = self._quick.cuEventRecord
-        self._push, self._pop = self._quick.cuCtxPushCurrent_v2, self._quick.cuCtxPopCurrent_v2
+        quick = _driver().quick
+        self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
+        self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
@@ -131,14 +130,16 @@ class Context:
 def _primary(name: str, index: int) -> int:
     driver = _driver()
     device, handle = ctypes.c_int(), ctypes.c_void_p()
-    for status, call in (
-        (driver.slow.cuInit(0), "cuInit"),
-        (driver.slow.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet"),
-        # never released: it is the process's own, and torch holds it as well
-        (driver.slow.cuDevicePrimaryCtxRetain(ctypes.byref(handle), device), "cuDevicePrimaryCtx"),
-    ):
+
+    def call(function: str, *arguments: Any) -> None:
+        status = getattr(driver.slow, function)(*arguments)
         if status:
-            raise DeviceError(name, f"{call}: {driver.reason(status)}")
+            raise DeviceError(name, f"{function}: {driver.reason(status)}")
+
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), index)
+    # never released: it is the process's own, and torch holds it as well
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
     return handle.value or 0
 
 

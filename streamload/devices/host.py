@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import sys
@@ -22,6 +21,7 @@ from streamload.devices.base import (
     ProbeResult,
     Staging,
     Ticket,
+    trim_heap,
 )
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
@@ -96,9 +96,7 @@ class HostDevice:
 
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        trim_heap()
 
     def synchronize(self) -> None:
         """Nothing is under way on the host."""

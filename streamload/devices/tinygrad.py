@@ -35,15 +35,18 @@ from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
 from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload.devices.base import (
+    DONE,
     BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
+    HostStaging,
     Parameter,
     ProbeResult,
     Staging,
     Ticket,
     environment,
+    trim_heap,
 )
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
@@ -79,30 +82,6 @@ _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 _SETTINGS = ("DEV", "CC", "POCL_", "OCL_", "CUDA_", "EMULATED_DTYPES", "LD_LIBRARY_PATH")
 
 
-class _HostStaging:
-    """A page-aligned anonymous map: tinygrad has no pinned memory to offer."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.view = memoryview(self._map)[:nbytes]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        with contextlib.suppress(BufferError):  # an error's traceback refers to it: it goes then
-            self.view.release()
-            self._map.close()
-
-
-class _Done:
-    """The ticket of a copy that has finished."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_DONE = _Done()
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
 
 
@@ -125,8 +104,8 @@ def _empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
                 emptied = True
             if not kept:
                 freed.pop(key, None)  # else there is a list for every size there ever was
-    if emptied and _malloc_trim is not None:
-        _malloc_trim(0)  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+    if emptied:
+        trim_heap()  # a driver's buffers may be heap memory (PoCL), which malloc keeps
 
 
 def _max_buffers() -> int | None:
@@ -219,7 +198,7 @@ class TinygradDevice(ABC):
 
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
-        return _HostStaging(nbytes)
+        return HostStaging(nbytes)
 
     @abstractmethod
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
@@ -311,7 +290,7 @@ class _HostVisibleDevice(TinygradDevice):
         self._device.synchronize()
         with self.window(buffer, offset, offset + nbytes) as view:
             view[:] = staging.view[start : start + nbytes]
-        return _DONE
+        return DONE
 
     def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
         """Read raw bytes back."""
@@ -425,7 +404,7 @@ class _OpenCLDevice(TinygradDevice):
             ),
             "clEnqueueWriteBuffer",
         )
-        return _DONE
+        return DONE
 
     def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
         # no sub-buffers here: the cast goes to a buffer of its own, and is copied on the device
@@ -471,7 +450,7 @@ class _OffsetDevice(TinygradDevice):
         source = staging.view[start : start + nbytes]
         allocator._copyin(allocator._offset(buffer._buf, nbytes, offset), source)
         self._device.synchronize()
-        return _DONE
+        return DONE
 
 
 class _TensorDevice(TinygradDevice):
@@ -495,7 +474,7 @@ class _TensorDevice(TinygradDevice):
         """Assign a slice of bytes."""
         data = bytes(staging.view[start : start + nbytes])
         self._assign(buffer, offset, Tensor(data, dtype=dtypes.uint8, device=self.name))
-        return _DONE
+        return DONE
 
     def _assign(self, buffer: Tensor, offset: int, chunk: Tensor) -> None:
         # a variable offset: the kernel of one chunk size is compiled once

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import importlib.metadata
 import math
-import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -24,15 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamload.devices import cuda
 from streamload.devices.base import (
+    DONE,
     BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
+    HostStaging,
     Parameter,
     ProbeResult,
     Staging,
     Ticket,
     environment,
+    trim_heap,
 )
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
@@ -67,8 +69,6 @@ _DEVICE_CASTS = (
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
@@ -95,31 +95,17 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
 
 
-class _HostStaging:
-    """A page-aligned anonymous map: unlike torch's own pinned memory, it is given back."""
+class _TensorStaging(HostStaging):
+    """Host memory that torch's own copies are made from."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.view = memoryview(self._map)[:nbytes]
+        super().__init__(nbytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
 
     def close(self) -> None:
         """Give the memory back."""
         del self.tensor
-        with suppress(BufferError):  # an error's traceback refers to it: it goes then
-            self.view.release()
-            self._map.close()
-
-
-class _Done:
-    """The ticket of a copy that has finished."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_DONE = _Done()
+        super().close()
 
 
 class TorchDevice:
@@ -138,7 +124,7 @@ class TorchDevice:
         free = total = None
         ask = self._call("mem_get_info")
         if ask is not None:
-            with suppress(RuntimeError, NotImplementedError):
+            with suppress(RuntimeError):
                 free, total = ask(self.torch_device)
         return DeviceInfo(
             name=self.name,
@@ -181,18 +167,18 @@ class TorchDevice:
 
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
-        return _HostStaging(nbytes)
+        return _TensorStaging(nbytes)
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
     ) -> Ticket:
         """A blocking copy."""
-        assert isinstance(staging, _HostStaging)
+        assert isinstance(staging, _TensorStaging)
         target = _flat_bytes(buffer)[offset : offset + nbytes]
         with self._translated("a copy"):
             target.copy_(staging.tensor[start : start + nbytes])
             self.synchronize()
-        return _DONE
+        return DONE
 
     @property
     def bulk(self) -> BulkCopier | None:
@@ -210,20 +196,24 @@ class TorchDevice:
         dst: DType,
     ) -> None:
         """Bring raw bits up, and let torch cast them there."""
-        assert isinstance(staging, _HostStaging)
         with self._translated("a cast"):
-            raw = staging.tensor[start : start + nbytes].to(self.torch_device, copy=True)
+            raw = self._brought_up(staging, start, nbytes)
             size = dst.nbytes(nbytes // src.itemsize)
             target = _flat_bytes(buffer)[offset : offset + size].view(_TO_TORCH[dst.name])
             target.copy_(raw.view(_TO_TORCH[src.name]))
             self.synchronize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+        """Bytes of staging as a tensor of bytes on the device."""
+        assert isinstance(staging, _TensorStaging)
+        return staging.tensor[start : start + nbytes].to(self.torch_device, copy=True)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         """Raise DeviceError for what torch raises."""
         try:
             yield
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if isinstance(error, DeviceError):
                 raise
             raise DeviceError(self.name, f"{what} failed: {_first_line(error)}") from error
@@ -299,8 +289,7 @@ class CPUDevice(TorchDevice):
 
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        trim_heap()
 
     def synchronize(self) -> None:
         """Nothing is under way."""
@@ -352,11 +341,6 @@ class ROCmDevice(TorchDevice):
             unsupported=_UNSUPPORTED,
             caveat=_cuda_caveat(self.name),
         )
-
-    def trim(self) -> None:
-        """Hand the caching allocator's unused segments back to the driver."""
-        with self._translated("giving memory back"):
-            torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -418,25 +402,11 @@ class CUDADevice(ROCmDevice):
         """Reads and copies by a compiled loop, where one can be compiled."""
         return cuda.bulk_copier(self._context, lambda tensor: int(tensor.data_ptr()))
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: torch.Tensor,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        """Bring raw bits up, and let torch cast them there."""
-        with self._translated("a cast"):
-            raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-            self.synchronize()  # its memory may be in use by what was queued before
-            self.copy(staging, start, nbytes, raw, 0).wait()
-            size = dst.nbytes(nbytes // src.itemsize)
-            target = _flat_bytes(buffer)[offset : offset + size].view(_TO_TORCH[dst.name])
-            target.copy_(raw.view(_TO_TORCH[src.name]))
-            self.synchronize()
+    def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+        raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        self.synchronize()  # its memory may be in use by what was queued before
+        self.copy(staging, start, nbytes, raw, 0).wait()
+        return raw
 
 
 def _cuda_allocator() -> AllocatorKind:
@@ -843,7 +813,7 @@ class TorchFramework:
             raise DeviceNotFoundError(name, "it holds no values")
         try:
             torch.empty(1, device=name)
-        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise DeviceNotFoundError(name, _first_line(error)) from error
         return _WAYS.get(kind, TorchDevice)(name)
 
@@ -935,7 +905,7 @@ def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:
         tensor = _filled(device, dtype, one)
         try:
             doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
             wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
             doubled, status = (wide + wide).to(tensor.dtype), "emulated"

@@ -10,6 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+from streamload.units import round_up
+
 #: How an allocator takes memory: as much as is asked, rounded; or by torch's rules for CUDA, with
 #: fixed segments or with expandable ones.
 AllocatorKind = Literal["exact", "cuda_caching", "cuda_expandable"]
@@ -21,11 +23,6 @@ _SMALL_SEGMENT_NBYTES = 2 * _MIB  # kSmallBuffer
 _OWN_SEGMENT_NBYTES = 10 * _MIB  # kMinLargeAlloc: from here on, a segment is as large as its block
 _LARGE_SEGMENT_NBYTES = 20 * _MIB  # kLargeBuffer
 _SEGMENT_ROUNDING_NBYTES = 2 * _MIB  # kRoundLarge
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``nbytes``."""
-    return -(-nbytes // multiple) * multiple
 
 
 def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
-from streamload.units import format_bytes, format_table
+from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
 
@@ -27,7 +27,7 @@ SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 
 def slot_nbytes(nbytes: int) -> int:
     """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
-    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    return round_up(nbytes, SLOT_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

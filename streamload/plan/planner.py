@@ -31,7 +31,7 @@ from streamload.plan.plan import (
     RowTranspose,
     slot_nbytes,
 )
-from streamload.units import format_bytes
+from streamload.units import format_bytes, round_up
 
 CastChoice = Literal["llvm", "numpy", "device"]
 
@@ -81,7 +81,7 @@ class DeviceSpec:
 
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""
-        return -(-nbytes // self.granularity_nbytes) * self.granularity_nbytes
+        return round_up(nbytes, self.granularity_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
