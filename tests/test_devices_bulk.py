@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamload.devices.base import BulkFailure, Read
+from streamload.devices.base import BulkFailure, Copy, Read
 from streamload.devices.bulk import Loop, libc_calls
 
 _COPY = ctypes.CFUNCTYPE(
@@ -72,7 +72,7 @@ class Slots:
     def __init__(self, count: int, nbytes: int) -> None:
         self._memory = [bytearray(nbytes) for _ in range(count)]
         self.rows = [
-            (ctypes.addressof(ctypes.c_char.from_buffer(memory)), 100 + i, 200 + i, False)
+            (ctypes.addressof(ctypes.c_char.from_buffer(memory)), 100 + i, 200 + i, False, 0)
             for i, memory in enumerate(self._memory)
         ]
 
@@ -95,7 +95,7 @@ def _reads(nbytes: int, step: int, base: int) -> list[Read]:
             at,
             min(step, nbytes - at),
             min(step, nbytes - at),
-            ((0, min(step, nbytes - at), base + at),),
+            (Copy(0, min(step, nbytes - at), base + at),),
         )
         for at in range(0, nbytes, step)
     ]
@@ -115,7 +115,7 @@ def test_a_file_arrives(file: Callable[[bytes], int], nbytes: int, count: int) -
 def test_slots_with_copies_under_way_are_waited_for(file: Callable[[bytes], int]) -> None:
     """Those that are said to be busy, before they are filled for the first time."""
     driver, slots = Driver(2000), Slots(2, 1000)
-    rows = [slots.rows[0], (*slots.rows[1][:3], True)]
+    rows = [slots.rows[0], (*slots.rows[1][:3], True, 0)]
     driver.loop(file(bytes(2000)), _reads(2000, 1000, driver.base), rows)
     assert driver.log == ["copy", "record", "wait", "copy", "record"]
 
@@ -124,7 +124,8 @@ def test_one_read_has_several_copies(file: Callable[[bytes], int]) -> None:
     """Small neighbours share a read and go to places of their own; what is between is skipped."""
     data = bytes(range(200))
     driver, slots = Driver(300), Slots(2, 200)
-    copies = ((0, 50, driver.base + 200), (60, 40, driver.base), (199, 1, driver.base + 299))
+    places = ((0, 50, driver.base + 200), (60, 40, driver.base), (199, 1, driver.base + 299))
+    copies = tuple(Copy(*place) for place in places)
     reads = [Read(0, 200, 200, copies), Read(10, 5, 5, ())]
     assert driver.loop(file(data), reads, slots.rows) is None
     driver.finish()
@@ -137,7 +138,7 @@ def test_a_read_past_the_end_needs_what_there_is(file: Callable[[bytes], int]) -
     """Whole blocks may be asked for where the file ends in one."""
     driver, slots = Driver(100), Slots(2, 4096)
     fd = file(bytes(range(100)))
-    assert driver.loop(fd, [Read(0, 4096, 100, ((0, 100, driver.base),))], slots.rows) is None
+    assert driver.loop(fd, [Read(0, 4096, 100, (Copy(0, 100, driver.base),))], slots.rows) is None
     driver.finish()
     assert driver.memory == bytes(range(100))
 

@@ -1,100 +1,58 @@
-"""Copies by the driver's calls, with a small C library in its place: host memory, in order.
+"""Copies, casts and windows by the driver's calls, with a strict stand-in in the driver's place.
 
-What only a GPU can show is in test_torch_cuda.py.
+What only a GPU can show is in test_torch_cuda.py, test_tinygrad_cuda.py and test_ptx_cuda.py.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import needs
+import cuda_stand_in
 import pytest
 
-#: Every call checks what the real one would refuse: no current context, no stream, no such device.
-DRIVER = r"""
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-int depth, retained, registered, streams, events;
-
-int cuInit(unsigned flags) { return 0; }
-int cuDeviceGet(int *device, int index) { if (index > 1) return 101; *device = index; return 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) {
-    retained++; *context = (void *)(intptr_t)(4096 + device); return 0;
-}
-int cuCtxPushCurrent_v2(void *context) { depth++; return 0; }
-int cuCtxPopCurrent_v2(void **context) { depth--; *context = 0; return 0; }
-int cuEventCreate(void **event, unsigned flags) { events++; *event = malloc(8); return 0; }
-int cuEventDestroy_v2(void *event) { events--; free(event); return 0; }
-int cuEventQuery(void *event) { return 600; }
-int cuEventRecord(void *event, void *stream) { return depth && stream ? 0 : 201; }
-int cuEventSynchronize(void *event) { return 0; }
-int cuGetErrorString(int status, const char **text) { *text = "the stand-in refuses"; return 0; }
-int cuMemHostRegister_v2(void *bytes, size_t n, unsigned flags) {
-    if (!depth || n > 1 << 20) return 2;
-    registered++; return 0;
-}
-int cuMemHostUnregister(void *bytes) { registered--; return 0; }
-int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t n, void *stream) {
-    if (!depth || !stream) return 201;
-    memcpy((void *)target, source, n); return 0;
-}
-int cuStreamCreate(void **stream, unsigned flags) { streams++; *stream = malloc(8); return 0; }
-int cuStreamDestroy_v2(void *stream) { streams--; free(stream); return 0; }
-int cuStreamSynchronize(void *stream) { return 0; }
-"""
-
 PRELUDE = """
-import ctypes, os, sys
+import ctypes, os, struct, sys, tempfile
+import cuda_stand_in
 from streamload.devices import cuda
-from streamload.devices.base import Read
-from streamload.errors import AllocationError, DeviceError
+from streamload.devices.base import Copy, Read
+from streamload.dtypes import BY_CODE
+from streamload.errors import AllocationError, DeviceError, UnsupportedCastError
 
 driver = ctypes.CDLL("libcuda.so.1")
+context = cuda.Context.primary("cuda:1", 1)
+bulk = cuda.Copies(context, lambda buffer: buffer).bulk
 
 def count(name):
-    return ctypes.c_int.in_dll(driver, name).value
+    return ctypes.c_int.in_dll(driver, name)
 
-def nothing_is_left():
-    return [count(n) for n in ("depth", "registered", "streams", "events")] == [0, 0, 0, 0]
+def check_clean():
+    wrong = (ctypes.c_char * 256).in_dll(driver, "violation").value.decode()
+    assert not wrong, wrong
+    left = {n: count(n).value for n in ("registered", "streams", "events")}
+    assert not any(left.values()), left
+    used = (ctypes.c_size_t * 2).in_dll(driver, "used_nbytes")
+    assert list(used) == [0, 0], list(used)
 
-target = bytearray(10_000)
-address = ctypes.addressof(ctypes.c_char.from_buffer(target))
-context = cuda.Context.primary("cuda:1", 1)
+def file_of(data):
+    file = tempfile.TemporaryFile()
+    file.write(data)
+    file.flush()
+    return file
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the stand-in for the driver's library is."""
-    compiler = shutil.which("clang") or shutil.which("cc")
-    if compiler is None:
-        needs.lacking("no C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "driver.c").write_text(DRIVER)
-    command = [compiler, "-shared", "-fPIC", "-o", "libcuda.so.1", "driver.c"]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder
+    return cuda_stand_in.build(tmp_path_factory.mktemp("driver")).parent
 
 
 def _run(folder: Path, code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        env=os.environ | {"LD_LIBRARY_PATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    cuda_stand_in.run(folder, PRELUDE + code)
 
 
-def test_a_device_that_is_not_there_retains_no_context(folder: Path) -> None:
-    """Each call is made only after the one before it has succeeded."""
+def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
+    """With the call that refused it."""
     _run(
         folder,
         """
@@ -103,7 +61,6 @@ try:
     sys.exit("not refused")
 except DeviceError as error:
     assert "cuda:9" in str(error) and "cuDeviceGet: the stand-in refuses" in str(error), error
-assert count("retained") == 1
 """,
     )
 
@@ -113,50 +70,186 @@ def test_bytes_of_a_slot_are_copied_and_all_is_given_back(folder: Path) -> None:
     _run(
         folder,
         """
-slot = cuda.PinnedStaging(context, 1000)
+slot, memory = cuda.PinnedStaging(context, 1000), bulk.memory(2000)
+assert memory.read(0, 2000) == bytes(2000)
 slot.view[:] = bytes(range(250)) * 4
-context.copy(slot, 10, 500, address + 3)
+context.copy(slot, 10, 500, memory.address + 3)
 slot.wait()
-assert target[3:503] == (bytes(range(250)) * 4)[10:510] and not any(target[503:])
-slot.close()
-slot.close()
-assert nothing_is_left()
+out = memory.read(0, 2000)
+assert out[3:503] == (bytes(range(250)) * 4)[10:510] and not any(out[503:]) and not any(out[:3])
+assert memory.read(3, 8) == out[3:8]
+for closed in (slot, slot, memory, memory):
+    closed.close()
+check_clean()
 """,
     )
 
 
-def test_memory_that_cannot_be_locked_is_given_back(folder: Path) -> None:
-    """With one error that says what was asked for."""
+def test_memory_that_cannot_be_had_is_given_back(folder: Path) -> None:
+    """With one error that says what was asked for: page-locked memory, and the device's."""
     _run(
         folder,
         """
+count("locks_left").value = 0
 try:
     cuda.PinnedStaging(context, 2**21)
     sys.exit("not refused")
 except AllocationError as error:
     assert error.nbytes == 2**21 and "cuMemHostRegister" in str(error), error
-assert nothing_is_left()
+try:
+    bulk.memory(2**40)
+    sys.exit("not refused")
+except AllocationError as error:
+    assert error.nbytes == 2**40 and "cuMemAlloc: out of memory" in str(error), error
+check_clean()
 """,
     )
 
 
 def test_many_reads_and_copies_in_one_call(folder: Path) -> None:
-    """By the compiled loop, with the functions of the library itself."""
+    """By the compiled loop; a slot is filled again when its own copies have ended."""
     _run(
         folder,
         """
 data = os.urandom(10_000)
-path = os.path.join(os.environ["LD_LIBRARY_PATH"], "data")
-with open(path, "wb") as file:
-    file.write(data)
+memory = bulk.memory(10_000)
 slots = [cuda.PinnedStaging(context, 1000) for _ in range(2)]
-bulk = cuda.bulk_copier(context, lambda buffer: buffer)
-reads = [Read(at, 1000, 1000, ((0, 1000, address + at),)) for at in range(0, 10_000, 1000)]
-with open(path, "rb") as file:
+reads = [
+    Read(at, 1000, 1000, (Copy(0, 1000, memory.address + at),)) for at in range(0, 10_000, 1000)
+]
+with file_of(data) as file:
     assert bulk.run(file.fileno(), reads, slots, 0) is None
 for slot in slots:
     bulk.ticket(slot).wait()
     slot.close()
-assert target == data and nothing_is_left()
+assert memory.read(0, 10_000) == data
+memory.close()
+check_clean()
+""",
+    )
+
+
+def test_windows_on_a_file_are_locked_one_after_the_other(folder: Path) -> None:
+    """Straight from the page cache: pages are locked while they are copied from, and not longer.
+
+    Two windows have a page in common where one ends and the other begins; the last ends within the
+    file's last page.
+    """
+    _run(
+        folder,
+        """
+page = os.sysconf("SC_PAGESIZE")
+data = os.urandom(9 * page + 77)
+memory = bulk.memory(len(data))
+reads = []
+for start in range(5, len(data), 3 * page // 2):
+    stop = min(start + 3 * page // 2, len(data))
+    first = start // page * page
+    asked = -(-stop // page) * page - first
+    copy = Copy(start - first, stop - start, memory.address + start)
+    reads.append(Read(first, asked, stop - first, (copy,)))
+with file_of(data) as file:
+    windows = [bulk.window(file.fileno(), len(data)) for _ in range(2)]
+    assert bulk.run(file.fileno(), reads[:3], windows, 0) is None
+    assert count("registered").value == 2
+    windows.reverse()
+    assert bulk.run(file.fileno(), reads[3:], windows, 2) is None
+    for window in windows:
+        window.wait()
+    assert memory.read(0, len(data)) == bytes(5) + data[5:]
+    for window in (*windows, *windows):
+        window.close()
+memory.close()
+check_clean()
+""",
+    )
+
+
+def test_a_window_that_cannot_be_locked_says_so(folder: Path) -> None:
+    """Which read, and what the driver said; what was begun before is on its way."""
+    _run(
+        folder,
+        """
+page = os.sysconf("SC_PAGESIZE")
+data = os.urandom(4 * page)
+memory = bulk.memory(len(data))
+reads = [
+    Read(at, page, page, (Copy(0, page, memory.address + at),)) for at in range(0, 4 * page, page)
+]
+count("locks_left").value = 2
+with file_of(data) as file:
+    windows = [bulk.window(file.fileno(), len(data)) for _ in range(2)]
+    failure = bulk.run(file.fileno(), reads, windows, 0)
+    assert (failure.index, failure.stage, failure.code) == (2, "lock", 1), failure
+    for window in windows:
+        window.wait()
+        window.close()
+assert memory.read(0, 2 * page) == data[: 2 * page]
+memory.close()
+check_clean()
+""",
+    )
+
+
+def test_a_file_that_was_cut_under_a_window_is_not_touched(folder: Path) -> None:
+    """The kernel refuses the pages that are gone, where a touch would end the process."""
+    _run(
+        folder,
+        """
+import errno
+page = os.sysconf("SC_PAGESIZE")
+memory = bulk.memory(4 * page)
+reads = [
+    Read(at, page, page, (Copy(0, page, memory.address + at),)) for at in range(0, 4 * page, page)
+]
+with file_of(os.urandom(4 * page)) as file:
+    windows = [bulk.window(file.fileno(), 4 * page) for _ in range(2)]
+    os.ftruncate(file.fileno(), 2 * page)
+    failure = bulk.run(file.fileno(), reads, windows, 0)
+    assert (failure.index, failure.stage, failure.code) == (2, "read", errno.EFAULT), failure
+    for window in windows:
+        window.wait()
+        window.close()
+memory.close()
+check_clean()
+""",
+    )
+
+
+def test_what_was_copied_is_cast_on_the_device(folder: Path) -> None:
+    """Where it lies, or from scratch to its place; what changes is counted."""
+    _run(
+        folder,
+        """
+F32, F16, BF16 = (BY_CODE[code] for code in ("F32", "F16", "BF16"))
+kernels = cuda_stand_in.Kernels(driver, [(BF16, F16), (F16, F32)])
+narrow, widen = bulk.kernel(BF16, F16, True), bulk.kernel(F16, F32, False)
+assert bulk.kernel(BF16, F16, True) == narrow
+try:
+    bulk.kernel(F32, BF16, False)
+    sys.exit("not refused")
+except DeviceError as error:
+    assert "cuModuleLoadDataEx" in str(error), error
+
+memory = bulk.memory(4096)
+slot = cuda.PinnedStaging(context, 1000)
+values = struct.pack("<4H", 0x3F80, 0x7F00, 0xFF00, 0x0001)  # 1, two too large, one too small
+slot.view[:8] = values
+slot.view[8:12] = struct.pack("<2e", 1.5, -2.0)
+place, scratch, tally = memory.address, memory.address + 512, memory.address + 1024
+copies = (
+    Copy(0, 8, place, narrow, 4, place, tally, 1),
+    Copy(8, 4, scratch, widen, 2, place + 8, tally + 24, 1),
+    Copy(0, 8, place + 16),
+)
+assert bulk.run(0, [Read(0, 0, 0, copies)], [slot], 0) is None
+slot.wait()
+assert memory.read(0, 8) == struct.pack("<4H", 0x3C00, 0x7BFF, 0xFBFF, 0)
+assert memory.read(8, 16) == struct.pack("<2f", 1.5, -2.0)
+assert memory.read(16, 24) == values
+assert struct.unpack("<6Q", memory.read(1024, 1072)) == (2, 1, 3, 0, 0, 0)
+slot.close()
+memory.close()
+check_clean()
 """,
     )

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
     ("errors", "units", "dtypes"),
-    ("cast", "checkpoint", "devices", "plan"),  # their __init__.py: a docstring
+    ("bench", "cast", "checkpoint", "devices", "plan"),  # their __init__.py: a docstring
     ("checkpoint.header",),
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
@@ -27,11 +27,13 @@ LAYERS = (
     ("plan.planner",),
     ("plan.chunks",),
     ("devices.base",),
+    ("devices.ptx",),
     ("devices.bulk",),
     ("devices.cuda",),
+    ("devices.tinygrad_tensors",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("mapping",),
-    ("progress",),
+    ("progress", "device_casts"),
     ("stream",),
     ("report",),
     ("verify",),
@@ -40,6 +42,8 @@ LAYERS = (
     ("match",),
     ("load",),
     ("transformers",),
+    ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
+    ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
     ("cli",),
     ("__main__",),
@@ -48,13 +52,13 @@ LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 
 #: Where each framework may be imported.
 FRAMEWORKS = {
-    "tinygrad": ("devices.tinygrad",),
-    "torch": ("devices.torch", "transformers"),
+    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
+    "torch": ("devices.torch", "transformers", "bench.loaders"),
     "transformers": ("transformers",),
     "accelerate": ("transformers",),
 }
 READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "devices.base")
-START_THREADS = ("stream",)
+START_THREADS = ("stream", "bench.limits")  # of a process each
 STARTERS = {
     *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
     *("ProcessPoolExecutor", "to_thread", "run_in_executor"),

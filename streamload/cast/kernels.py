@@ -3,7 +3,7 @@
 One template makes every kernel: a loop over vectors with two bodies. Nearly all vectors of real
 weights hold only zeros and numbers that are normal before and after the cast (`plain_range`). For
 them the cast is one instruction, or a shift and an addition, nothing overflows or vanishes, and
-what is lost are the low bits (`_plain`). `_careful` is right for any elements: a value is widened
+what is lost are the low bits (`_plain`). `careful` is right for any elements: a value is widened
 to float32 bits (`_WIDEN`; float64 comes down to float32 rounded to odd) and narrowed from there
 (`_NARROW`), so that it is rounded once: rounding to odd keeps in the last bit whether anything was
 lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo and G. Melquiond,
@@ -23,21 +23,26 @@ Kernels depend on nothing outside themselves:
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from ctypes import CFUNCTYPE, c_uint64, c_void_p
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import CDLL, CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, get_errno, memmove
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+from streamload.checkpoint.page_cache import libc
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import UnsupportedCastError
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
 _SYMBOL = "cast"
 _ELF = b"\x7fELF"
+_MAP_FAILED = c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,15 @@ def flush_stop(src: DType, dst: DType) -> int | None:
     return tie + 1 if tie else None
 
 
-class _Vector:
+class Vector:
     """Straight-line IR over ``width`` elements at a time.
 
     Operands are names of values, or numbers, which stand for that number in every element.
+
+    Attributes:
+        width: elements.
+        native_half: there are instructions between float16 and float32.
+        lines: the instructions, one each.
     """
 
     def __init__(self, width: int, native_half: bool) -> None:
@@ -141,22 +151,27 @@ class _Vector:
         self.lines: list[str] = []
 
     def type(self, scalar: str) -> str:
+        """The type of elements of a scalar type."""
         # not <1 x T>: LLVM 20 aborts on <1 x half> for AArch64
         return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
 
     def emit(self, instruction: str) -> str:
+        """Add an instruction; returns the name of its value."""
         name = f"%v{len(self.lines)}"
         self.lines.append(f"{name} = {instruction}")
         return name
 
     def op(self, name: str, scalar: str, *operands: str | float) -> str:
+        """An operation on operands of one type."""
         texts = ", ".join(self._operand(scalar, operand) for operand in operands)
         return self.emit(f"{name} {self.type(scalar)} {texts}")
 
     def convert(self, name: str, scalar: str, value: str, target: str) -> str:
+        """A conversion from one scalar type to another."""
         return self.emit(f"{name} {self.type(scalar)} {value} to {self.type(target)}")
 
     def select(self, mask: str, scalar: str, yes: str | float, no: str | float) -> str:
+        """One of two values, element by element."""
         texts = (f"{self.type(scalar)} {self._operand(scalar, value)}" for value in (yes, no))
         return self.emit(f"select {self.type('i1')} {mask}, {', '.join(texts)}")
 
@@ -175,12 +190,12 @@ class _Vector:
         return text if self.width == 1 else f"splat ({scalar} {text})"
 
 
-def _same(v: _Vector, x: str) -> str:
+def _same(v: Vector, x: str) -> str:
     return x
 
 
-def _widen_by_integers(source: FloatFormat) -> Callable[[_Vector, str], str]:
-    def widen(v: _Vector, x: str) -> str:
+def _widen_by_integers(source: FloatFormat) -> Callable[[Vector, str], str]:
+    def widen(v: Vector, x: str) -> str:
         wide = v.convert("zext", f"i{source.bits}", x, "i32")
         magnitude = v.op("and", "i32", wide, source.magnitude)
         sign = v.op("shl", "i32", v.op("xor", "i32", wide, magnitude), 32 - source.bits)
@@ -199,29 +214,29 @@ def _widen_by_integers(source: FloatFormat) -> Callable[[_Vector, str], str]:
     return widen
 
 
-def _widen_f16(v: _Vector, x: str) -> str:
+def _widen_f16(v: Vector, x: str) -> str:
     if not v.native_half:
         return _widen_by_integers(FORMATS["F16"])(v, x)
     half = v.convert("bitcast", "i16", x, "half")
     return v.convert("bitcast", "float", v.convert("fpext", "half", half, "float"), "i32")
 
 
-def _widen_bf16(v: _Vector, x: str) -> str:
+def _widen_bf16(v: Vector, x: str) -> str:
     return v.op("shl", "i32", v.convert("zext", "i16", x, "i32"), 16)
 
 
-def _widen_f32(v: _Vector, x: str) -> str:
+def _widen_f32(v: Vector, x: str) -> str:
     """Float32 bits to float64 bits."""
     value = v.convert("bitcast", "i32", x, "float")
     return v.convert("bitcast", "double", v.convert("fpext", "float", value, "double"), "i64")
 
 
-def _nearest_f32(v: _Vector, x: str) -> str:
+def _nearest_f32(v: Vector, x: str) -> str:
     value = v.convert("bitcast", "i64", x, "double")
     return v.convert("bitcast", "float", v.convert("fptrunc", "double", value, "float"), "i32")
 
 
-def _odd_f32(v: _Vector, x: str) -> str:
+def _odd_f32(v: Vector, x: str) -> str:
     """Float64 bits to float32 bits rounded to odd: towards zero, the last bit set if inexact."""
     nearest = _nearest_f32(v, x)
     lengths = [
@@ -234,7 +249,7 @@ def _odd_f32(v: _Vector, x: str) -> str:
     return v.op("or", "i32", truncated, v.convert("zext", "i1", is_inexact, "i32"))
 
 
-def _narrow_to_f16(v: _Vector, x: str) -> str:
+def _narrow_to_f16(v: Vector, x: str) -> str:
     if v.native_half:
         value = v.convert("bitcast", "i32", x, "float")
         return v.convert("bitcast", "half", v.convert("fptrunc", "float", value, "half"), "i16")
@@ -255,7 +270,7 @@ def _narrow_to_f16(v: _Vector, x: str) -> str:
     return v.convert("trunc", "i32", bits, "i16")
 
 
-def _narrow_to_bf16(v: _Vector, x: str) -> str:
+def _narrow_to_bf16(v: Vector, x: str) -> str:
     high = v.op("lshr", "i32", x, 16)
     last = v.op("and", "i32", high, 1)
     raised = v.op("add", "i32", v.op("add", "i32", x, last), 0x7FFF)
@@ -266,7 +281,7 @@ def _narrow_to_bf16(v: _Vector, x: str) -> str:
     return v.convert("trunc", "i32", bits, "i16")
 
 
-_WIDEN: Mapping[str, Callable[[_Vector, str], str]] = {
+_WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
     "F8_E5M2": _widen_by_integers(FORMATS["F8_E5M2"]),
     "F8_E4M3": _widen_by_integers(FORMATS["F8_E4M3"]),
     "F16": _widen_f16,
@@ -274,7 +289,7 @@ _WIDEN: Mapping[str, Callable[[_Vector, str], str]] = {
     "F32": _same,
     "F64": _odd_f32,
 }
-_NARROW: Mapping[str, Callable[[_Vector, str], str]] = {
+_NARROW: Mapping[str, Callable[[Vector, str], str]] = {
     "F16": _narrow_to_f16,
     "BF16": _narrow_to_bf16,
     "F32": _same,
@@ -305,7 +320,7 @@ def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
     return start, overflow_start(src, dst) or source.special
 
 
-def _hub(v: _Vector, src: DType, dst: DType, x: str) -> str:
+def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
     """Float32 bits that hold the value, or what the target will keep of it."""
     if dst.code == "F32" and src.code == "F64":
         return _nearest_f32(v, x)  # the one rounding there is
@@ -313,7 +328,7 @@ def _hub(v: _Vector, src: DType, dst: DType, x: str) -> str:
 
 
 def _plain(
-    v: _Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
+    v: Vector, src: DType, dst: DType, x: str, sums: list[str], *, direct: bool
 ) -> tuple[str, list[str]]:
     """Cast elements that are zero or in `plain_range`; returns them and the sums after them."""
     source, target = FORMATS[src.code], FORMATS[dst.code]
@@ -345,36 +360,46 @@ def _plain(
     return (v.convert("trunc", lane, y, f"i{dst.bits}") if src.bits > dst.bits else y), sums
 
 
-def _careful(
-    v: _Vector, src: DType, dst: DType, x: str, sums: list[str], *, clamp: bool
-) -> tuple[str, list[str]]:
-    """Cast any elements; returns them and the sums after them."""
+def careful(
+    v: Vector, src: DType, dst: DType, x: str, *, clamp: bool, counted: bool
+) -> tuple[str, tuple[str | None, str | None, str | None]]:
+    """Cast any elements.
+
+    Args:
+        v: where the instructions go.
+        src: dtype of the elements.
+        dst: what they become; with ``src`` one of `PAIRS`.
+        x: the elements, as integers of ``src.bits``.
+        clamp: see `kernel_ir`; for pairs where something can overflow.
+        counted: say what changed at all.
+
+    Returns:
+        The elements, as integers of ``dst.bits``, and where they overflowed, vanished, and changed
+        at all (where ``counted``): masks, or None where no element of ``src`` can.
+    """
     source, lane = FORMATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
     y = _NARROW[dst.code](v, hub)
-    masks: list[str | None] = [None, None, None]
+    overflows = vanishes = changes = None
     magnitude = v.op("and", lane, x, source.magnitude)
     start, stop = overflow_start(src, dst), flush_stop(src, dst)
     if start is not None:
         beyond = v.op("sub", lane, magnitude, start)
-        masks[0] = v.op("icmp ult", lane, beyond, source.special - start)
+        overflows = v.op("icmp ult", lane, beyond, source.special - start)
     if stop is not None:
-        masks[1] = v.op("icmp ult", lane, v.op("sub", lane, magnitude, 1), stop - 1)
-    if sums:
+        vanishes = v.op("icmp ult", lane, v.op("sub", lane, magnitude, 1), stop - 1)
+    if counted:
         wide, of, before = ("i64", "double", x) if dst.code == "F32" else ("i32", "float", hub)
         after = _widen_f32(v, y) if dst.code == "F32" else _WIDEN[dst.code](v, y)
         values = (v.convert("bitcast", wide, value, of) for value in (before, after))
-        masks[2] = v.op("fcmp one", of, *values)  # false for NaN
-    if clamp and masks[0]:  # the largest finite value is the one before infinity
+        changes = v.op("fcmp one", of, *values)  # false for NaN
+    if clamp and overflows:  # the largest finite value is the one before infinity
         target = f"i{dst.bits}"
-        y = v.op("add", target, y, v.convert("sext", "i1", masks[0], target))
-    return y, [
-        _count(v, lane, total, mask) if mask else total
-        for total, mask in zip(sums, masks, strict=False)
-    ]
+        y = v.op("add", target, y, v.convert("sext", "i1", overflows, target))
+    return y, (overflows, vanishes, changes)
 
 
-def _count(v: _Vector, lane: str, total: str, mask: str) -> str:
+def _count(v: Vector, lane: str, total: str, mask: str) -> str:
     return v.op("sub", lane, total, v.convert("sext", "i1", mask, lane))
 
 
@@ -382,7 +407,7 @@ def _function(
     name: str, src: DType, dst: DType, *, clamp: bool, counted: bool, native_half: bool, width: int
 ) -> str:
     """IR of ``void name(src, out, numel, tally)``, where ``width`` divides ``numel``."""
-    v = _Vector(width, native_half)
+    v = Vector(width, native_half)
     pair = (src.code, dst.code)
     direct = pair in _DIRECT or (native_half and pair in _DIRECT_WITH_NATIVE_HALF)
     lane = f"i{src.bits}"
@@ -397,11 +422,15 @@ def _function(
         outside = v.op("and", "i1", outside, v.op("icmp ne", lane, magnitude, 0))
         special = v.emit(v.reduced("or", "i1", outside))
     v.lines += [f"br i1 {special}, label %careful, label %plain", "careful:"]
-    careful, careful_sums = _careful(v, src, dst, x, sums, clamp=clamp)
+    cared, masks = careful(v, src, dst, x, clamp=clamp, counted=counted)
+    careful_sums = [
+        _count(v, lane, total, mask) if mask else total
+        for total, mask in zip(sums, masks, strict=False)
+    ]
     v.lines += ["br label %join", "plain:"]
     plain, plain_sums = _plain(v, src, dst, x, sums, direct=direct)
     v.lines += ["br label %join", "join:"]
-    y = v.emit(f"phi {v.type(f'i{dst.bits}')} [{careful}, %careful], [{plain}, %plain]")
+    y = v.emit(f"phi {v.type(f'i{dst.bits}')} [{cared}, %careful], [{plain}, %plain]")
 
     carried, ends = [], []
     for slot, (total, a, b) in enumerate(zip(sums, careful_sums, plain_sums, strict=True)):
@@ -629,8 +658,32 @@ def _machine(target: Target) -> Any:
     )
 
 
-def undefined_symbols(image: bytes) -> tuple[str, ...]:
-    """Names that an ELF object takes from elsewhere; a kernel must take none.
+class _Section(NamedTuple):
+    name: int
+    kind: int
+    flags: int
+    address: int
+    start: int
+    nbytes: int
+    link: int
+    info: int
+    alignment: int
+    entry_nbytes: int
+
+
+class _Symbol(NamedTuple):
+    name: str
+    section: int
+    value: int
+
+
+_SHT_SYMTAB = 2
+_RELOCATIONS = (4, 9, 0x4000_0014)  # SHT_RELA, SHT_REL, SHT_CREL
+_SHN_UNDEF = 0
+
+
+def _sections(image: bytes) -> list[_Section]:
+    """Section headers of an ELF object.
 
     Source: System V Application Binary Interface, "Object Files" (64-bit, little-endian).
 
@@ -641,23 +694,116 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
         raise ValueError("not a 64-bit little-endian ELF object")
     sections_at = struct.unpack_from("<Q", image, 40)[0]
     entry_nbytes, count = struct.unpack_from("<HH", image, 58)
-    # name, type, flags, address, offset, size, link, info, alignment, entry size
-    sections = [
-        struct.unpack_from("<IIQQQQIIQQ", image, sections_at + index * entry_nbytes)
+    return [
+        _Section(*struct.unpack_from("<IIQQQQIIQQ", image, sections_at + index * entry_nbytes))
         for index in range(count)
     ]
-    names = []
-    for section in sections:
-        _, kind, _, _, start, nbytes, link, _, _, symbol_nbytes = section
-        if kind != 2:  # SHT_SYMTAB
+
+
+def _symbols(image: bytes, sections: list[_Section]) -> Iterator[_Symbol]:
+    for table in sections:
+        if table.kind != _SHT_SYMTAB:
             continue
-        strings_at = sections[link][4]
-        for at in range(start + symbol_nbytes, start + nbytes, symbol_nbytes):  # the first is empty
-            name_at, _, _, index = struct.unpack_from("<IBBH", image, at)
-            if index == 0:  # SHN_UNDEF
-                begin = strings_at + name_at
-                names.append(image[begin : image.index(0, begin)].decode())
-    return tuple(names)
+        strings_at = sections[table.link].start
+        stop = table.start + table.nbytes
+        for at in range(table.start + table.entry_nbytes, stop, table.entry_nbytes):  # 0 is empty
+            name_at, _, _, section, value = struct.unpack_from("<IBBHQ", image, at)
+            begin = strings_at + name_at
+            yield _Symbol(image[begin : image.index(0, begin)].decode(), section, value)
+
+
+def undefined_symbols(image: bytes) -> tuple[str, ...]:
+    """Names that an ELF object takes from elsewhere; a kernel must take none.
+
+    Raises:
+        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    """
+    symbols = _symbols(image, _sections(image))
+    return tuple(symbol.name for symbol in symbols if symbol.section == _SHN_UNDEF)
+
+
+#: Whether `place_code` can be used here. Where it is not an x86-64, a CPU may have to be told that
+#: what it takes for data has become instructions (on AArch64 its instruction cache is flushed).
+PLACES_CODE = (
+    sys.platform == "linux" and os.uname().machine == "x86_64" and struct.calcsize("P") == 8
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Machine code that runs wherever it lies, and needs nothing else.
+
+    Attributes:
+        text: the bytes of a section.
+        entry: offset of the function in it.
+    """
+
+    text: bytes
+    entry: int
+
+    def pack(self) -> bytes:
+        """As bytes for `unpack`."""
+        return struct.pack("<Q", self.entry) + self.text
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Code:
+        """What `pack` made."""
+        return cls(data[8:], struct.unpack_from("<Q", data)[0])
+
+
+def movable_code(image: bytes, symbol: str) -> Code | None:
+    """The code of a function of an ELF object, without the object.
+
+    Returns:
+        None where that would have to be linked first, since it refers to what is outside its
+        section (constants, a table of jumps, other functions), and where there is no such function.
+
+    Raises:
+        ValueError: the bytes are not a 64-bit little-endian ELF object.
+    """
+    sections = _sections(image)
+    symbols = list(_symbols(image, sections))
+    if any(other.section == _SHN_UNDEF for other in symbols):
+        return None
+    for _, index, entry in (found for found in symbols if found.name == symbol):
+        section = sections[index]
+        # other sections may be relocated: the table for unwinding is, and nothing unwinds this code
+        if not any(other.kind in _RELOCATIONS and other.info == index for other in sections):
+            return Code(image[section.start : section.start + section.nbytes], entry)
+    return None
+
+
+def place_code(code: Code) -> int:
+    """Place code in memory for as long as the process lives; only where `PLACES_CODE`.
+
+    Returns:
+        The function's address.
+
+    Raises:
+        OSError: the system refuses executable memory.
+    """
+    return _map_code(code.text) + code.entry
+
+
+def _map_code(text: bytes) -> int:
+    """Executable memory; its address. It is never writable and executable together.
+
+    Raises:
+        OSError: the system refuses, as SELinux does without ``execmem``, and what systemd starts
+            with ``MemoryDenyWriteExecute``.
+    """
+    writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc().map(None, len(text), writable, private, -1, 0)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(get_errno(), f"no memory for code: {os.strerror(get_errno())}")
+    memmove(address, text, len(text))
+    protect = CDLL(None, use_errno=True).mprotect
+    protect.argtypes = (c_void_p, c_size_t, c_int)
+    if protect(address, len(text), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        number = get_errno()
+        libc().munmap(address, len(text))
+        raise OSError(number, f"no executable memory: {os.strerror(number)}")
+    return int(address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -682,6 +828,7 @@ def link_object(image: bytes, target: Target) -> Kernel:
         target: what it was compiled for, which this CPU has to be able to run.
 
     Raises:
+        OSError: the system refuses executable memory.
         RuntimeError: the object holds no kernel.
     """
     # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
@@ -702,10 +849,13 @@ def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tu
         The function, and the owner of its code, which has to live as long.
 
     Raises:
+        OSError: the system refuses executable memory.
         RuntimeError: the object does not hold the function.
     """
     import llvmlite.binding as llvm
 
+    if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
+        libc().munmap(_map_code(bytes(1)), 1)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(image))
     engine.finalize_object()

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
@@ -56,6 +56,8 @@ class DeviceInfo:
         max_buffers: how many more buffers it can hold, whatever their size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively, or in float16 no better.
+        casts: casts what it was sent where that lies, exactly, and counts what changes.
+        maps_host_memory: copies from windows on a mapped file as well as from staging.
         unsupported: names of dtypes that it cannot hold.
         caveat: what a plan cannot know of it, one sentence, or "".
     """
@@ -74,6 +76,8 @@ class DeviceInfo:
     max_buffers: int | None = None
     threads: int = 16
     native_bf16: bool = False
+    casts: bool = False
+    maps_host_memory: bool = False
     unsupported: frozenset[str] = frozenset()
     caveat: str = ""
 
@@ -115,7 +119,32 @@ class Staging(Protocol):
         """Give it back; no copy from it may be under way."""
 
 
-BulkStage = Literal["wait", "read", "end", "copy"]
+BulkStage = Literal["wait", "read", "end", "copy", "lock"]
+
+
+class Copy(NamedTuple):
+    """Bytes of a slot that go to a device, and what the device casts them to.
+
+    Attributes:
+        at: offset in the slot.
+        nbytes: how many.
+        address: device address that they go to.
+        kernel: what casts them there; 0 for bytes that stay as they are.
+        numel: elements to cast.
+        out: device address of the cast elements; ``address`` where they are cast in place.
+        tally: device address of what the kernel counts: elements that overflowed, that became
+            zero, and that changed at all, 8 bytes each; 0 where nothing is counted.
+        blocks: of threads of the kernel.
+    """
+
+    at: int
+    nbytes: int
+    address: int
+    kernel: int = 0
+    numel: int = 0
+    out: int = 0
+    tally: int = 0
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +152,18 @@ class Read:
     """One read into a slot, and where its bytes go.
 
     Attributes:
-        offset: first file byte.
+        offset: first file byte; of a window a multiple of the page, of a direct read one of the
+            reader's alignment.
         asked: bytes to ask for.
-        needed: how many of those there must be; fewer where the read runs past the file's end.
-        copies: (offset in the slot, bytes, device address) of each copy.
+        needed: how many of those there must be; fewer where the read runs past the file's end, 0
+            where the slot holds what is to be copied.
+        copies: in the order in which they are made.
     """
 
     offset: int
     asked: int
     needed: int
-    copies: tuple[tuple[int, int, int], ...]
+    copies: tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +172,8 @@ class BulkFailure:
 
     Attributes:
         index: of the read. Those before it have been read, and their copies begun.
-        stage: "wait" (a copy from the slot before), "read", "end" (of the file) or "copy".
+        stage: "wait" (for a copy from the slot before), "read", "end" (of the file), "copy" (or
+            cast) or "lock" (of a window's pages).
         code: errno of a read, or the status of the driver's call.
     """
 
@@ -150,8 +182,42 @@ class BulkFailure:
     code: int
 
 
+class DeviceMemory(Protocol):
+    """Memory of a device beside its buffers, zeros at first."""
+
+    @property
+    def address(self) -> int:
+        """The device address of its first byte."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop`` (exclusive), when what was begun before has ended or not."""
+
+    def close(self) -> None:
+        """Give it back; nothing may be under way that uses it."""
+
+
 class BulkCopier(Protocol):
     """What a device offers where many reads and copies can be done in one call."""
+
+    def memory(self, nbytes: int) -> DeviceMemory:
+        """Memory for tallies and for elements that are still to be cast; raises AllocationError."""
+
+    def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
+        """What `Copy.kernel` is for a cast, compiled once; any thread may ask.
+
+        Raises:
+            UnsupportedCastError: it cannot be compiled, or the driver does not take it.
+        """
+
+    def window(self, fd: int, file_nbytes: int) -> Staging:
+        """A slot for `run` that is a window on a file: its copies are from the page cache.
+
+        What it shows is page-locked from its read on until the slot's next read, or its `close`.
+        It has no `view`.
+
+        Raises:
+            AllocationError: the file cannot be mapped.
+        """
 
     def address(self, buffer: Any) -> int:
         """The device address of a buffer's first byte."""
@@ -168,10 +234,11 @@ class BulkCopier(Protocol):
         tells when they have ended. Drops the interpreter's lock.
 
         Args:
-            fd: the file.
+            fd: the file; windows are of this file.
             reads: what to do, in order.
-            slots: read ``i`` goes to slot ``i % len(slots)``.
-            busy: how many of the slots, the last ones, may have copies under way.
+            slots: read ``i`` goes to slot ``i % len(slots)``; of one kind, staging or windows.
+            busy: how many of the slots, the last ones, may have copies under way; those are waited
+                for before the slot is filled.
         """
 
 
@@ -563,7 +630,7 @@ def probe(
         _PROBES[key] = owner.probe(device, full)
         return _PROBES[key]
     parts = [*map(str, key), owner.fingerprint(device), sys.version, sys.executable]
-    cached = _cache_file(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32])
+    cached = _cache_file("probe", *parts).with_suffix(".json")
     result = _read_probe(cached)
     if result is None:
         result = _probe_in_child(*key, timeout_s)
@@ -629,8 +696,28 @@ def _cache_home() -> Path:
     return Path(root)
 
 
-def _cache_file(key: str) -> Path:
-    return _cache_home() / "streamload" / f"probe-{key}.json"
+def _cache_file(kind: str, *depends_on: str) -> Path:
+    """The file of what is kept: ``kind`` with a digest of all that it depends on."""
+    digest = hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:32]
+    return _cache_home() / "streamload" / f"{kind}-{digest}"
+
+
+def _write_cache(path: Path, data: bytes) -> None:
+    """Write a file that whoever reads it sees whole or not at all, and that is the user's alone.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    opened, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(opened, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _read_probe(path: Path) -> ProbeResult | None:
@@ -643,10 +730,62 @@ def _read_probe(path: Path) -> ProbeResult | None:
 def _write_probe(path: Path, result: ProbeResult) -> None:
     if not result.works:
         return  # a failure may be mended without the fingerprint changing
+    with suppress(OSError):  # a read-only home: the next process probes again
+        _write_cache(path, json.dumps(asdict(result)).encode())
+
+
+_CODE_FORMAT = "1"  # raised when the same IR is compiled to something else, or kept otherwise
+_SEAL_NBYTES = hashlib.sha256().digest_size
+
+
+def kept_code(kind: str, *depends_on: str) -> bytes | None:
+    """What `keep_code` kept of the same ``kind`` for the same text, or None.
+
+    It will be run, so it counts only if nobody else can have written it, as ssh has it for its
+    keys: the file and its folder belong to this user or to root, and nobody else may write there.
+    Ahead of the code is a digest of it and of the file's name: what was damaged or cut short, or
+    was kept for something else, does not count either.
+    """
+    path = _code_file(kind, depends_on)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(result), file)
-        os.replace(file.name, path)
+        if path is None or not _is_private(os.stat(path.parent)):
+            return None
+        with path.open("rb") as file:
+            data = file.read() if _is_private(os.fstat(file.fileno())) else b""
     except OSError:
-        pass  # a read-only home: the next process probes again
+        return None
+    seal, code = data[:_SEAL_NBYTES], data[_SEAL_NBYTES:]
+    return code if seal == _seal(path, code) else None
+
+
+def keep_code(code: bytes, kind: str, *depends_on: str) -> None:
+    """Keep compiled code for later processes, where there is a place that `kept_code` trusts.
+
+    Args:
+        code: what was compiled.
+        kind: first part of the file's name.
+        depends_on: all that the code was made from.
+    """
+    path = _code_file(kind, depends_on)
+    if path is None:
+        return
+    with suppress(OSError):  # a read-only home: the next process compiles again
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(os.stat(path.parent)):
+            _write_cache(path, _seal(path, code) + code)
+
+
+def _code_file(kind: str, depends_on: tuple[str, ...]) -> Path | None:
+    if os.name != "posix":
+        return None  # who may write a file is not told by its mode
+    path = _cache_file(kind, _CODE_FORMAT, *depends_on)
+    # a folder of its own: the one above may have been made under any umask
+    return path.parent / "code" / path.name
+
+
+def _is_private(info: os.stat_result) -> bool:
+    return info.st_uid in (0, os.geteuid()) and not info.st_mode & 0o022
+
+
+def _seal(path: Path, code: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + code).digest()

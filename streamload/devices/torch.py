@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -370,7 +370,14 @@ class CUDADevice(ROCmDevice):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._context = cuda.Context.primary(name, self.torch_device.index)
+        context = cuda.Context.primary(name, self.torch_device.index)
+        self._copies = cuda.Copies(context, lambda tensor: int(tensor.data_ptr()))
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, and does where the copies are made in bulk."""
+        in_bulk = self._copies.bulk is not None
+        return replace(super().info, casts=in_bulk, maps_host_memory=in_bulk)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor, whose memory nothing that was queued uses any more.
@@ -387,20 +394,18 @@ class CUDADevice(ROCmDevice):
 
     def staging(self, nbytes: int) -> Staging:
         """Page-locked memory."""
-        return cuda.PinnedStaging(self._context, nbytes)
+        return self._copies.staging(nbytes)
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
     ) -> Ticket:
         """An asynchronous copy on the slot's stream."""
-        assert isinstance(staging, cuda.PinnedStaging)
-        self._context.copy(staging, start, nbytes, buffer.data_ptr() + offset)
-        return staging
+        return self._copies.copy(staging, start, nbytes, buffer, offset)
 
     @property
     def bulk(self) -> BulkCopier | None:
-        """Reads and copies by a compiled loop, where one can be compiled."""
-        return cuda.bulk_copier(self._context, lambda tensor: int(tensor.data_ptr()))
+        """Reads, copies and casts by a compiled loop, where one can be compiled."""
+        return self._copies.bulk
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -876,10 +881,19 @@ class TorchFramework:
         return ProbeResult(name, True, "", statuses, casts)
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
-        """Write ones to a real buffer, double them on the device, read the bytes back."""
+        """Write ones to a real buffer, double them on the device, read the bytes back.
+
+        What has worked once is not tried again: the first kernel of each kind takes milliseconds.
+        """
         if dtype.name in _UNSUPPORTED:
             return "absent"
-        return _dtype_status(self.device(name), dtype.name)
+        key = (self.canonical(name), dtype.name)
+        if key not in _WORKED:
+            status = _dtype_status(self.device(name), dtype.name)
+            if status == "broken":  # the device may have been full
+                return status
+            _WORKED[key] = status
+        return _WORKED[key]
 
 
 _WAYS: dict[str, type[TorchDevice]] = {
@@ -892,6 +906,9 @@ def _filled(device: TorchDevice, dtype: DType, data: bytes) -> torch.Tensor:
     tensor = device.allocate(dtype, (len(data) // dtype.itemsize,))
     _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return tensor
+
+
+_WORKED: dict[tuple[str, str], DTypeStatus] = {}
 
 
 def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:

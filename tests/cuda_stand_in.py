@@ -1,0 +1,467 @@
+"""A small C library in the place of CUDA's driver: two devices of host memory.
+
+It is stricter than the real one. What is begun on a stream runs when somebody waits for it and not
+before, so that a slot that is filled too early, or memory that is read too early, has wrong bytes.
+Every call needs the context whose memory, stream or event it is given, copies must lie within
+memory that was allocated there and be from memory that is page-locked meanwhile, and the first
+thing that was wrong is kept in ``violation``. It computes nothing by itself: modules are refused,
+but for the casts of `Kernels`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import needs
+
+from streamload.cast.reference import cast_bytes
+from streamload.devices.ptx import cast_ptx
+from streamload.dtypes import DType
+
+SOURCE = r"""
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, BAD_IMAGE = 218, NO_CONTEXT = 201,
+       NOT_READY = 600, LOCKED = 712, NOT_LOCKED = 713, FAILED = 719 };
+enum { DEVICE, HOST };  /* kinds of memory */
+
+typedef struct { int device; } Context;
+typedef struct Work {  /* a copy, or the launch of a kernel */
+    struct Work *next; uint64_t at; char *to; const char *from; size_t n;
+    void *kernel; uint64_t arguments[4];
+} Work;
+typedef struct Stream { struct Stream *next; Context *context; Work *work; int busy; } Stream;
+typedef struct { Context *context; Stream *stream; uint64_t at; } Event;
+typedef struct Memory { struct Memory *next; char *first; size_t n; int kind; Context *context; }
+    Memory;
+
+/* what tests look at and set */
+char violation[256];
+int streams, events, registered, host_allocated, contexts_made, null_waits, copies_run, launches;
+void *(*load)(const char *image);  /* a kernel for what is in an image, 0 for none */
+void (*launch)(void *kernel, uint64_t, uint64_t, uint64_t, uint64_t);
+int null_busy;              /* the null stream has work until somebody waits for it */
+int copies_left = -1;       /* copies on streams that succeed; -1 for all */
+int locks_left = -1;        /* page locks that succeed; -1 for all */
+size_t memory_nbytes = (size_t)1 << 30, used_nbytes[2];
+size_t lost_nbytes;         /* said to be free, and not to be had */
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t idle = PTHREAD_COND_INITIALIZER;
+static Context primary[2] = {{0}, {1}};
+static Stream *all_streams;
+static Memory *memories;
+static uint64_t now;
+static __thread Context *stack[64];
+static __thread int depth;
+
+static int wrong(int status, const char *what) {
+    if (!violation[0]) snprintf(violation, sizeof violation, "%s", what);
+    return status;
+}
+static Context *current(void) { return depth ? stack[depth - 1] : 0; }
+
+static Memory *memory_at(const void *first, size_t n, int kind) {
+    for (Memory *m = memories; m; m = m->next)
+        if (m->kind == kind && (char *)first >= m->first && (char *)first + n <= m->first + m->n)
+            return m;
+    return 0;
+}
+static void add_memory(void *first, size_t n, int kind) {
+    Memory *m = malloc(sizeof *m);
+    *m = (Memory){memories, first, n, kind, current()};
+    memories = m;
+}
+static int remove_memory(void *first, int kind, size_t *n) {
+    for (Memory **m = &memories; *m; m = &(*m)->next)
+        if ((*m)->first == first && (*m)->kind == kind) {
+            Memory *gone = *m;
+            if (kind == DEVICE && gone->context != current())
+                return wrong(INVALID, "memory is freed in another context");
+            *n = gone->n; *m = gone->next; free(gone);
+            return 0;
+        }
+    return wrong(INVALID, "memory is freed that was not allocated");
+}
+
+/* run what was begun on a stream up to a moment; the mutex is held, but not while a kernel runs */
+static void run(Stream *stream, uint64_t until) {
+    while (stream->work && stream->work->at <= until) {
+        if (stream->busy) { pthread_cond_wait(&idle, &mutex); continue; }
+        Work *work = stream->work;
+        if (work->kernel) {
+            uint64_t *a = work->arguments;
+            stream->busy = 1;
+            pthread_mutex_unlock(&mutex);
+            launch(work->kernel, a[0], a[1], a[2], a[3]);
+            pthread_mutex_lock(&mutex);
+            stream->busy = 0;
+            launches++;
+            pthread_cond_broadcast(&idle);
+        } else {
+            if (!memory_at(work->from, work->n, HOST))
+                wrong(0, "memory was unlocked before the copy from it had ended");
+            else if (!memory_at(work->to, work->n, DEVICE))
+                wrong(0, "memory was freed before the copy to it had ended");
+            else
+                memcpy(work->to, work->from, work->n);
+            copies_run++;
+        }
+        stream->work = work->next;
+        free(work);
+    }
+}
+static void begin(Stream *stream, Work work) {
+    Work *made = malloc(sizeof work), **last = &stream->work;
+    *made = work;
+    made->at = ++now;
+    while (*last) last = &(*last)->next;
+    *last = made;
+}
+
+int cuInit(unsigned flags) { return 0; }
+int cuGetErrorString(int status, const char **text) {
+    *text = status == NO_MEMORY ? "out of memory" : "the stand-in refuses";
+    return 0;
+}
+int cuDeviceGet(int *device, int index) {
+    if (index > 1) return NO_DEVICE;
+    *device = index;
+    return 0;
+}
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGetName(char *name, int n, int device) {
+    snprintf(name, n, "stand-in %d", device); return 0;
+}
+int cuDeviceComputeCapability(int *major, int *minor, int device) {
+    *major = 9; *minor = 0; return 0;
+}
+int cuDeviceCanAccessPeer(int *can, int device, int other) { *can = 0; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &primary[device]; return 0; }
+
+int cuCtxCreate_v2(void **context, unsigned flags, int device) {
+    Context *made = malloc(sizeof *made);
+    made->device = device;
+    contexts_made++;
+    *context = stack[depth++] = made;
+    return 0;
+}
+int cuCtxSetCurrent(Context *context) {
+    if (!depth) depth = 1;
+    stack[depth - 1] = context;
+    return 0;
+}
+int cuCtxGetCurrent(void **context) { *context = current(); return 0; }
+int cuCtxPushCurrent_v2(Context *context) { stack[depth++] = context; return 0; }
+int cuCtxPopCurrent_v2(void **context) {
+    if (!depth) return wrong(NO_CONTEXT, "no context to pop");
+    *context = stack[--depth];
+    return 0;
+}
+int cuCtxSynchronize(void) {
+    if (!current()) return wrong(NO_CONTEXT, "cuCtxSynchronize without a context");
+    pthread_mutex_lock(&mutex);
+    for (Stream *s = all_streams; s; s = s->next)
+        if (s->context == current()) run(s, now);
+    null_waits += null_busy; null_busy = 0;
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+
+int cuMemGetInfo_v2(size_t *free_nbytes, size_t *total) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemGetInfo without a context");
+    *total = memory_nbytes;
+    *free_nbytes = memory_nbytes - used_nbytes[current()->device];
+    return 0;
+}
+int cuMemAlloc_v2(uint64_t *address, size_t n) {
+    Context *context = current();
+    if (!context) return wrong(NO_CONTEXT, "cuMemAlloc without a context");
+    pthread_mutex_lock(&mutex);
+    int status = NO_MEMORY;
+    if (used_nbytes[context->device] + n <= memory_nbytes - lost_nbytes) {
+        void *made = aligned_alloc(256, (n + 255) / 256 * 256);
+        memset(made, 0xA5, n);
+        add_memory(made, n, DEVICE);
+        used_nbytes[context->device] += n;
+        *address = (uint64_t)made;
+        status = 0;
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemFree_v2(uint64_t address) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemFree without a context");
+    pthread_mutex_lock(&mutex);
+    size_t n = 0;
+    int status = remove_memory((void *)address, DEVICE, &n);
+    if (!status) { used_nbytes[current()->device] -= n; free((void *)address); }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemHostAlloc(void **made, size_t n, unsigned flags) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemHostAlloc without a context");
+    pthread_mutex_lock(&mutex);
+    *made = malloc(n);
+    add_memory(*made, n, HOST);
+    host_allocated++;
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+int cuMemFreeHost(void *made) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemFreeHost without a context");
+    pthread_mutex_lock(&mutex);
+    size_t n;
+    int status = remove_memory(made, HOST, &n);
+    if (!status) { host_allocated--; free(made); }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemHostRegister_v2(void *first, size_t n, unsigned flags) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemHostRegister without a context");
+    pthread_mutex_lock(&mutex);
+    int status = 0;
+    for (Memory *m = memories; m; m = m->next)
+        if (m->kind == HOST && (char *)first < m->first + m->n && (char *)first + n > m->first)
+            status = wrong(LOCKED, "memory is locked twice");
+    if (!status && locks_left == 0) status = INVALID;
+    if (!status) { add_memory(first, n, HOST); registered++; locks_left -= locks_left > 0; }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemHostUnregister(void *first) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemHostUnregister without a context");
+    pthread_mutex_lock(&mutex);
+    size_t n;
+    int status = remove_memory(first, HOST, &n);
+    registered -= !status;
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemHostGetDevicePointer_v2(uint64_t *address, void *host, unsigned flags) {
+    *address = (uint64_t)host;
+    return 0;
+}
+
+int cuMemcpyHtoDAsync_v2(uint64_t target, const void *source, size_t n, Stream *stream) {
+    if (!current()) return wrong(NO_CONTEXT, "a copy without a context");
+    int status = 0;
+    pthread_mutex_lock(&mutex);
+    Memory *to = memory_at((void *)target, n, DEVICE);
+    if (!to || to->context != current())
+        status = wrong(INVALID, "a copy to memory that is not this context's");
+    else if (!memory_at(source, n, HOST))
+        status = wrong(INVALID, "a copy from memory that is not locked");
+    else if (!stream)
+        memcpy((void *)target, source, n);
+    else if (stream->context != current())
+        status = wrong(INVALID, "a copy on a stream of another context");
+    else if (copies_left == 0)
+        status = FAILED;
+    else {
+        begin(stream, (Work){.to = (char *)target, .from = source, .n = n});
+        copies_left -= copies_left > 0;
+    }
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t n) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemcpyDtoH without a context");
+    memcpy(to, (void *)from, n);  /* without waiting for streams that do not wait for this one */
+    return 0;
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t n, Stream *stream) {
+    return cuMemcpyDtoH_v2(to, from, n);
+}
+int cuMemsetD8Async(uint64_t to, unsigned char value, size_t n, Stream *stream) {
+    if (!current()) return wrong(NO_CONTEXT, "cuMemsetD8Async without a context");
+    memset((void *)to, value, n);
+    return 0;
+}
+
+int cuStreamCreate(void **made, unsigned flags) {
+    if (!current()) return wrong(NO_CONTEXT, "cuStreamCreate without a context");
+    pthread_mutex_lock(&mutex);
+    Stream *stream = malloc(sizeof *stream);
+    *stream = (Stream){all_streams, current()};
+    *made = all_streams = stream;
+    streams++;
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+int cuStreamQuery(Stream *stream) {
+    if (stream) return stream->work ? NOT_READY : 0;
+    if (!current()) return wrong(NO_CONTEXT, "cuStreamQuery without a context");
+    return null_busy ? NOT_READY : 0;
+}
+int cuStreamSynchronize(Stream *stream) {
+    pthread_mutex_lock(&mutex);
+    if (stream) run(stream, now);
+    else { null_waits += null_busy; null_busy = 0; }
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+int cuStreamDestroy_v2(Stream *stream) {
+    pthread_mutex_lock(&mutex);
+    if (stream->work) wrong(0, "a stream is destroyed before its copies have ended");
+    for (Stream **s = &all_streams; *s; s = &(*s)->next)
+        if (*s == stream) { *s = stream->next; break; }
+    free(stream);
+    streams--;
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+int cuEventCreate(void **made, unsigned flags) {
+    if (!current()) return wrong(NO_CONTEXT, "cuEventCreate without a context");
+    Event *event = calloc(1, sizeof *event);
+    event->context = current();
+    *made = event;
+    __atomic_add_fetch(&events, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+int cuEventDestroy_v2(Event *event) {
+    free(event);
+    __atomic_sub_fetch(&events, 1, __ATOMIC_SEQ_CST);
+    return 0;
+}
+int cuEventRecord(Event *event, Stream *stream) {
+    if (!stream || event->context != current() || stream->context != current())
+        return wrong(INVALID, "an event or a stream of another context");
+    pthread_mutex_lock(&mutex);
+    event->stream = stream;
+    event->at = now;
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+int cuEventQuery(Event *event) {
+    pthread_mutex_lock(&mutex);
+    Work *first = event->stream ? event->stream->work : 0;
+    int status = first && first->at <= event->at ? NOT_READY : 0;
+    pthread_mutex_unlock(&mutex);
+    return status;
+}
+int cuEventSynchronize(Event *event) {
+    pthread_mutex_lock(&mutex);
+    if (event->stream) run(event->stream, event->at);
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+
+int cuModuleLoadData(void **module, const void *image) { return BAD_IMAGE; }
+int cuModuleLoadDataEx(void **module, const void *image, unsigned n, int *options, void **values) {
+    if (!current()) return wrong(NO_CONTEXT, "a module without a context");
+    *module = load ? load(image) : 0;
+    return *module ? 0 : BAD_IMAGE;
+}
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    *function = module;
+    return 0;
+}
+int cuModuleUnload(void *module) { return 0; }
+int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, Stream *stream, void **arguments, void **extra) {
+    if (!current()) return wrong(NO_CONTEXT, "a kernel without a context");
+    if (!stream || stream->context != current())
+        return wrong(INVALID, "a kernel on a stream of another context");
+    Work work = {.kernel = function};
+    for (int i = 0; i < 4; i++) work.arguments[i] = *(uint64_t *)arguments[i];
+    pthread_mutex_lock(&mutex);
+    begin(stream, work);
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
+"""
+
+
+def build(folder: Path, name: str = "libcuda.so.1") -> Path:
+    """Compile the stand-in; skips the test where there is no C compiler.
+
+    Args:
+        folder: where to.
+        name: of the file, and what the library calls itself.
+
+    Returns:
+        The library.
+    """
+    compiler = shutil.which("clang") or shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        needs.lacking("no C compiler, or no Linux")
+    source = folder / "stand_in.c"
+    source.write_text(SOURCE)
+    command = [compiler, "-O1", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{name}"]
+    subprocess.run([*command, "-o", name, source.name], cwd=folder, check=True)
+    return folder / name
+
+
+class Kernels:
+    """The casts, for the stand-in to launch in the process that loaded it: by the reference.
+
+    Kept as long as it is used. Whether the PTX computes the same is tested elsewhere.
+    """
+
+    def __init__(self, driver: Any, pairs: Iterable[tuple[DType, DType]]) -> None:
+        """Know the casts of some pairs.
+
+        Args:
+            driver: the stand-in, by ``ctypes.CDLL``.
+            pairs: dtypes of source and target.
+        """
+        self._casts = [(src, dst, clamp) for src, dst in pairs for clamp in (False, True)]
+        self._texts = [cast_ptx(s, d, clamp=clamp).encode() for s, d, clamp in self._casts]
+        word = ctypes.c_uint64
+        self._hooks = {
+            "load": ctypes.CFUNCTYPE(word, ctypes.c_char_p)(self._load),
+            "launch": ctypes.CFUNCTYPE(None, word, word, word, word, word)(self._launch),
+        }
+        for name, hook in self._hooks.items():
+            ctypes.c_void_p.in_dll(driver, name).value = ctypes.cast(hook, ctypes.c_void_p).value
+
+    def _load(self, image: bytes) -> int:
+        return self._texts.index(image) + 1 if image in self._texts else 0
+
+    def _launch(self, kernel: int, source: int, out: int, numel: int, tally: int) -> None:
+        src, dst, clamp = self._casts[kernel - 1]
+        data = ctypes.string_at(source, src.nbytes(numel))
+        cast = bytearray(dst.nbytes(numel))
+        counts = cast_bytes(src, dst, memoryview(data), memoryview(cast), clamp=clamp)
+        ctypes.memmove(out, bytes(cast), len(cast))
+        told = (ctypes.c_uint64 * 3).from_address(tally)
+        for i, more in enumerate((counts[0], counts[1], sum(counts))):
+            told[i] += more
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of a process for which the stand-in in a folder is CUDA's driver."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("CUDA_PATH", "DEV", "NVRTC_PATH")}
+    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+    return kept | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": paths}
+
+
+def run(folder: Path, code: str, *arguments: object, **variables: str) -> None:
+    """Run code in a child whose driver is the stand-in in a folder; it has to succeed.
+
+    Args:
+        folder: of the library.
+        code: what to run.
+        arguments: the child's.
+        variables: of its environment.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(folder) | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
