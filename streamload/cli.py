@@ -1,4 +1,4 @@
-"""The commands: inspect, plan, load, devices.
+"""The commands: inspect, plan, load, devices, bench.
 
 Exit codes: 0 done, 1 bad input or a failure, 2 wrong usage, 3 does not fit, 130 Ctrl-C. Errors are
 one line on stderr.
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -65,6 +66,23 @@ class ReaderChoice(StrEnum):
     auto = "auto"
     mmap = "mmap"
     pread = "pread"
+    direct = "direct"
+
+
+class PageCacheChoice(StrEnum):
+    """``--page-cache``."""
+
+    auto = "auto"
+    keep = "keep"
+    drop = "drop"
+
+
+class TransferChoice(StrEnum):
+    """``--transfer``."""
+
+    auto = "auto"
+    staged = "staged"
+    mapped = "mapped"
 
 
 PathArgument = Annotated[
@@ -108,7 +126,26 @@ CastOption = Annotated[
 ]
 ReaderOption = Annotated[
     ReaderChoice,
-    typer.Option(metavar="READER", help="How files are read: auto, mmap or pread."),
+    typer.Option(
+        metavar="READER",
+        help="How files are read: auto, mmap, pread, or direct (past the page cache).",
+    ),
+]
+PageCacheOption = Annotated[
+    PageCacheChoice,
+    typer.Option(
+        metavar="WHAT",
+        help="What becomes of the page cache that the load fills: auto (dropped where memory is "
+        "short), keep or drop.",
+    ),
+]
+TransferOption = Annotated[
+    TransferChoice,
+    typer.Option(
+        metavar="WAY",
+        help="How bytes get to a GPU: auto, staged (through page-locked memory) or mapped "
+        "(straight from the page cache).",
+    ),
 ]
 MappingOption = Annotated[
     str | None,
@@ -200,6 +237,8 @@ def plan(
     out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
     cast: CastOption = CastChoice.auto,
     reader: ReaderOption = ReaderChoice.auto,
+    page_cache: PageCacheOption = PageCacheChoice.auto,
+    transfer: TransferOption = TransferChoice.auto,
     mapping: MappingOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -216,6 +255,8 @@ def plan(
         out_of_range=out_of_range.value,
         cast=cast.value,
         reader=reader.value,
+        page_cache=page_cache.value,
+        transfer=transfer.value,
         mapping=mapping,
     )
     if as_json:
@@ -273,6 +314,8 @@ def load(
     out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
     cast: CastOption = CastChoice.auto,
     reader: ReaderOption = ReaderChoice.auto,
+    page_cache: PageCacheOption = PageCacheChoice.auto,
+    transfer: TransferOption = TransferChoice.auto,
     mapping: MappingOption = None,
     verify: Annotated[
         bool,
@@ -295,6 +338,8 @@ def load(
         out_of_range=out_of_range.value,
         cast=cast.value,
         reader=reader.value,
+        page_cache=page_cache.value,
+        transfer=transfer.value,
         mapping=mapping,
         progress=False if no_progress else "auto",
     )
@@ -414,6 +459,108 @@ def _dtype(values: list[str] | None) -> str | dict[str, str] | None:
         pattern, _, dtype = value.rpartition("=")
         rules.setdefault(pattern or "*", dtype)
     return rules
+
+
+@app.command()
+def bench(
+    path: PathArgument,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A device, as load has them. Default: STREAMLOAD_DEVICE, or the first that works "
+            "of cuda:0, CL, cpu, CPU and host.",
+            show_default=False,
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(metavar="N", help="Processes of each loader, in turn.")] = 5,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Loaders to compare with, separated by commas; none for none. Default: all that "
+            "load to the device.",
+            show_default=False,
+        ),
+    ] = None,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Also with the files dropped from the page cache.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="What all floats become.")
+    ] = "checkpoint",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most bytes that streamload may take on the device.",
+            show_default=False,
+        ),
+    ] = None,
+    cores: Annotated[
+        int, typer.Option(metavar="N", help="CPUs that each process may use; 0 for all.")
+    ] = 0,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="Import a loader from a folder, to compare another version of it; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Most time for one load.")
+    ] = 600.0,
+    limits: Annotated[
+        bool, typer.Option(help="Measure what the machine could do at most, too.")
+    ] = True,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures there.", show_default=False),
+    ] = None,
+    svg_file: Annotated[
+        str | None,
+        typer.Option("--svg", metavar="FILE", help="Draw a chart there.", show_default=False),
+    ] = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
+) -> None:
+    """Compare loaders on one checkpoint and device.
+
+    Each load is a process of its own. Loaders that are not installed or do not work are named,
+    with the reason.
+    """
+    from streamload.bench.compare import Options, compare
+    from streamload.bench.loaders import OURS
+
+    pairs = [entry.partition("=") for entry in site or ()]
+    if not all(name and folder for name, _, folder in pairs):
+        raise typer.BadParameter(f"--site: expected NAME=FOLDER, found {', '.join(site or ())}")
+    named = None
+    if peers is not None:
+        named = () if peers == "none" else tuple(name.strip() for name in peers.split(","))
+    found = compare(
+        Options(
+            path=path,
+            device=device,
+            runs=runs,
+            peers=named,
+            states=("warm", "cold") if cold else ("warm",),
+            dtype=dtype,
+            budget=budget,
+            timeout_s=timeout,
+            cores=cores,
+            sites={name: folder for name, _, folder in pairs},
+            limits=limits,
+            say=(lambda text: None) if no_progress else _complain,
+        )
+    )
+    if json_file:
+        Path(json_file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    if svg_file:
+        Path(svg_file).write_text(found.svg())
+    _print(*found.lines())
+    if OURS not in found.loaders:
+        raise typer.Exit(1)
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import ReaderKind, ResolvedKind, resolve_reader
+from streamload.checkpoint.page_cache import PageCacheKind
+from streamload.checkpoint.readers import (
+    ReaderChoice,
+    ReaderKind,
+    choose_reader,
+    filesystem_and_length,
+    reader_for,
+)
 from streamload.devices.base import (
     Parameter,
     environment_fp16_cast,
@@ -38,11 +45,19 @@ from streamload.lookup import (
 from streamload.mapping import MappingArgument, Rename, Source, sources
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
-from streamload.plan.budget import STAGING, Budget, BudgetLike, Ledger, canonical_device
+from streamload.plan.budget import (
+    STAGING,
+    Budget,
+    BudgetLike,
+    Ledger,
+    available_cpus,
+    canonical_device,
+)
 from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
+from streamload.plan.plan import Plan, Transfer
 from streamload.plan.planner import (
     DEFAULT_CHUNK_NBYTES,
+    MAPPED_WINDOW_NBYTES,
     CastChoice,
     DeviceSpec,
     DTypePolicy,
@@ -55,12 +70,25 @@ from streamload.stream import deferred_interrupt, stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes, parse_bytes
 
+TransferArgument = Literal["auto", "staged", "mapped"]
 DTypeArgument = None | str | DType | Mapping[str, str | DType]
 
+# On one H200, 16 cores, 16 GB of bf16 in the page cache of ext4, 64 MiB of slots, GB/s from the
+# first read to the last byte: 30 with 6 threads, 51 with 8 (slots of 4 MiB), 45 with 10, 44 with
+# 12, 43 with 14 and 16; PCIe gives 54. Predicted: more threads read more. Seen: each copy costs
+# some 14 microseconds beside its bytes, so that with slots of less than 4 MiB the copies fall
+# behind; with 128 MiB of slots 12 threads reach 48. One slot for each thread instead of two: 41
+# with 12 threads, 45 with 16. Casts of the host come from a map, where threads wait for each other: 16 GB/s with 8,
+# 8 with 12.
 _MOST_THREADS = 8
-# Reads into slots of 2.7 MiB and copies to one H200, 16 cores, 64 MiB of slots: 42 to 44 GB/s with
-# 8 threads (slots of 4 MiB), 47 to 48 with 12, 47 with 16.
-_MOST_STAGING_THREADS = 12
+
+# Up to this many CPUs "auto" maps what is in the page cache. Predicted: each byte is copied once
+# less, so mapping wins where CPUs are few, as on an earlier machine (23 GB/s mapped and 9 staged
+# with one thread, 30 and 18 with two). Seen on one H200's virtual machine: 8.5 and 5.3 with one
+# CPU, 8 to 13 and 11 to 14 with two, 9 and 21 with four. There, locking and unlocking pages for the
+# driver takes most of the time (0.25 microseconds a page of 4 KiB), one thread at a time. For the
+# same reason a small host budget is no reason to map: 27 GB/s staged with 16 MiB, 41 with 32 MiB.
+MAPPED_MOST_CPUS = 1
 
 # Below this, a map is not used unless it is asked for: threads that fault pages in evict those of
 # each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
@@ -78,12 +106,14 @@ def load_state_dict(
     out_of_range: OutOfRange = "inf",
     cast: CastArgument = "auto",
     reader: ReaderKind = "auto",
+    page_cache: PageCacheKind = "auto",
+    transfer: TransferArgument = "auto",
     rename: Rename | None = None,
     mapping: MappingArgument | None = None,
     strict: bool = True,
     progress: Progress = "auto",
     reserve: float | str = 0,
-    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model, under a budget in bytes.
@@ -115,7 +145,15 @@ def load_state_dict(
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
-        reader: "auto", "mmap", "pread", or "direct" to read past the page cache.
+        reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
+            each file: "direct" for what is on a local disk, not in the page cache, and staged;
+            else "mmap", or "pread" on network filesystems.
+        page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
+            next load; "drop" gives it back behind what is read; "auto" does that where memory is
+            short. What was in it before stays.
+        transfer: how bytes get to a device that the CPU does not write to: "staged" through host
+            memory, or "mapped" straight from the page cache; "auto" maps files that are in the page
+            cache, for CUDA, with few CPUs or a small ``Budget(host=...)``.
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
@@ -125,8 +163,9 @@ def load_state_dict(
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
         reserve: bytes, or a size, that stay free on each device beside what is loaded: for
             activations, caches, other parameters. Taken off its budget and of what is free.
-        chunk_nbytes: most bytes read and cast at once.
-        threads: most streaming threads; None: the CPUs that this process may use, at most 8.
+        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped.
+        threads: most streaming threads; None: the CPUs that this process may use (affinity, and
+            the limit of its cgroup), at most 8.
 
     Returns:
         What was done; ``print(report)`` shows it.
@@ -147,7 +186,16 @@ def load_state_dict(
     """
     clock = Clock()
     options = _Options.read(
-        budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads, reserve
+        budget,
+        dtype,
+        out_of_range,
+        cast,
+        reader,
+        page_cache,
+        transfer,
+        chunk_nbytes,
+        threads,
+        reserve,
     )
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
@@ -173,10 +221,12 @@ def plan(
     out_of_range: OutOfRange = "inf",
     cast: CastArgument = "auto",
     reader: ReaderKind = "auto",
+    page_cache: PageCacheKind = "auto",
+    transfer: TransferArgument = "auto",
     rename: Rename | None = None,
     mapping: MappingArgument | None = None,
     reserve: float | str = 0,
-    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> Plan:
     """Plan a load of all of a checkpoint, without a model and without reading any data.
@@ -194,6 +244,8 @@ def plan(
         out_of_range: as in `load_state_dict`.
         cast: as in `load_state_dict`.
         reader: as in `load_state_dict`.
+        page_cache: as in `load_state_dict`.
+        transfer: as in `load_state_dict`.
         rename: as in `load_state_dict`.
         mapping: as in `load_state_dict`.
         reserve: as in `load_state_dict`; nodes have a budget alone.
@@ -210,7 +262,16 @@ def plan(
     if sum(given is not None for given in (device, devices, nodes)) > 1:
         raise ValueError("device, devices and nodes exclude each other")
     options = _Options.read(
-        budget, dtype, out_of_range, cast, reader, chunk_nbytes, threads, reserve
+        budget,
+        dtype,
+        out_of_range,
+        cast,
+        reader,
+        page_cache,
+        transfer,
+        chunk_nbytes,
+        threads,
+        reserve,
     )
     parsed, policy = options.budget, options.policy
     if isinstance(devices, str):
@@ -248,6 +309,7 @@ def plan(
         )
     fill, _, tied = sources(checkpoint, mapping, rename)
     engine: CastChoice = "llvm" if cast == "auto" else cast
+    specs = options.casting(specs)
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
 
 
@@ -269,14 +331,6 @@ def _check_names(budget: Budget, names: Iterable[str], device: object) -> None:
         )
 
 
-def _default_threads(specs: Sequence[DeviceSpec]) -> int:
-    """As many as the CPUs that this process may use, up to what made a difference."""
-    cpus = getattr(os, "sched_getaffinity", None)
-    count = len(cpus(0)) if cpus else os.cpu_count() or 1
-    staged = not any(spec.host_visible for spec in specs)
-    return max(1, min(count, _MOST_STAGING_THREADS if staged else _MOST_THREADS))
-
-
 @dataclass(frozen=True, slots=True)
 class _Options:
     """The arguments of a load that are numbers and names, read and checked."""
@@ -286,7 +340,9 @@ class _Options:
     out_of_range: OutOfRange
     cast: CastArgument
     reader: ReaderKind
-    chunk_nbytes: int
+    page_cache: PageCacheKind
+    transfer: TransferArgument
+    chunk_nbytes: int | None
     threads: int | None
     reserve_nbytes: int
 
@@ -298,7 +354,9 @@ class _Options:
         out_of_range: OutOfRange,
         cast: CastArgument,
         reader: ReaderKind,
-        chunk_nbytes: int,
+        page_cache: PageCacheKind,
+        transfer: TransferArgument,
+        chunk_nbytes: int | None,
         threads: int | None,
         reserve: float | str = 0,
     ) -> _Options:
@@ -307,22 +365,35 @@ class _Options:
             ("out_of_range", out_of_range, get_args(OutOfRange)),
             ("cast", cast, get_args(CastArgument)),
             ("reader", reader, get_args(ReaderKind)),
+            ("page_cache", page_cache, get_args(PageCacheKind)),
+            ("transfer", transfer, get_args(TransferArgument)),
         ):
             if value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
         for name, count in (("chunk_nbytes", chunk_nbytes), ("threads", threads)):
             if count is not None and (type(count) is not int or count < 1):
                 raise ValueError(f"{name} is a whole number of at least 1, not {count!r}")
+        if transfer == "mapped" and reader in ("pread", "direct"):
+            raise ValueError(
+                f'transfer="mapped" copies from maps of the files, and reader="{reader}" makes none'
+            )
         return cls(
             Budget.parse(budget),
             DTypePolicy.parse(dtype, environment_fp16_cast()),
             out_of_range,
             cast,
             reader,
+            page_cache,
+            transfer,
             chunk_nbytes,
             threads,
             parse_bytes(reserve),
         )
+
+    def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+        """The devices, of which none casts where the host is asked to."""
+        casts = self.cast in ("auto", "device")
+        return [replace(spec, casts=spec.casts and casts) for spec in specs]
 
     def plan(
         self,
@@ -333,16 +404,32 @@ class _Options:
         cast: CastChoice,
         host_free_nbytes: int | None = None,
     ) -> Plan:
-        """Plan under these options, and within what is free on the host (None: not looked at)."""
-        kinds = [resolve_reader(header.path, self.reader) for header in checkpoint.shards]
-        made = self._plan(checkpoint, wants, specs, tied, cast, host_free_nbytes, kinds)
+        """Plan under these options, and within what is free on the host (None: not looked at).
+
+        Raises:
+            ValueError: ``transfer="mapped"`` and a device or a file that cannot be.
+        """
+        staged = not any(spec.host_visible for spec in specs)
+        choices = [
+            # only whole slots: see `choose_reader` for what it costs elsewhere
+            choose_reader(header.path, self.reader, page_cache=self.page_cache, whole_slots=staged)
+            for header in checkpoint.shards
+        ]
+        transfer = self._transfer(checkpoint, specs, choices)
+        if self.transfer == "mapped" and self.reader == "auto":
+            choices = [ReaderChoice("mmap", 'transfer="mapped" was asked for')] * len(choices)
+        planned = partial(self._plan, checkpoint, wants, specs, tied, cast, host_free_nbytes)
+        made = planned(choices, transfer)
+        if self.transfer == "auto" and made.transfer == "mapped" and _host_moves(made, specs):
+            made = planned(choices, "staged")  # it needs slots anyhow
+        kinds = {choice.kind for choice in choices}
         if "mmap" not in kinds or host_free_nbytes is None:
             return made
         shared = {spec.name for spec in specs if spec.shared_memory}
         taken = made.host_nbytes + sum(d.fresh_nbytes for d in made.devices if d.device in shared)
         if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
             return made
-        if self.reader == "mmap":
+        if self.reader == "mmap" or self.transfer == "mapped":
             if host_free_nbytes > taken:
                 note = "one thread: files are mapped, and the host has little memory"
                 return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -351,14 +438,47 @@ class _Options:
                 taken + _MAP_ROOM_NBYTES,
                 host_free_nbytes,
                 limit="free memory",
-                would_fit=['reader="pread"'],
+                would_fit=['reader="pread"' if self.reader == "mmap" else 'transfer="staged"'],
             )
-        made = self._plan(
-            checkpoint, wants, specs, tied, cast, host_free_nbytes, ["pread"] * len(kinds)
-        )
         left = format_bytes(max(host_free_nbytes - taken, 0))
+        reason = "not mapped: the host has little memory"
+        choices = [
+            ReaderChoice("pread", reason) if choice.kind == "mmap" else choice for choice in choices
+        ]
+        made = planned(choices, "staged")
         note = f"files are read and not mapped: the host would be left with {left}"
         return replace(made, notes=(*made.notes, note))
+
+    def _transfer(
+        self,
+        checkpoint: Checkpoint,
+        specs: Sequence[DeviceSpec],
+        choices: Sequence[ReaderChoice],
+    ) -> Transfer:
+        """How bytes get to the devices that are staged."""
+        if self.transfer == "staged":
+            return "staged"
+        staged = [spec for spec in specs if not spec.host_visible]
+        unable = [spec.name for spec in staged or specs if not spec.maps_host_memory]
+        if self.transfer == "mapped":
+            if unable:
+                raise ValueError(
+                    f'transfer="mapped" is for CUDA devices that copy from page-locked files: '
+                    f"{', '.join(unable)} cannot"
+                )
+            for header in checkpoint.shards:
+                filesystem, nbytes = filesystem_and_length(header.path)
+                if reader_for(filesystem, nbytes) != "mmap":
+                    raise ValueError(
+                        f'transfer="mapped" needs files that can be mapped: {header.path} is on '
+                        f"{filesystem or 'an unknown filesystem'}"
+                    )
+            return "mapped"
+        if unable or (self.threads or available_cpus()) > MAPPED_MOST_CPUS:
+            return "staged"
+        # not where it has to be read first: mapping waits for the disk, and reads it no faster
+        resident = all(c.kind == "mmap" and c.resident == 1 for c in choices)
+        return "mapped" if resident else "staged"
 
     def _plan(
         self,
@@ -368,30 +488,37 @@ class _Options:
         tied: Mapping[str, str],
         cast: CastChoice,
         host_free_nbytes: int | None,
-        readers: Sequence[ResolvedKind],
+        choices: Sequence[ReaderChoice],
+        transfer: Transfer,
     ) -> Plan:
         budget, free = self.budget.host_nbytes, host_free_nbytes
-        plan = partial(
-            make_plan,
+        most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
+        return make_plan(
             checkpoint,
             wants=wants,
             devices=specs,
             dtype=self.policy,
             out_of_range=self.out_of_range,
             cast=cast,
-            readers=readers,
+            readers=[choice.kind for choice in choices],
             tied=tied,
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
-            chunk_nbytes=self.chunk_nbytes,
+            chunk_nbytes=self.chunk_nbytes or most_nbytes,
+            transfer=transfer,
+            page_cache=self.page_cache,
+            reader_reasons=[choice.reason for choice in choices],
+            threads=self.threads or min(available_cpus(), _MOST_THREADS),
         )
-        made = plan(threads=self.threads or _default_threads(specs))
-        casts = any(p.cast in ("llvm", "numpy") for p in made.placements)
-        if casts and self.threads is None and made.threads > _MOST_THREADS:
-            # more of them help where bytes are only read: what is cast comes from a map, where
-            # threads wait for each other (8 GB/s with 12, 16 with 8, on one H200)
-            return plan(threads=_MOST_THREADS)
-        return made
+
+
+def _host_moves(made: Plan, specs: Iterable[DeviceSpec]) -> bool:
+    """Whether the host casts or reorders something on its way to a device that is staged."""
+    staged = {spec.name for spec in specs if not spec.host_visible}
+    return any(
+        p.device in staged and (p.cast in ("llvm", "numpy") or p.transpose is not None)
+        for p in made.placements
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,15 +569,18 @@ class _Load:
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
         def planned(over: Devices) -> Plan:
-            specs = over.specs(
-                options.budget,
-                options.policy,
-                options.cast,
-                held,
-                bf16_undecided=undecided,
-                reserve_nbytes=options.reserve_nbytes,
+            specs = options.casting(
+                over.specs(
+                    options.budget,
+                    options.policy,
+                    options.cast,
+                    held,
+                    bf16_undecided=undecided,
+                    reserve_nbytes=options.reserve_nbytes,
+                )
             )
-            native = {spec.native_bf16 for spec in specs}
+            on_host = options.policy.fp16_cast == "llvm"  # some of it, whatever casts
+            native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
             engine, notes = _host_cast(checkpoint, wants, options, native)
             free = over.host_free_nbytes()
             made = options.plan(checkpoint, wants, specs, tied, engine, free)
@@ -528,6 +658,11 @@ class _Load:
                     device.synchronize()
                     device.trim()
         meter.sample(at_once=True)
+        fallbacks = [
+            f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
+        ]
+        if stats.transfer_fallback:
+            fallbacks.append(stats.transfer_fallback)
         counts = {
             made.placements[index].name: count
             for index, count in sorted(stats.counts.items())
@@ -543,6 +678,7 @@ class _Load:
             resident_nbytes=made.resident_nbytes,
             seconds=clock.seconds,
             stream_seconds=stats.seconds,
+            transfer_seconds=stats.transfer_seconds if stats.read_nbytes else 0.0,
             predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
             | {STAGING: made.host_nbytes},
             held_nbytes={name: ledger.peak(name) for name in names},
@@ -557,7 +693,9 @@ class _Load:
                 for name, device in devices.items()
                 if (counters := device.counters())
             },
-            notes=made.notes,
+            notes=(*made.notes, *fallbacks),
+            page_cache=stats.page_cache,
+            dropped_nbytes=stats.dropped_nbytes,
             state_dict={p.name: tensors[p.name] for p in made.placements} if tensors else {},
         )
 
@@ -630,7 +768,8 @@ def _host_cast(
         checkpoint: the headers.
         wants: what is loaded.
         options: those of the load.
-        native_bf16: what the devices say of themselves; kernels that none needs are not compiled.
+        native_bf16: what the devices that do not cast themselves say of themselves; kernels that
+            none needs are not compiled.
     """
     if options.cast in ("numpy", "device"):
         return options.cast, []

@@ -28,6 +28,8 @@ class LoadReport:
         resident_nbytes: bytes of parameters on all devices, as the allocators round.
         seconds: wall time of the whole call.
         stream_seconds: wall time of reading, casting and placing alone.
+        transfer_seconds: of that, from the first read on until the last byte was in place: without
+            staging and first parameters, which are allocated before, and without their release.
         predicted_nbytes: the plan's peak on each device, "staging" for host staging.
         held_nbytes: the most that the ledger held there.
         measured_nbytes: peaks by other counters, above what was there at the beginning:
@@ -42,6 +44,8 @@ class LoadReport:
         allocators: of each device whose framework has counters of its own, those after the load
             ("max_memory_allocated", ...): they count all that the process did.
         notes: choices that the load made, one sentence each.
+        page_cache: what became of the page cache, and why; "" where none was used.
+        dropped_nbytes: file bytes that were dropped from it.
         state_dict: with ``model=None``, the tensors by name.
     """
 
@@ -51,6 +55,7 @@ class LoadReport:
     resident_nbytes: int
     seconds: float
     stream_seconds: float
+    transfer_seconds: float
     predicted_nbytes: Mapping[str, int]
     held_nbytes: Mapping[str, int]
     measured_nbytes: Mapping[str, int]
@@ -61,6 +66,8 @@ class LoadReport:
     device_map: Mapping[str, str | int] = field(default_factory=dict)
     allocators: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    page_cache: str = ""
+    dropped_nbytes: int = 0
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -78,6 +85,7 @@ class LoadReport:
             "resident_nbytes": self.resident_nbytes,
             "seconds": self.seconds,
             "stream_seconds": self.stream_seconds,
+            "transfer_seconds": self.transfer_seconds,
             "gigabytes_per_second": self.gigabytes_per_second,
             "budget_nbytes": {d.device: d.budget_nbytes for d in self.plan.devices},
             "predicted_nbytes": dict(self.predicted_nbytes),
@@ -90,6 +98,10 @@ class LoadReport:
             "device_map": dict(self.device_map),
             "allocators": {name: dict(counters) for name, counters in self.allocators.items()},
             "notes": list(self.notes),
+            "transfer": self.plan.transfer,
+            "reading": self.plan.reading,
+            "page_cache": self.page_cache,
+            "dropped_nbytes": self.dropped_nbytes,
         }
         return json.dumps(data)
 
@@ -104,6 +116,11 @@ class LoadReport:
                 f"{self.gigabytes_per_second:.2f} GB/s",
             ),
         ]
+        if "direct" in self.plan.readers or self.plan.transfer == "mapped":
+            rows += [("read by", line) for line in self.plan.reading]
+        if self.dropped_nbytes:
+            said = f"{format_bytes(self.dropped_nbytes)} dropped; {self.page_cache}"
+            rows.append(("page cache", said))
         for d in self.plan.devices:
             rows.append(
                 (
@@ -119,7 +136,7 @@ class LoadReport:
                 said = ", ".join(f"{key} {format_bytes(n)}" for key, n in counters.items())
                 rows.append((f"{d.device} counts", said))
         if self.plan.host_nbytes:
-            rows.append(("staging", format_bytes(self.plan.host_nbytes)))
+            rows.append((self.plan.host_memory, format_bytes(self.plan.host_nbytes)))
         if "process" in self.measured_nbytes:
             rows.append(("process grew by", format_bytes(self.measured_nbytes["process"])))
         if total.total:

@@ -31,18 +31,19 @@ from transformers import initialization
 
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.devices.base import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
-from streamload.load import DTypeArgument, load_state_dict, on_unstored
+from streamload.load import DTypeArgument, TransferArgument, load_state_dict, on_unstored
 from streamload.lookup import CastArgument, Devices, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.plan.allocators import taken
 from streamload.plan.budget import Budget, BudgetLike
 from streamload.plan.plan import RowRange
-from streamload.plan.planner import DEFAULT_CHUNK_NBYTES, DTypePolicy
+from streamload.plan.planner import DTypePolicy
 from streamload.progress import Progress
 from streamload.report import LoadReport
 
@@ -93,9 +94,11 @@ def from_pretrained(
     out_of_range: OutOfRange = "inf",
     cast: CastArgument = "auto",
     reader: ReaderKind = "auto",
+    page_cache: PageCacheKind = "auto",
+    transfer: TransferArgument = "auto",
     strict: bool = True,
     progress: Progress = "auto",
-    chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+    chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
@@ -127,6 +130,8 @@ def from_pretrained(
         out_of_range: as in `streamload.load_state_dict`.
         cast: as in `streamload.load_state_dict`.
         reader: as in `streamload.load_state_dict`.
+        page_cache: as in `streamload.load_state_dict`.
+        transfer: as in `streamload.load_state_dict`.
         strict: missing and unexpected names and other shapes are an error, except for names that
             the model's class says may be ignored. With False, what matches is loaded, the rest is
             initialised as transformers does it, at random, and the report names it. What is
@@ -180,6 +185,8 @@ def from_pretrained(
             out_of_range=out_of_range,
             cast=cast,
             reader=reader,
+            page_cache=page_cache,
+            transfer=transfer,
             rename=lambda name: name if name in names.fill else None,
             mapping=names.fill,
             strict=False,  # `names.check` knows what may be ignored

@@ -257,17 +257,19 @@ class RecordedBulk:
             with device.lock:
                 under_way = any(copy.staging is slot for copy in device.pending)
                 closed = device.stagings[number - 1].closed
-            if under_way and not may_be_busy:
+            fills = any(read.needed for read in reads)
+            if under_way and fills and not may_be_busy:
                 self._wrong(f"slot {index} of {len(slots)} is busy, and {busy} are said to be")
             if closed:
                 self._wrong("a closed slot")
-            flat.append((_address(slot), number, number, may_be_busy))
+            flat.append((_address(slot), number, number, may_be_busy, 0))
         nbytes = min(slot.view.nbytes for slot in slots)
         for read in reads:
-            if not 0 < read.needed <= read.asked <= nbytes:
+            if not 0 <= read.needed <= read.asked <= nbytes:
                 self._wrong(f"{read} into {nbytes} bytes")
                 return BulkFailure(0, "read", errno.EFAULT)
-            if any(at < 0 or at + size > read.needed for at, size, _ in read.copies):
+            there = read.needed or nbytes  # of a read of nothing, the slot was filled before
+            if any(copy.at < 0 or copy.at + copy.nbytes > there for copy in read.copies):
                 self._wrong(f"{read} copies what is not read")
         self._mine.errno, self._mine.raised = ctypes.c_int(0), None
         self._mine.slots = slots
@@ -278,13 +280,13 @@ class RecordedBulk:
         return failure
 
     def _interpreted(
-        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
+        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool, int]]
     ) -> BulkFailure | None:
         """What the compiled loop does."""
         busy = [slot[3] for slot in slots]
         for index, read in enumerate(reads):
             which = index % len(slots)
-            address, stream, event, _ = slots[which]
+            address, stream, event, _, _ = slots[which]
             if busy[which] and self._wait(event):
                 return BulkFailure(index, "wait", self.status)
             done = 0
@@ -297,8 +299,8 @@ class RecordedBulk:
                 elif self._mine.errno.value != errno.EINTR:
                     return BulkFailure(index, "read", self._mine.errno.value)
             busy[which] = True
-            for at, nbytes, target in read.copies:
-                if self._copy(target, address + at, nbytes, stream):
+            for copy in read.copies:
+                if self._copy(copy.address, address + copy.at, copy.nbytes, stream):
                     return BulkFailure(index, "copy", self.status)
             if self._record(event, stream):
                 return BulkFailure(index, "copy", self.status)
@@ -464,6 +466,11 @@ class RecordedReader:
     def path(self) -> Path:
         """The file."""
         return self.inner.path
+
+    @property
+    def nbytes(self) -> int:
+        """As the real one."""
+        return self.inner.nbytes
 
     @property
     def mapped(self) -> bool:

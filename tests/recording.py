@@ -270,7 +270,7 @@ class RecordingDevice:
         """After a stream: nothing is under way, all staging is closed, the protocol was kept."""
         assert not self.pending
         assert all(staging.closed for staging in self.stagings)
-        assert self.wrongs == []
+        assert self.wrongs == [], self.wrongs[:3]
 
 
 class RecordingFramework:

@@ -299,7 +299,7 @@ SMALL_NBYTES = 3 * 4 * 2 + 12 + 40 + 2 + 2
         ("1KiB", 1024),
         ({"host": "2kB"}, 2000),
         ({"HOST": 3000}, 3000),
-        (Budget("5kB", host="1MB"), 5000),
+        (Budget("5kB", host="8MiB"), 5000),
         (Budget({"host": "6kB"}), 6000),
     ],
 )

@@ -23,6 +23,7 @@ from streamload.plan.budget import (
     Budget,
     Ledger,
     Size,
+    available_cpus,
     available_host_nbytes,
     canonical_device,
     reserve_nbytes,
@@ -85,6 +86,15 @@ def test_host_staging_has_a_side_of_its_own() -> None:
     for host in (0, "0", "50%", "lots"):
         with pytest.raises(ValueError, match=r"budget|staging"):
             Budget("3GB", host=host)
+
+
+def test_host_staging_is_never_under_eight_mebibytes() -> None:
+    """Less is refused with both numbers, not planned as something that nobody asked for."""
+    assert Budget(host="8MiB").host_nbytes == 8 * MIB
+    for host in (1, "8MB", 8 * MIB - 1):
+        with pytest.raises(ValueError, match="at least 8MiB") as caught:
+            Budget("3GB", host=host)
+        assert str(host) in str(caught.value)
 
 
 def test_a_budget_is_plain_frozen_data() -> None:
@@ -471,6 +481,132 @@ def test_inside_a_real_cgroup(box: tuple[Path, Path], tmp_path: Path) -> None:
 def test_this_system() -> None:
     """On this very system: more than nothing, and less than all of its memory."""
     assert 0 < available_host_nbytes() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# --- CPUs -----------------------------------------------------------------------------------------
+
+
+def cpu_v1(group: str, quota: object, period: object = 100_000) -> dict[str, str]:
+    """The files of a v1 group."""
+    at = f"sys/fs/cgroup/cpu{group}"
+    return {f"{at}/cpu.cfs_quota_us": f"{quota}\n", f"{at}/cpu.cfs_period_us": f"{period}\n"}
+
+
+def cpu_v2(group: str, quota: object, period: object = 100_000) -> dict[str, str]:
+    """The file of a v2 group."""
+    return {f"sys/fs/cgroup{group}/cpu.max": f"{quota} {period}\n"}
+
+
+CPU_MOUNT = V1_MOUNT.replace("memory", "cpu")
+MANY = 10**9  # as many as there are
+CPUS = {
+    "no cgroups at all": ({}, MANY),
+    "v1: no limit": (
+        {"proc/self/cgroup": "1:cpu:/\n", "proc/self/mountinfo": CPU_MOUNT} | cpu_v1("", -1),
+        MANY,
+    ),
+    "v1: one and a half are two threads' worth": (
+        {"proc/self/cgroup": "4:cpu,cpuacct:/box\n", "proc/self/mountinfo": CPU_MOUNT}
+        | cpu_v1("/box", 150_000),
+        2,
+    ),
+    "v1: a tenth is one": (
+        {"proc/self/cgroup": "4:cpu:/box\n", "proc/self/mountinfo": CPU_MOUNT}
+        | cpu_v1("/box", 5000, 50_000),
+        1,
+    ),
+    "v1: the parent has less": (
+        {"proc/self/cgroup": "4:cpu:/pod/a\n", "proc/self/mountinfo": CPU_MOUNT}
+        | cpu_v1("/pod/a", 10**9)
+        | cpu_v1("/pod", 100_000)
+        | cpu_v1("", -1),
+        1,
+    ),
+    "v1: the group of another controller does not count": (
+        {
+            "proc/self/cgroup": "5:memory:/box\n4:cpu:/\n",
+            "proc/self/mountinfo": V1_MOUNT + CPU_MOUNT,
+        }
+        | cpu_v1("", -1)
+        | {"sys/fs/cgroup/memory/box/cpu.cfs_quota_us": "1000\n"},
+        MANY,
+    ),
+    "v2: no limit": (
+        {"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2_MOUNT} | cpu_v2("/a", "max"),
+        MANY,
+    ),
+    "v2: two, above one without a limit": (
+        {"proc/self/cgroup": "0::/a/b\n", "proc/self/mountinfo": V2_MOUNT}
+        | cpu_v2("/a", 100_001)
+        | cpu_v2("/a/b", "max"),
+        2,
+    ),
+    "v2: a file that is not understood": (
+        {"proc/self/cgroup": "0::/a\n", "proc/self/mountinfo": V2_MOUNT}
+        | {"sys/fs/cgroup/a/cpu.max": "some 0\n"},
+        MANY,
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), CPUS.values(), ids=CPUS)
+def test_cpus(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    """The least over the affinity and every group above the process; never none."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert available_cpus(lay_out(tmp_path, files)) == min(expected, here or 1)
+
+
+IN_CPU_BOX = """
+import os, sys
+from pathlib import Path
+from streamload.plan.budget import available_cpus
+Path(sys.argv[1]).write_text(str(os.getpid()))
+print(available_cpus())
+"""
+
+
+def cpu_box(quota_us: int) -> tuple[Path, list[str]]:
+    """A cpu cgroup of this process's own, and what stood in the way of one."""
+    own = dict.fromkeys(("cpu", ""), "/")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), path)
+    reasons = []
+    for parent, limit, text in (
+        (f"/sys/fs/cgroup/cpu{own['cpu']}", "cpu.cfs_quota_us", f"{quota_us}"),
+        (f"/sys/fs/cgroup{own['']}", "cpu.max", f"{quota_us} 100000"),
+    ):
+        folder = Path(parent) / f"streamload-cpu-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        try:
+            (folder / limit).write_text(text)
+            return folder, []
+        except OSError as error:  # v2 where the controller is not delegated
+            folder.rmdir()
+            reasons.append(str(error))
+    return Path(), reasons
+
+
+def test_cpus_inside_a_real_cgroup() -> None:
+    """A group with the time of one CPU has one, whatever the machine has."""
+    folder, reasons = cpu_box(100_000)
+    if reasons:
+        pytest.skip(f"no cpu cgroup can be made here: {'; '.join(reasons)}")
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", IN_CPU_BOX, folder / "cgroup.procs"],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        folder.rmdir()
+    assert child.stdout == "1\n"
 
 
 # --- Ledger ---------------------------------------------------------------------------------------

@@ -521,6 +521,13 @@ def filesystem(path: Path) -> str:
     return filesystem_of(os.path.realpath(path), Path("/proc/self/mountinfo").read_text())
 
 
+def read_alone(path: Path, nbytes: int) -> None:
+    """Bring the first bytes of a file into the page cache, and nothing after them."""
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(nbytes)
+
+
 def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
     """On a local disk "auto" is direct for a cold shard, and buffered for a resident one."""
     if filesystem(disk) not in DIRECT_FILESYSTEMS:
@@ -529,16 +536,31 @@ def test_auto_reads_what_is_cold_past_the_page_cache(disk: Path) -> None:
     write(path, 16 * MIB)
     path.read_bytes()
     resident = choose_reader(path, "auto")
-    assert (resident.kind, resident.reason) == ("mmap", "100% is in the page cache")
+    assert (resident.kind, resident.reason) == ("mmap", "in the page cache")
+    assert resident.resident == 1
     make_cold(path)
     cold = choose_reader(path, "auto")
     assert cold.kind == "direct"
-    assert cold.reason == f"on {filesystem(disk)}, 0% in the page cache"
+    assert (cold.reason, cold.resident) == (f"on {filesystem(disk)}, not in the page cache", 0)
     assert choose_reader(path, "auto", page_cache="drop").kind == "direct"
     assert resident_fraction(path) == 0
-    with open(path, "rb", buffering=0) as file:  # three quarters of it
-        file.read(12 * MIB)
-    assert choose_reader(path, "auto").kind == "mmap"
+    read_alone(path, 12 * MIB)
+    most = choose_reader(path, "auto")
+    assert (most.kind, most.reason) == ("mmap", "mostly in the page cache")
+    make_cold(path)
+    read_alone(path, 4 * MIB)
+    least = choose_reader(path, "auto")
+    assert least.kind == "direct"
+    assert least.reason == f"on {filesystem(disk)}, mostly not in the page cache"
+
+
+def test_auto_is_never_direct_where_no_whole_slots_are_read(disk: Path) -> None:
+    """Memory that the CPU writes is not aligned as the file is: it is read through the cache."""
+    write(disk / "cold", MIB)
+    make_cold(disk / "cold")
+    choice = choose_reader(disk / "cold", "auto", whole_slots=False)
+    assert choice.kind == resolve_reader(disk / "cold", "auto") != "direct"
+    assert filesystem(disk) in choice.reason and resident_fraction(disk / "cold") == 0
 
 
 def test_auto_is_never_direct_where_the_page_cache_is_kept(disk: Path) -> None:

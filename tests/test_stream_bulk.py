@@ -367,7 +367,7 @@ def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
         happened += 1
         run.fail()
         completes(run, raw, dtype=dtype)
-    assert by_bulk
+    assert by_bulk or operation == "staging"  # all of that is taken before the first read
     assert happened >= 2 or operation == "read" or (kind, operation) == ("real", "allocate")
 
 
@@ -463,7 +463,7 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: 
         sent: list[str] = []
 
         def cut(operation: str, at: int = info.stop - 1, sent: list[str] = sent) -> None:
-            if not sent:  # the headers were read, the file is open
+            if not sent and operation != "staging":  # the headers were read, the file is open
                 sent.append(operation)
                 os.truncate(path, at)
 

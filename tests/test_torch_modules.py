@@ -777,7 +777,7 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
-    """Staged raw bytes take more of them than casts do; what is asked for is what there is."""
+    """What the host only reads takes more of them than its casts do; what is asked for is had."""
     from streamload.load import _Options, _wants
     from streamload.lookup import unseen_spec
     from streamload.mapping import sources
@@ -786,9 +786,11 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     wants = _wants(checkpoint, sources(checkpoint, None, None)[0])
     spec = unseen_spec("cuda:0", 10**9)
 
-    def threads(dtype: str, count: int | None) -> int:
-        options = _Options.read(None, dtype, "inf", "auto", "pread", 2**23, count)
-        return options.plan(checkpoint, wants, [spec], {}, "llvm").threads
+    def threads(dtype: str, count: int | None, cast: Any = "llvm") -> int:
+        options = _Options.read(None, dtype, "inf", cast, "pread", "auto", "staged", 2**23, count)
+        specs = options.casting([spec])
+        return options.plan(checkpoint, wants, specs, {}, "llvm").threads
 
     assert threads("float16", 12) == threads("checkpoint", 12) == 12
     assert threads("float16", None) == min(threads("checkpoint", None), 8)
+    assert threads("float16", None, "auto") == threads("checkpoint", None)

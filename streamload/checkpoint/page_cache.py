@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
+from streamload.units import format_bytes
+
 PageCacheKind = Literal["auto", "keep", "drop"]
 
 _PAGE = mmap.PAGESIZE
@@ -266,8 +268,9 @@ class PageCache:
         # once short, always: kept from here on, the rest would push out what others have
         self.dropping = self._decided = available < needed
         self.reason = (
-            f"{'dropped' if self.dropping else 'kept'}: {available} bytes of memory available, "
-            f"{to_read} to be read, {to_allocate} to be allocated"
+            f"{'dropped' if self.dropping else 'kept'}: {format_bytes(available)} of memory "
+            f"available, {format_bytes(to_read)} to be read, {format_bytes(to_allocate)} to be "
+            "allocated"
         )
 
     def count(self, *, read_nbytes: int = 0, dropped_nbytes: int = 0) -> None:
@@ -296,6 +299,11 @@ class ShardCache:
         with suppress(OSError):  # whoever reads the shard will say what is wrong with it
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._absent = _absent_runs(self._fd)
+
+    @property
+    def drops(self) -> bool:
+        """Whether some of the shard may be dropped; else it is all one which bytes were read."""
+        return bool(self._absent)
 
     def done(self, start: int, stop: int) -> None:
         """Bytes ``start`` to ``stop`` (exclusive) were read, and no window shows them any more."""

@@ -7,9 +7,10 @@ their own is counted apart, under the name `STAGING`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from streamload.errors import BudgetExceededError, DeviceError
 from streamload.units import parse_bytes
@@ -26,7 +27,11 @@ from streamload.units import parse_bytes
 STAGING = "staging"
 #: Host staging where nothing else was said, in bytes.
 DEFAULT_HOST_NBYTES = 64 * 2**20
+#: The least host staging that may be asked for, in bytes: two threads with slots of a megabyte, and
+#: what else they hold. With less, copies of some kilobytes take longer to begin than to make.
+MIN_HOST_NBYTES = 8 * 2**20
 
+_Hierarchy = Literal["cgroup", "cgroup2"]  # as their mounts are named: v1 and v2
 _FRAMEWORKS = ("tinygrad:", "torch:")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
@@ -119,11 +124,13 @@ class Budget:
         Args:
             devices: bytes, a size such as "3GB", a percentage of what is free such as "80%", a
                 mapping from device names to these, or None.
-            host: bytes of host staging, or a size such as "64MiB"; None: `DEFAULT_HOST_NBYTES`.
+            host: bytes of host staging, or a size such as "64MiB", at least `MIN_HOST_NBYTES`;
+                None: `DEFAULT_HOST_NBYTES`.
 
         Raises:
             ValueError: a value that is none of these, zero or negative; a percentage that is 0 or
-                above 100, or for the host; a device named twice; an empty name.
+                above 100, or for the host; too little for the host; a device named twice; an
+                empty name.
         """
         named: dict[str, Size | None] = {}
         for device, value in devices.items() if isinstance(devices, Mapping) else ():
@@ -139,6 +146,8 @@ class Budget:
         staging = Size(DEFAULT_HOST_NBYTES) if host is None else Size.parse(host)
         if staging.nbytes is None:
             raise ValueError(f"host staging is a size in bytes, not a percentage: {host!r}")
+        if staging.nbytes < MIN_HOST_NBYTES:
+            raise ValueError(f"host staging takes at least 8MiB, not {host!r}")
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "named", tuple(sorted(named.items(), key=lambda pair: pair[0])))
         object.__setattr__(self, "host_nbytes", staging.nbytes)
@@ -225,7 +234,7 @@ class _Controller:
     reclaimable: tuple[str, ...]
 
 
-_CONTROLLERS = MappingProxyType(
+_CONTROLLERS: Mapping[_Hierarchy, _Controller] = MappingProxyType(
     {
         "cgroup": _Controller(
             limits=("memory.limit_in_bytes",),
@@ -276,7 +285,8 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
             "host", f"{root / 'proc/meminfo'} does not say what is free: state the budget in bytes"
         )
     groups = (
-        _cgroup_available_nbytes(directory, controller) for directory, controller in _cgroups(root)
+        _cgroup_available_nbytes(directory, _CONTROLLERS[kind])
+        for directory, kind in _cgroups(root, "memory")
     )
     return min([system_kib * 1024, *(nbytes for nbytes in groups if nbytes is not None)])
 
@@ -295,17 +305,55 @@ def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | 
     return max(0, min(stated) - max(0, usage_nbytes - reclaimable_nbytes))
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, _Controller]]:
-    """The directories of this process's memory cgroups, innermost first, in each hierarchy."""
-    own_paths: dict[str, str] = {}
+def available_cpus(root: Path = Path("/")) -> int:
+    """How many CPUs this process can keep busy: at least 1.
+
+    The lesser of those that its affinity allows and, over every cpu cgroup from its own up to the
+    topmost that is visible (v1 and v2), the CPU time that the group gets in a period, in CPUs,
+    rounded up: half a CPU more is worth a thread more.
+
+    - v1: ``cpu.cfs_quota_us`` / ``cpu.cfs_period_us``; a quota of -1 is no limit;
+    - v2: the two numbers of ``cpu.max``, of which the first may be "max".
+
+    Source: Linux, Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst (CPU).
+
+    Args:
+        root: where ``/proc`` and the mount points that it names are found.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    limits = (_CPU_TIME[kind](directory) for directory, kind in _cgroups(root, "cpu"))
+    shares = [Fraction(quota, period) for quota, period in limits if quota and period]
+    return max(1, min([count, *map(math.ceil, shares)]))
+
+
+def _cpu_time_v1(directory: Path) -> tuple[int | None, int | None]:
+    return _number(directory / "cpu.cfs_quota_us"), _number(directory / "cpu.cfs_period_us")
+
+
+def _cpu_time_v2(directory: Path) -> tuple[int | None, int | None]:
+    quota, _, period = _text(directory / "cpu.max").strip().partition(" ")
+    found = (int(text) if text.isdecimal() else None for text in (quota, period))
+    return next(found), next(found)
+
+
+#: Microseconds of CPU time in a period, and those of the period; None where there is no limit.
+_CPU_TIME: Mapping[_Hierarchy, Callable[[Path], tuple[int | None, int | None]]] = MappingProxyType(
+    {"cgroup": _cpu_time_v1, "cgroup2": _cpu_time_v2}
+)
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[Path, _Hierarchy]]:
+    """This process's cgroups that may have a controller, innermost first, in each hierarchy."""
+    own_paths: dict[_Hierarchy, str] = {}
     for line in _text(root / "proc/self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
             own_paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             own_paths["cgroup"] = path
-    mounts = list(_cgroup_mounts(root))
+    mounts = list(_cgroup_mounts(root, controller))
     for kind, path in own_paths.items():
         tops = [(top, at) for found, top, at in mounts if found == kind]
         inside = [(at, _below(path, top)) for top, at in tops]
@@ -314,11 +362,11 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Controller]]:
         # itself is the container's group, and the best there is
         for at, below in visible or [(at, ()) for at, _ in inside]:
             for depth in range(len(below), -1, -1):
-                yield at.joinpath(*below[:depth]), _CONTROLLERS[kind]
+                yield at.joinpath(*below[:depth]), kind
 
 
-def _cgroup_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
-    """(filesystem type, path of the mounted cgroup, mount point) of the memory hierarchies."""
+def _cgroup_mounts(root: Path, controller: str) -> Iterator[tuple[str, str, Path]]:
+    """(filesystem type, path of the mounted cgroup, mount point) of a controller's hierarchies."""
     for line in _text(root / "proc/self/mountinfo").split("\n"):
         left, _, right = line.partition(" - ")
         fields, source = left.split(" "), right.split(" ")
@@ -328,7 +376,7 @@ def _cgroup_mounts(root: Path) -> Iterator[tuple[str, str, Path]]:
             re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
             for field in fields[3:5]
         )
-        if source[0] == "cgroup2" or (source[0] == "cgroup" and "memory" in source[2].split(",")):
+        if source[0] == "cgroup2" or (source[0] == "cgroup" and controller in source[2].split(",")):
             yield source[0], top, root / at.lstrip("/")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,31 @@ class Chunk:
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
 
+def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> Iterator[Chunk]:
+    """Cut a chunk of one run once more.
+
+    Args:
+        chunk: of bytes that stay together; others come out as they are.
+        placement: its placement.
+        nbytes: most bytes of a piece, of file bytes and of parameter bytes alike.
+        start: the first file byte that is wanted; where it lies in the chunk, it is the first of an
+            element.
+    """
+    if len(chunk.runs) != 1 or chunk.runs[0].rows != 1:
+        yield chunk
+        return
+    run, p = chunk.runs[0], placement
+    # where nothing is cast bytes are bytes, also of dtypes below one
+    src, dst = (1, 1) if p.src is p.dst else (p.src.itemsize, p.dst.itemsize)
+    step = max(nbytes // max(src, dst), 1)
+    first = max(start - run.start, 0) // src
+    for at in range(first, (run.stop - run.start) // src, step):
+        n = min(step, (run.stop - run.start) // src - at)
+        begin = chunk.start + at * dst
+        piece = Run(run.start + at * src, run.start + (at + n) * src, begin)
+        yield Chunk(chunk.placement, chunk.shard, begin, begin + n * dst, (piece,))
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Rows of one checkpoint tensor, where they lie in the file and in the concatenation."""
@@ -68,17 +93,25 @@ class _Rows:
     start: int  # file byte of the first row
 
 
-def chunks(plan: Plan, checkpoint: Checkpoint) -> list[Chunk]:
+def chunks(
+    plan: Plan, checkpoint: Checkpoint, largest: Callable[[Placement], int] | None = None
+) -> list[Chunk]:
     """Cut every placement, in the order in which the files are read.
 
-    A chunk takes at most ``plan.chunk_nbytes``, of file bytes and of parameter bytes alike, comes
-    from one shard, and no two chunks share a byte of a parameter. A parameter without elements
-    has one empty chunk.
+    A chunk comes from one shard, and no two chunks share a byte of a parameter. A parameter without
+    elements has one empty chunk.
+
+    Args:
+        plan: what to cut.
+        checkpoint: the headers that it was made from.
+        largest: most bytes of a placement's chunks, of file bytes and of parameter bytes alike;
+            None for ``plan.chunk_nbytes``.
     """
     shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
     out: list[Chunk] = []
     for index, placement in enumerate(plan.placements):
-        out.extend(_cut(index, placement, checkpoint, shard_of, plan.chunk_nbytes))
+        nbytes = plan.chunk_nbytes if largest is None else largest(placement)
+        out.extend(_cut(index, placement, checkpoint, shard_of, nbytes))
     out.sort(key=lambda c: (c.shard, c.runs[0].start if c.runs else 0))
     return out
 
@@ -124,20 +157,9 @@ def _cut(
 def _contiguous(
     index: int, p: Placement, shard: int, start: int, offset: int, numel: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    if p.src is p.dst:  # bytes are bytes, also of dtypes below one
-        nbytes = p.src.nbytes(numel)
-        for at in range(0, nbytes, chunk_nbytes):
-            n = min(chunk_nbytes, nbytes - at)
-            run = Run(start + at, start + at + n, offset + at)
-            yield Chunk(index, shard, offset + at, offset + at + n, (run,))
-        return
-    src, dst = p.src.itemsize, p.dst.itemsize
-    step = max(chunk_nbytes // max(src, dst), 1)
-    for at in range(0, numel, step):
-        n = min(step, numel - at)
-        begin = offset + at * dst
-        run = Run(start + at * src, start + (at + n) * src, begin)
-        yield Chunk(index, shard, begin, begin + n * dst, (run,))
+    end = offset + p.dst.nbytes(numel)
+    run = Run(start, start + p.src.nbytes(numel), offset)
+    yield from split(Chunk(index, shard, offset, end, (run,)), p, chunk_nbytes)
 
 
 def _transposed(

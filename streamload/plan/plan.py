@@ -15,14 +15,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from streamload.cast.table import OutOfRange
+from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
+Transfer = Literal["staged", "mapped"]
 
 STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
 SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
+# What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
+# reader's alignment before the first byte that is wanted, and end at one after the last.
+DIRECT_ROOM_NBYTES = 2 * 4096
+# The same of a window on a mapped file, which begins and ends at a page, of 64 KiB at the most.
+MAPPED_ROOM_NBYTES = 2 * 2**16
+# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
+TALLY_NBYTES = 3 * 8
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -157,6 +166,11 @@ class Plan:
         readers: "mmap", "pread" or "direct", for each shard.
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
+        transfer: how bytes get to devices that the CPU does not write to: "staged" through slots
+            of host memory, or "mapped" straight from the page cache, in windows of at most
+            ``slot_nbytes`` that are page-locked meanwhile; `host_nbytes` is what is locked then.
+        page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
+        reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
     """
 
     path: str
@@ -170,11 +184,39 @@ class Plan:
     readers: tuple[ResolvedKind, ...]
     out_of_range: OutOfRange
     notes: tuple[str, ...] = ()
+    transfer: Transfer = "staged"
+    page_cache: PageCacheKind = "auto"
+    reader_reasons: tuple[str, ...] = ()
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of one staging slot as it is allocated, or of the longest window.
+
+        There is room for the chunks, and for what is read or mapped around them.
+        """
+        if self.transfer == "mapped":
+            return self.slot_nbytes + MAPPED_ROOM_NBYTES
+        return self.slot_nbytes + (DIRECT_ROOM_NBYTES if "direct" in self.readers else 0)
 
     @property
     def resident_nbytes(self) -> int:
         """Bytes of all parameters on all devices when the load is done."""
         return sum(d.resident_nbytes for d in self.devices)
+
+    @property
+    def host_memory(self) -> str:
+        """What `host_nbytes` are, in a word: slots of our own, or pages of the page cache."""
+        return "page-locked" if self.transfer == "mapped" else "staging"
+
+    @property
+    def reading(self) -> list[str]:
+        """How the shards are read and why, one line for all that are read alike."""
+        reasons = self.reader_reasons or [""] * len(self.readers)
+        alike = Counter(zip(self.readers, reasons, strict=True))
+        return [
+            f"{kind}: {n} {'files' if n > 1 else 'file'}" + f" ({reason})" * bool(reason)
+            for (kind, reason), n in alike.items()
+        ]
 
     def device(self, name: str) -> DevicePlan:
         """The plan of one device; KeyError if it has none."""
@@ -185,8 +227,8 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the plan's JSON, without path and readers: those differ between machines."""
-        same = replace(self, path="", readers=())
+        """SHA-256 of the plan's JSON, without what differs between machines: path and readers."""
+        same = replace(self, path="", readers=(), reader_reasons=())
         return hashlib.sha256(same.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -217,7 +259,9 @@ class Plan:
                     for (src, dst, by), n in casts.items()
                 ),
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
-                f"{format_bytes(self.chunk_nbytes)}, host staging {format_bytes(self.host_nbytes)}",
+                f"{format_bytes(self.chunk_nbytes)}, host {self.host_memory} "
+                f"{format_bytes(self.host_nbytes)}",
+                *(f"read by {line}" for line in self.reading),
                 *(f"note: {note}" for note in self.notes),
             ]
         )
@@ -274,7 +318,7 @@ class Plan:
                 DevicePlan(**d | {"layers": tuple(d["layers"]) if d["layers"] else None})
                 for d in data["devices"]
             )
-            data |= {"readers": tuple(data["readers"]), "notes": tuple(data["notes"])}
+            data |= {key: tuple(data[key]) for key in ("readers", "notes", "reader_reasons")}
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error}") from error

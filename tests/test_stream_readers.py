@@ -1,0 +1,469 @@
+"""How shards are read and what becomes of the page cache: chosen, planned, done, and told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from boxes import Boxes
+from recording import RecordingDevice, RecordingFramework
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload import Budget
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.page_cache import resident_fraction
+from streamload.checkpoint.readers import (
+    DIRECT_FILESYSTEMS,
+    MAPPED_FILESYSTEMS,
+    filesystem_and_length,
+)
+from streamload.load import MAPPED_MOST_CPUS
+from streamload.plan.budget import STAGING, Ledger, available_cpus
+from streamload.plan.chunks import Chunk, Run
+from streamload.plan.plan import Plan, RowRange, RowTranspose
+from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.stream import StreamStats, _file_ranges, stream
+from streamload.target import ModelTarget
+
+MIB = 2**20
+KIB = 2**10
+
+
+def write(folder: Path, *shards: int) -> Path:
+    """A checkpoint of bytes that differ from place to place, some such numbers for each shard."""
+    rng = np.random.default_rng(len(shards))
+    for index, nbytes in enumerate(shards):
+        thirds = [nbytes // 3, nbytes // 3 + 5, nbytes - 2 * (nbytes // 3) - 5]
+        tensors = {
+            f"s{index}.t{i}": ("U8", [n], rng.bytes(n)) for i, n in enumerate(thirds) if n > 0
+        }
+        folder.mkdir(exist_ok=True)
+        write_safetensors(folder / f"{index}.safetensors", tensors)
+    return folder
+
+
+def files(path: Path) -> list[Path]:
+    """The files of a checkpoint, in order."""
+    return sorted(path.glob("*.safetensors"))
+
+
+def cool(path: Path) -> Path:
+    """Take files out of the page cache; what is on no disk cannot be."""
+    for file in files(path) if path.is_dir() else [path]:
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+        if resident_fraction(file) != 0:
+            pytest.skip(f"{file} stays in the page cache")
+    return path
+
+
+def warm(path: Path) -> Path:
+    """Bring files into the page cache, all of them."""
+    for file in files(path) if path.is_dir() else [path]:
+        file.read_bytes()
+        if resident_fraction(file) != 1:
+            pytest.skip(f"the page cache does not hold {file}")
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """A folder on a local disk."""
+    filesystem, _ = filesystem_and_length(tmp_path)
+    if filesystem not in DIRECT_FILESYSTEMS:
+        pytest.skip(f"the folder for temporary files is on {filesystem}")
+    return tmp_path
+
+
+def plan(path: Path, **arguments: Any) -> Plan:
+    """Plan for a CUDA device that nobody looks at."""
+    arguments = {"device": "cuda:0", "budget": "1GB", "dtype": "checkpoint"} | arguments
+    return streamload.plan(path, **arguments)
+
+
+def run(
+    path: Path,
+    device: RecordingDevice,
+    *,
+    reader: Sequence[Any] = ("mmap",),
+    wants: Sequence[Want] | None = None,
+    chunk_nbytes: int = 20_000,
+    threads: int = 2,
+    resident: Sequence[int] = (),
+    **arguments: Any,
+) -> tuple[Plan, StreamStats]:
+    """Stream a checkpoint, of which some shards are resident, and compare every byte."""
+    checkpoint = open_checkpoint(path)
+    if wants is None:
+        wants = [
+            Want(name, info.shape, (RowRange(name, 0, info.shape[0]),))
+            for name, info in checkpoint.tensors.items()
+        ]
+    made = make_plan(
+        checkpoint,
+        wants=wants,
+        devices=[
+            DeviceSpec(
+                device.name,
+                10**9,
+                host_visible=device.host_visible,
+                shared_memory=device.shared_memory,
+                threads=device.threads,
+            )
+        ],
+        dtype=DTypePolicy.parse("checkpoint"),
+        out_of_range="inf",
+        cast="llvm",
+        readers=[*reader, *[reader[-1]] * (len(checkpoint.shards) - len(reader))],
+        tied={},
+        chunk_nbytes=chunk_nbytes,
+        threads=threads,
+        **arguments,
+    )
+    expected = {want.name: expected_bytes(checkpoint, want) for want in wants}
+    cool(path)
+    for shard in resident:
+        warm(files(path)[shard])
+    ledger = Ledger({device.name: 10**9, STAGING: made.host_nbytes})
+    target = ModelTarget(made, RecordingFramework(), {device.name: device}, None, ledger)  # type: ignore[arg-type]
+    stats = stream(made, checkpoint, target, {device.name: device}, ledger)
+    device.check_ended()
+    for name, data in expected.items():
+        assert target.state_dict[name].data == data, name
+        assert target.state_dict[name].written_once, name
+    return made, stats
+
+
+def expected_bytes(checkpoint: Checkpoint, want: Want) -> bytes:
+    """The parameter that a want asks for, by plain reads."""
+    parts = []
+    for rows in want.source:
+        info = checkpoint.tensors[rows.tensor]
+        whole = np.frombuffer(info.shard.read_bytes()[info.start : info.stop], np.uint8)
+        parts.append(whole.reshape(info.shape)[rows.start : rows.stop])
+    out = np.concatenate(parts)
+    if want.transpose is not None:
+        t = want.transpose
+        out = out.reshape(t.groups, t.outer, t.inner, -1).swapaxes(1, 2)
+    return out.tobytes()
+
+
+# --- reader="auto": what is planned ---------------------------------------------------------------
+
+
+def test_what_is_cold_is_read_past_the_page_cache(disk: Path) -> None:
+    """Each shard for itself, and the plan says how and why in a line for all that are alike."""
+    path = cool(write(disk / "c", *[4 * MIB] * 4))
+    warm(files(path)[2])
+    made = plan(path)
+    assert made.readers == ("direct", "direct", "mmap", "direct")
+    # what the kernel read ahead of their headers is there
+    assert all(made.reader_reasons[i].endswith("not in the page cache") for i in (0, 1, 3))
+    assert "read by direct: 3 files (on " in str(made)
+    assert "read by mmap: 1 file (in the page cache)" in str(made)
+    assert made.staging_nbytes == made.slot_nbytes + 2 * 4096
+    assert Plan.from_json(made.to_json()) == made
+    warm(path)
+    assert plan(path).readers == ("mmap",) * 4
+
+
+def test_planning_leaves_the_page_cache_as_it_is(disk: Path) -> None:
+    """To ask what is resident brings nothing in but the headers, which are read."""
+    path = cool(write(disk / "c", 64 * MIB))
+    plan(path)
+    assert (resident_fraction(files(path)[0]) or 0) < 0.5
+    assert plan(path).readers == ("direct",)
+
+
+def test_auto_is_buffered_for_memory_that_the_cpu_writes(disk: Path) -> None:
+    """No whole slots are read there; the reader is what it was, whatever is resident."""
+    path = cool(write(disk / "c", 4 * MIB))
+    made = plan(path, device="CPU")
+    assert made.readers == ("mmap",)
+    assert "memory that the CPU writes" in made.reader_reasons[0]
+
+
+@pytest.mark.parametrize(("page_cache", "reader"), [("keep", "mmap"), ("drop", "direct")])
+def test_page_cache_that_is_to_be_filled_is_filled(
+    disk: Path, page_cache: Any, reader: str
+) -> None:
+    """`page_cache="keep"` is read through it also when it is cold."""
+    path = cool(write(disk / "c", 4 * MIB))
+    made = plan(path, page_cache=page_cache)
+    assert (made.readers, made.page_cache) == ((reader,), page_cache)
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
+def test_a_reader_that_is_asked_for_is_had(disk: Path, reader: Any) -> None:
+    """Cold or resident; the plan says that it was asked for."""
+    path = cool(write(disk / "c", 4 * MIB, 10))
+    for _ in range(2):
+        made = plan(path, reader=reader)
+        assert made.readers == (reader, reader)
+        assert made.reader_reasons == (f'reader="{reader}" was asked for',) * 2
+        warm(path)
+
+
+# --- transfer: what is planned --------------------------------------------------------------------
+
+
+def test_few_cpus_copy_straight_from_the_page_cache(disk: Path) -> None:
+    """What is resident, in long windows; more CPUs than that, or a cold shard, and it is staged."""
+    path = warm(write(disk / "c", 40 * MIB, 40 * MIB))
+    mapped = plan(path, threads=MAPPED_MOST_CPUS)
+    assert (mapped.transfer, mapped.threads) == ("mapped", MAPPED_MOST_CPUS)
+    assert 8 * MIB < mapped.slot_nbytes < mapped.staging_nbytes <= 16 * MIB
+    assert mapped.host_nbytes == 2 * MAPPED_MOST_CPUS * mapped.staging_nbytes <= 64 * MIB
+    assert plan(path, threads=MAPPED_MOST_CPUS + 1).transfer == "staged"
+    assert (plan(path).transfer == "mapped") == (available_cpus() <= MAPPED_MOST_CPUS)
+    assert plan(path, threads=1, transfer="staged").transfer == "staged"
+    assert plan(path, threads=1, device="CPU").transfer == "staged"
+    assert plan(path, threads=1, reader="pread").transfer == "staged"
+    cool(files(path)[1])
+    assert plan(path, threads=1).transfer == "staged"
+
+
+@pytest.mark.parametrize("transfer", ["auto", "mapped"])
+def test_little_host_memory_is_kept_to(disk: Path, transfer: Any) -> None:
+    """By slots, and by windows, which are locked pages and count as much."""
+    path = warm(write(disk / "c", 40 * MIB))
+    small = plan(path, threads=12, budget=Budget("1GB", host="8MiB"), transfer=transfer)
+    assert small.transfer == ("staged" if transfer == "auto" else "mapped")
+    assert 4 * MIB < small.host_nbytes <= 8 * MIB
+
+
+def test_what_the_host_casts_is_staged(disk: Path) -> None:
+    """Auto maps only what goes as it is; what the device casts does."""
+    weights = {"w": ("F32", [2**20], bytes(4 * MIB))}
+    write_safetensors(disk / "w.safetensors", weights)
+    path = warm(disk / "w.safetensors")
+    assert plan(path, threads=1, dtype="float16").transfer == "mapped"
+    on_host = plan(path, threads=1, dtype="float16", cast="llvm")
+    assert (on_host.transfer, on_host.placements[0].cast) == ("staged", "llvm")
+    asked = plan(path, threads=1, dtype="float16", cast="llvm", transfer="mapped")
+    assert asked.transfer == "mapped"
+
+
+def test_a_chunk_that_is_asked_for_bounds_windows_too(disk: Path) -> None:
+    """Only where nothing was said are they longer than chunks are elsewhere."""
+    path = warm(write(disk / "c", 40 * MIB))
+    assert plan(path, threads=2, chunk_nbytes=MIB).slot_nbytes == MIB
+
+
+@pytest.mark.parametrize("reader", ["pread", "direct"])
+def test_mapped_with_a_reader_that_makes_no_map(disk: Path, reader: Any) -> None:
+    """The two exclude each other, and the error names both."""
+    path = write(disk / "c", 1000)
+    with pytest.raises(ValueError, match=f'transfer="mapped".*reader="{reader}"'):
+        plan(path, transfer="mapped", reader=reader)
+    with pytest.raises(ValueError, match=f'transfer="mapped".*reader="{reader}"'):
+        streamload.load_state_dict(None, path, device="host", transfer="mapped", reader=reader)
+
+
+@pytest.mark.parametrize("device", ["host", "CL", "torch:mps"])
+def test_mapped_for_a_device_that_cannot(disk: Path, device: str) -> None:
+    """What was asked for and cannot be had is refused by the device's name, before any byte."""
+    path = write(disk / "c", 1000)
+    with pytest.raises(ValueError, match=device.removeprefix("torch:")):
+        plan(path, device=device, transfer="mapped")
+    with pytest.raises(ValueError, match="host cannot"):
+        streamload.load_state_dict(None, path, device="host", transfer="mapped")
+
+
+def test_mapped_for_a_file_that_cannot() -> None:
+    """A file on a filesystem that is never mapped is refused, by its name and the filesystem's."""
+    for folder in map(Path, ("/dev", "/sys/fs/cgroup", "/run", "/mnt")):
+        filesystem, _ = filesystem_and_length(folder)
+        file = folder / f"streamload-{os.getpid()}.safetensors"
+        if filesystem in MAPPED_FILESYSTEMS:
+            continue
+        try:
+            write_safetensors(file, {"w": ("U8", [4], b"abcd")})
+        except OSError:
+            continue
+        try:
+            with pytest.raises(ValueError, match=f"{file.name} is on {filesystem}"):
+                plan(file, transfer="mapped")
+            assert plan(file, threads=1).transfer == "staged"
+            return
+        finally:
+            file.unlink()
+    pytest.skip("every folder that can be written is on a filesystem that is mapped")
+
+
+@pytest.mark.parametrize("name", ["page_cache", "transfer"])
+def test_unknown_choices(disk: Path, name: str) -> None:
+    """Each names what there is."""
+    path = write(disk / "c", 10)
+    arguments: dict[str, Any] = {name: "some"}
+    with pytest.raises(ValueError, match=f"{name} is one of auto"):
+        plan(path, **arguments)
+    with pytest.raises(ValueError, match=f"{name} is one of auto"):
+        streamload.load_state_dict(None, path, device="host", **arguments)
+
+
+# --- direct reads: what is done -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("host_visible", [False, True])
+def test_direct_reads_bring_the_right_bytes(disk: Path, host_visible: bool, threads: int) -> None:
+    """Cold, in chunks of an odd size, past the page cache: nothing of it is there afterwards."""
+    path = write(disk / "c", 150_000, 1, 70_001)
+    device = RecordingDevice(host_visible=host_visible, threads=16)
+    made, stats = run(path, device, reader=["direct"], threads=threads, chunk_nbytes=20_001)
+    assert stats.reader_fallbacks == {}
+    assert (stats.page_cache, stats.dropped_nbytes) == ("", 0)
+    assert [resident_fraction(file) for file in files(path)] == [0, 0, 0]
+    assert {s.view.nbytes for s in device.stagings} == (
+        set() if host_visible else {made.staging_nbytes}
+    )
+    assert sum(s.view.nbytes for s in device.stagings) <= made.host_nbytes
+
+
+def test_direct_reads_of_rows_in_another_order(disk: Path) -> None:
+    """Rows that are permuted, parts of tensors and gaps between them come right as well."""
+    rng = np.random.default_rng(3)
+    tensors = {f"t{i}": ("U8", [64, 300 + i], rng.bytes(64 * (300 + i))) for i in range(4)}
+    disk.joinpath("c").mkdir()
+    write_safetensors(disk / "c" / "x.safetensors", tensors)
+    wants = [
+        Want("rows", (64, 300), (RowRange("t0", 0, 64),), RowTranspose(2, 4, 8)),
+        Want("part", (20, 301), (RowRange("t1", 11, 31),)),
+        Want("two", (70, 303), (RowRange("t3", 30, 64), RowRange("t3", 0, 36))),
+    ]
+    for threads in (0, 2):
+        for reader in ("direct", "mmap"):
+            device = RecordingDevice(seed=threads)
+            run(disk / "c", device, reader=[reader], wants=wants, threads=threads)
+
+
+def test_direct_beside_other_readers(disk: Path) -> None:
+    """Shards of one load are read each in its own way."""
+    path = write(disk / "c", 100_000, 100_000, 100_000)
+    device = RecordingDevice()
+    run(path, device, reader=["direct", "pread", "mmap"], page_cache="keep")
+    assert [resident_fraction(file) for file in files(path)] == [0, 1, 1]
+
+
+def test_a_reader_that_falls_back_says_so(tmp_path: Path) -> None:
+    """In memory there is nothing to read past: the report says why it was read otherwise."""
+    shared = Path("/dev/shm")
+    if filesystem_and_length(shared)[0] != "tmpfs":
+        pytest.skip("/dev/shm is no tmpfs")
+    folder = shared / f"streamload-{os.getpid()}"
+    try:
+        path = write(folder, 1000, 2000)
+        report = streamload.load_state_dict(None, path, device="host", reader="direct")
+        note = "2 of 2 files: tmpfs is read through the page cache"
+        lines = str(report).splitlines()
+        assert note in report.notes and any(line.endswith(note) for line in lines)
+        assert any(line.split()[:4] == ["read", "by", "direct:", "2"] for line in lines)
+        assert json.loads(report.to_json())["reading"] == [
+            'direct: 2 files (reader="direct" was asked for)'
+        ]
+    finally:
+        for file in files(folder):
+            file.unlink()
+        folder.rmdir()
+
+
+# --- the page cache: what is done -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("host_visible", [False, True])
+def test_what_the_load_brought_in_is_dropped(disk: Path, reader: str, host_visible: bool) -> None:
+    """Of the shards that were cold nothing stays, and of what was there before all of it."""
+    path = write(disk / "c", 200_000, 150_000, 100_000)
+    device = RecordingDevice(host_visible=host_visible)
+    _, stats = run(path, device, reader=[reader], page_cache="drop", resident=[1])
+    assert [resident_fraction(file) for file in files(path)] == [0, 1, 0]
+    assert stats.page_cache == 'page_cache="drop" was asked for'
+    assert 300_000 <= stats.dropped_nbytes < 330_000  # the ends of pages, and no header
+
+
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize(("page_cache", "left"), [("drop", 0), ("keep", 1), ("auto", 1)])
+def test_what_becomes_of_the_page_cache(
+    disk: Path, reader: str, page_cache: Any, left: int
+) -> None:
+    """Dropped, kept, or kept since memory is not short; the bytes and the reason are told."""
+    path = write(disk / "c", 200_000, 150_000)
+    device = RecordingDevice()
+    made, stats = run(path, device, reader=[reader], page_cache=page_cache)
+    assert made.page_cache == page_cache
+    assert [resident_fraction(file) for file in files(path)] == [left, left]
+    assert (stats.dropped_nbytes >= 350_000) == (left == 0)
+    assert stats.page_cache.startswith("kept" if page_cache == "auto" else "page_cache=")
+
+
+def test_what_a_failed_load_brought_in_is_dropped_too(disk: Path) -> None:
+    """Whatever ended it."""
+    from recording import Faults
+
+    path = write(disk / "c", 200_000)
+    device = RecordingDevice(faults=Faults({"copy": 5}))
+    with pytest.raises(RuntimeError, match="injected"):
+        run(path, device, reader=["pread"], page_cache="drop")
+    assert resident_fraction(files(path)[0]) == 0
+
+
+def test_ranges_of_a_unit() -> None:
+    """Neighbours are one range, however many: a unit of small tensors is told of once."""
+    chunks = tuple(Chunk(i, 0, 0, 10, (Run(100 + 10 * i, 110 + 10 * i, 0),)) for i in range(256))
+    assert list(_file_ranges(chunks)) == [(100, 2660)]
+    gap = (chunks[0], Chunk(1, 0, 0, 0, ()), chunks[2], chunks[3])
+    assert list(_file_ranges(gap)) == [(100, 110), (120, 140)]
+    assert list(_file_ranges((Chunk(0, 0, 0, 0, ()),))) == []
+
+
+@pytest.mark.parametrize(("limit_mib", "dropping"), [(420, True), (2000, False)])
+def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, dropping: bool) -> None:
+    """In a cgroup too small for weights and file, the command drops, and its report says so."""
+    path = cool(write(disk / "c", 60 * MIB, 60 * MIB))
+    command = [sys.executable, "-m", "streamload", "load", path, "--device", "host", "--json"]
+    done = cgroup.run(
+        [*command, "--dtype", "checkpoint", "--no-progress"], limit_mib * MIB, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["page_cache"].startswith("dropped" if dropping else "kept")
+    assert (report["dropped_nbytes"] > 100 * MIB) == dropping
+    left = resident_fraction(files(path)[1]) or 0
+    assert left < 0.1 if dropping else left == 1  # its header was read before
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    return subprocess.run(
+        [sys.executable, "-m", "streamload", *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+def test_options_of_the_commands(disk: Path) -> None:
+    """They reach the plan and the report; what is wrong is one line and exit code 2."""
+    path = write(disk / "c", 100_000)
+    ways = ("--reader", "direct", "--page-cache", "drop", "--transfer", "staged")
+    planned = command("plan", path, "--budget", "1GB", "--dtype", "checkpoint", *ways)
+    assert 'read by direct: 1 file (reader="direct" was asked for)' in planned.stdout
+    done = command("load", path, "--device", "host", "--no-progress", "--json", *ways)
+    report = json.loads(done.stdout)
+    assert (report["transfer"], report["page_cache"]) == ("staged", "")
+    assert report["reading"] == ['direct: 1 file (reader="direct" was asked for)']
+    wrong = command("load", path, "--device", "host", "--reader", "pread", "--transfer", "mapped")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert 'reader="pread"' in wrong.stderr
