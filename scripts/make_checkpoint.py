@@ -3,6 +3,7 @@
 
     make_checkpoint.py OUT --size 2.27GB
     make_checkpoint.py OUT --preset llama-3-8b --shards 4
+    make_checkpoint.py OUT --size 16GB --tensors 50000
 
 OUT becomes a folder as Hugging Face publishes them: ``config.json`` and ``model.safetensors``, or
 shards with ``model.safetensors.index.json``. It must not exist or be empty; it is there when it is
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from streamload.units import format_bytes, parse_bytes
 
 SIGMA = 0.02
 DTYPES = ("bfloat16", "float16", "float32")
+SMALL_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # without extremes
 BLOCK_NUMEL = 2**22 + 2**4  # 8 MiB of bf16, and a bit, so that shifts do not fall on pages
 SHIFT_NUMEL = 1_327_217  # a prime: how far each next use of the block starts after the last
 
@@ -40,6 +42,37 @@ EXTREME_TENSORS = (
     "model.layers.0.mlp.down_proj.weight",
     "lm_head.weight",
 )
+
+
+class Shape(Protocol):
+    """What a model's tensors follow from."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes, in the order of the model."""
+
+    def config(self, dtype: DType) -> dict[str, Any]:
+        """The content of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTensors:
+    """A model of tensors that are all alike: no published one, but one that asks much of a loader.
+
+    Attributes:
+        count: how many.
+        numel: elements of each.
+    """
+
+    count: int
+    numel: int
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes."""
+        return {f"experts.{i}.weight": (self.numel,) for i in range(self.count)}
+
+    def config(self, dtype: DType) -> dict[str, Any]:
+        """The content of config.json."""
+        return {"model_type": "many", "torch_dtype": dtype.name}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +170,17 @@ def shape_of_size(nbytes: int, dtype: DType) -> LlamaShape:
             vocab = (numel - dim - layers * per_layer) // per_row
             return LlamaShape(vocab, dim, dim * 7 // 2, layers, heads, heads // 4)
     raise ValueError(f"no Llama of {dtype} is as small as {format_bytes(nbytes)}")
+
+
+def many_of_size(nbytes: int, dtype: DType, count: int) -> ManyTensors:
+    """``count`` tensors of about ``nbytes`` bytes in all, never more.
+
+    Raises:
+        ValueError: there would be none, or nothing in them.
+    """
+    if count < 1 or nbytes * 8 // dtype.bits < count:
+        raise ValueError(f"{count} tensors of {dtype} in {format_bytes(nbytes)}")
+    return ManyTensors(count, nbytes * 8 // dtype.bits // count)
 
 
 def extremes(dtype: DType) -> np.ndarray[Any, Any]:
@@ -237,7 +281,7 @@ def _split(sizes: dict[str, int], shards: int) -> list[list[str]]:
 
 def make_checkpoint(
     out: Path,
-    shape: LlamaShape,
+    shape: Shape,
     *,
     dtype: DType | str = "bfloat16",
     shards: int = 1,
@@ -250,7 +294,7 @@ def make_checkpoint(
     Args:
         out: the folder; it must not exist or be empty.
         shape: the model.
-        dtype: one of `DTYPES`.
+        dtype: one of `DTYPES` or `SMALL_DTYPES`.
         shards: how many files; fewer where there are fewer tensors.
         seed: chooses the values.
         plant_extremes: plant `extremes` in `EXTREME_TENSORS`; else every value is finite.
@@ -264,8 +308,9 @@ def make_checkpoint(
         FileExistsError: there is something in the folder.
     """
     dtype = parse_dtype(dtype)
-    if dtype.name not in DTYPES:
-        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(DTYPES)}")
+    known = DTYPES if plant_extremes else DTYPES + SMALL_DTYPES
+    if dtype.name not in known:
+        raise ValueError(f"dtype is {dtype}; expected one of {', '.join(known)}")
     if offset_mod_16 not in (0, 8):
         raise ValueError(f"offset_mod_16 is {offset_mod_16}; expected 0 or 8")
     if shards < 1:
@@ -310,8 +355,14 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--size", help="bytes of all tensors, such as 2.27GB")
     what.add_argument("--preset", choices=sorted(PRESETS), help="the shape of a published model")
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        metavar="N",
+        help="with --size: N tensors of one size instead of a Llama's",
+    )
     parser.add_argument("--shards", type=int, default=1, help="number of files (default: 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES + SMALL_DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="chooses the values (default: 0)")
     parser.add_argument(
         "--extremes",
@@ -327,11 +378,17 @@ def main() -> None:
         help="where the data begins, modulo 16; half of all files in the wild have 8 (default)",
     )
     args = parser.parse_args()
+    if args.tensors is not None and args.preset:
+        parser.error("--tensors goes with --size")
     try:
         dtype = parse_dtype(args.dtype)
-        shape = (
-            PRESETS[args.preset] if args.preset else shape_of_size(parse_bytes(args.size), dtype)
-        )
+        shape: Shape
+        if args.preset:
+            shape = PRESETS[args.preset]
+        elif args.tensors is not None:
+            shape = many_of_size(parse_bytes(args.size), dtype, args.tensors)
+        else:
+            shape = shape_of_size(parse_bytes(args.size), dtype)
         nbytes = make_checkpoint(
             args.out,
             shape,

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench_parts import machine
+from bench_parts.gpu_section import GPU_SECTIONS, GpuOptions
 from bench_parts.processes import SCRIPTS
 from bench_parts.sections import SECTIONS as OF_STREAMLOAD
 from bench_parts.sections import NotHereError, Options, Section, working
 from bench_parts.torch_section import torch_box
+from streamload.bench import machine
+from streamload.bench.loaders import LOADERS
 from streamload.units import parse_bytes
 
 SECTIONS = {**OF_STREAMLOAD, "torch": torch_box}
+KNOWN = (*SECTIONS, *GPU_SECTIONS)
 DEVICES = ("CL", "CPU", "host")
 DEFAULT_SIZE = "2.27GB"
 DEFAULT_RUNS = 5
@@ -36,8 +40,12 @@ def main() -> None:
         "where they are installed. Each measurement is a process of its own.",
     )
     parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", help=f"{', '.join(SECTIONS)} (default: all)"
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)} (default: all of these), {', '.join(GPU_SECTIONS)}",
     )
+    parser.add_argument("--gpu", action="store_true", help="all sections gpu-...")
     parser.add_argument("--size", default=DEFAULT_SIZE, help="checkpoint (default: %(default)s)")
     parser.add_argument(
         "--runs",
@@ -61,25 +69,53 @@ def main() -> None:
         help="folder on a disk, in which checkpoints are made and removed (default: .cache)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    gpu = parser.add_argument_group("of the sections gpu-...")
+    gpu.add_argument("--cold-size", default="4GB", help="read from the disk (%(default)s)")
+    gpu.add_argument("--tensors", type=int, default=50_000, help="small ones (%(default)s)")
+    gpu.add_argument("--shards", type=int, default=4, help="files (%(default)s)")
+    gpu.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="of one comparison: no further round is begun then (%(default)s)",
+    )
+    gpu.add_argument("--torch-device", default="cuda:0", help="default: %(default)s")
+    gpu.add_argument("--tinygrad-device", default="CUDA", help="default: %(default)s")
+    gpu.add_argument(
+        "--site",
+        action="append",
+        default=[],
+        metavar="LOADER=FOLDER",
+        help="import a loader from there, to compare another version of it; repeatable",
+    )
+    gpu.add_argument("--keep", action="store_true", help="leave the checkpoints for the next time")
+    gpu.add_argument("--charts", type=Path, metavar="FOLDER", help="draw SVG files there")
     args = parser.parse_args()
-    unknown = [name for name in args.sections if name not in SECTIONS]
+    unknown = [name for name in args.sections if name not in KNOWN]
     if unknown:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(KNOWN)}")
     if args.runs < 1:
         parser.error("--runs is at least 1")
+    sites = dict(site.partition("=")[::2] for site in args.site)
+    if not all(folder and name in LOADERS for name, folder in sites.items()):
+        parser.error(f"--site is LOADER=FOLDER, of {', '.join(LOADERS)}")
     try:
-        nbytes = parse_bytes(args.size)
+        nbytes, cold_nbytes = parse_bytes(args.size), parse_bytes(args.cold_size)
     except ValueError as error:
         parser.error(str(error))
+    names = [*args.sections, *(n for n in GPU_SECTIONS if args.gpu and n not in args.sections)]
+    names = names or list(SECTIONS)
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
-    wanted = tuple(args.devices.split(","))
+    # opening a device takes its time: not where none of these is used
+    wanted = tuple(args.devices.split(",")) if set(names) & set(SECTIONS) else ()
     devices = working(wanted)
     facts["devices that do not work"] = ", ".join(name for name in wanted if name not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
     console.print(_table([{"machine": key, "": value} for key, value in facts.items()]))
+    failed: list[str] = []
     args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work) as work:
         options = Options(
@@ -88,20 +124,55 @@ def main() -> None:
             devices=devices,
             work=Path(work),
             ways=tuple(args.ways),
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=_say,
         )
-        for name in args.sections or SECTIONS:
+        gpu_options = GpuOptions(
+            nbytes=nbytes,
+            cold_nbytes=min(cold_nbytes, nbytes),
+            tensors=args.tensors,
+            shards=args.shards,
+            runs=args.runs,
+            seconds=args.seconds,
+            torch_device=args.torch_device,
+            tinygrad_device=args.tinygrad_device,
+            sites=sites,
+            work=args.work if args.keep else Path(work),
+            say=_say,
+            keep=args.keep,
+        )
+        for name in names:
+            _say(f"--- {name}")
             try:
-                section = SECTIONS[name](options)
+                if name in GPU_SECTIONS:
+                    section = GPU_SECTIONS[name](gpu_options)
+                else:
+                    section = SECTIONS[name](options)
             except NotHereError as error:
                 console.print(f"\n{name}: not here: {error}", markup=False)
                 report["sections"][name] = {"not_here": str(error)}
                 continue
+            except Exception as error:  # the other sections have taken their time, or will
+                traceback.print_exc()
+                report["sections"][name] = {"failed": f"{type(error).__name__}: {error}"}
+                failed.append(name)
+                continue
             _print(console, section)
             report["sections"][name] = section.to_json()
+            if args.json:  # after each: the next may take more time than there is
+                args.json.write_text(json.dumps(report, indent=2) + "\n")
+            if args.charts:
+                args.charts.mkdir(parents=True, exist_ok=True)
+                for chart, text in section.charts.items():
+                    (args.charts / f"{chart}.svg").write_text(text)
     console.print(f"\nagain: {command}", markup=False)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if failed:
+        sys.exit(f"bench: failed: {', '.join(failed)}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print(console: Console, section: Section) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from streamload.bench.processes import process_memory
+
 SCRIPTS = Path(__file__).resolve().parent.parent
 
 _SAMPLE_S = 0.0005
@@ -108,15 +110,6 @@ def _watch(pid: int) -> int:
     """Sample a child until it ends, without reaping it; returns its peak in bytes."""
     peak_nbytes = 0
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        peak_nbytes = max(peak_nbytes, _held_nbytes(pid))
+        peak_nbytes = max(peak_nbytes, process_memory(pid).anon_nbytes)
         time.sleep(_SAMPLE_S)
     return peak_nbytes
-
-
-def _held_nbytes(pid: int) -> int:
-    """RssAnon + RssShmem of a process (proc_pid_status(5)), 0 once it has ended."""
-    total = 0
-    for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
-        if line.startswith((b"RssAnon:", b"RssShmem:")):
-            total += int(line.split()[1]) * 1024
-    return total

@@ -67,17 +67,21 @@ class Section:
         note: how to read its rows.
         rows: one measurement or median each, by column.
         targets: what its figures should be.
+        raw: all that was measured, where that is more than the rows.
+        charts: SVG files, by name.
     """
 
     name: str
     note: str
     rows: list[dict[str, Any]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    raw: list[dict[str, Any]] = field(default_factory=list)
+    charts: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         targets = [asdict(target) | {"met": target.met} for target in self.targets]
-        return {"note": self.note, "rows": self.rows, "targets": targets}
+        return {"note": self.note, "rows": self.rows, "targets": targets, "raw": self.raw}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,20 +20,30 @@ PACKAGES = (
 )
 
 
-def facts() -> dict[str, str]:
+def facts(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """CPU, kernel, memory and versions, by name."""
+    affinity = getattr(os, "sched_getaffinity", None)
     return {
         "CPU": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "CPUs of this process": str(len(os.sched_getaffinity(0))),
+        "CPUs of this process": str(len(affinity(0)) if affinity else os.cpu_count()),
         "memory": _field("/proc/meminfo", "MemTotal"),
         "memory available": _field("/proc/meminfo", "MemAvailable"),
         "kernel": platform.release(),
         "transparent huge pages": _text("/sys/kernel/mm/transparent_hugepage/enabled"),
         "of shared memory": _text("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "CUDA driver": _text("/proc/driver/nvidia/version").partition("\n")[0],
         "Python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: installed_version(name) for name in packages},
         "OpenCL drivers": ", ".join(p.stem for p in Path("/etc/OpenCL/vendors").glob("*.icd")),
     }
+
+
+def installed_version(package: str) -> str:
+    """The version of a distribution, or "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _text(path: str) -> str:
@@ -48,10 +59,3 @@ def _field(path: str, name: str) -> str:
         if key.strip() == name:
             return value.strip()
     return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -1,0 +1,230 @@
+"""What the machine could do at most: reading the page cache and the disk, and copying to CUDA.
+
+Nothing of the loader that is measured against them runs here: plain reads into small buffers that
+are used again, and plain copies from pinned memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from streamload.devices.cuda import Context, PinnedStaging
+from streamload.errors import DeviceError
+
+_MIB = 2**20
+# Threads wait for the interpreter's lock between two reads: large blocks hide that, small ones stay
+# in the cache of a core.
+_CACHED_BLOCKS = (_MIB, 2 * _MIB, 4 * _MIB)
+_DIRECT_BLOCKS = (4 * _MIB, 16 * _MIB)
+_DIRECT_THREADS = (4, 8, 16)
+_RING_NBYTES = 64 * _MIB
+_SLOTS = (4 * _MIB, 16 * _MIB)
+_TARGET_NBYTES = 512 * _MIB
+_MOST_ROUNDS = 8  # over files that are so small
+_WINDOW_S = {"cached": 0.4, "direct": 0.8, "copy": 0.4}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Bytes moved in a time, and how.
+
+    Attributes:
+        nbytes: how many.
+        seconds: in which time.
+        how: in words.
+        threads: of reads.
+        block_nbytes: each read or copy.
+    """
+
+    nbytes: int
+    seconds: float
+    how: str
+    threads: int = 1
+    block_nbytes: int = 0
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """In GB/s."""
+        return self.nbytes / 1e9 / self.seconds
+
+
+def best(rates: Sequence[Rate]) -> Rate:
+    """The fastest."""
+    return max(rates, key=lambda rate: rate.gigabytes_per_second)
+
+
+def read(
+    paths: Sequence[str],
+    threads: int,
+    block_nbytes: int,
+    *,
+    direct: bool,
+    seconds: float | None = None,
+    first_block: int = 0,
+) -> Rate:
+    """Read files in blocks, each thread into one buffer of its own.
+
+    Args:
+        paths: the files; as if they were one.
+        threads: how many read at once, each the next block.
+        block_nbytes: a multiple of 4096.
+        direct: past the page cache.
+        seconds: stop then, and go round until then, but not often; None: every block once.
+        first_block: where to begin.
+
+    Raises:
+        OSError: a file cannot be read like that.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    with ExitStack() as stack:
+        blocks: list[tuple[int, int]] = []
+        for path in paths:
+            fd = os.open(path, flags)
+            stack.callback(os.close, fd)
+            blocks += [(fd, at) for at in range(0, os.fstat(fd).st_size, block_nbytes)]
+        if not blocks:
+            raise OSError("no bytes to read")
+        buffers = [mmap.mmap(-1, block_nbytes) for _ in range(threads)]  # at a page's beginning
+        for buffer in buffers:
+            buffer.write(b"\1" * block_nbytes)  # memory that is there
+        turns = itertools.count(first_block)
+        most = first_block + len(blocks) * (1 if seconds is None else _MOST_ROUNDS)
+        moved, failed = [0] * threads, []
+        begin = threading.Barrier(threads + 1)
+        until = [0.0]
+
+        def work(index: int) -> None:
+            into = [buffers[index]]
+            begin.wait()
+            try:
+                while True:
+                    turn = next(turns)
+                    if turn >= most or time.perf_counter() >= until[0]:
+                        return
+                    fd, at = blocks[turn % len(blocks)]
+                    moved[index] += os.preadv(fd, into, at)
+            except OSError as error:
+                failed.append(error)
+
+        crew = [threading.Thread(target=work, args=(index,)) for index in range(threads)]
+        for thread in crew:
+            thread.start()
+        begun = time.perf_counter()
+        until[0] = math.inf if seconds is None else begun + seconds
+        begin.wait()
+        for thread in crew:
+            thread.join()
+        took = time.perf_counter() - begun
+        if failed:
+            raise failed[0]
+    how = f"{threads} thread{'s' * (threads != 1)}, blocks of {block_nbytes // _MIB or 1} MiB"
+    return Rate(sum(moved), took, how, threads, block_nbytes)
+
+
+def cached_way(paths: Sequence[str], cores: int) -> Rate:
+    """The fastest of some ways to read files that are in the page cache."""
+    counts = sorted({n for n in (cores, 8, 12) if n <= cores})
+    return best(
+        [
+            read(paths, threads, block, direct=False, seconds=_WINDOW_S["cached"])
+            for threads in counts
+            for block in _CACHED_BLOCKS
+        ]
+    )
+
+
+def direct_way(paths: Sequence[str]) -> Rate:
+    """The fastest of some ways to read files past the page cache, each tried on other blocks."""
+    rates, turn = [], 0
+    for threads in _DIRECT_THREADS:
+        for block in _DIRECT_BLOCKS:
+            # what was read a moment ago may be in a cache below the disk
+            at = turn // block + 1
+            window = _WINDOW_S["direct"]
+            rates.append(read(paths, threads, block, direct=True, seconds=window, first_block=at))
+            turn += rates[-1].nbytes
+    return best(rates)
+
+
+def copy(index: int) -> Rate:
+    """The fastest of some ways to copy from 64 MiB of pinned memory to a CUDA device.
+
+    Raises:
+        DeviceError: the device is not there, or failed.
+    """
+    try:
+        context = Context.primary(f"cuda:{index}", index)
+        driver: Any = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceError(f"cuda:{index}", str(error)) from error
+    driver.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
+    driver.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
+    address = ctypes.c_uint64()
+    with context.current():
+        context.check(driver.cuMemAlloc_v2(ctypes.byref(address), _TARGET_NBYTES), "cuMemAlloc")
+    try:
+        return best([_copy(context, address.value, slot) for slot in _SLOTS])
+    finally:
+        with context.current():
+            driver.cuMemFree_v2(address)
+
+
+def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
+    """Copy in turn from slots that each have a stream."""
+    slots: list[PinnedStaging] = []
+    try:
+        for _ in range(_RING_NBYTES // slot_nbytes):
+            slots.append(PinnedStaging(context, slot_nbytes))
+        targets = itertools.cycle(range(address, address + _TARGET_NBYTES, slot_nbytes))
+        moved = 0
+
+        def once() -> None:
+            for slot in slots:
+                slot.wait()
+                context.copy(slot, 0, slot_nbytes, next(targets))
+
+        once()  # the first use of a stream takes longer
+        for slot in slots:
+            slot.wait()
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < _WINDOW_S["copy"]:
+            once()
+            moved += _RING_NBYTES
+        for slot in slots:
+            slot.wait()
+        took = time.perf_counter() - begun
+    finally:
+        for slot in slots:
+            slot.close()
+    how = f"{len(slots)} pinned slots of {slot_nbytes // _MIB} MiB"
+    return Rate(moved, took, how, 1, slot_nbytes)
+
+
+#: By name: from the job ("files", and for some "threads", "block_nbytes" and "index") and the
+#: number of CPUs to a rate. Those that try several ways come first; "cached" and "direct" go the
+#: best one again.
+LIMITS: dict[str, Callable[[Mapping[str, Any], int], Rate]] = {
+    "cached_way": lambda job, cores: cached_way(job["files"], cores),
+    "direct_way": lambda job, cores: direct_way(job["files"]),
+    "cached": lambda job, cores: read(
+        job["files"],
+        job["threads"],
+        job["block_nbytes"],
+        direct=False,
+        seconds=_WINDOW_S["cached"],
+    ),
+    "direct": lambda job, cores: read(
+        job["files"], job["threads"], job["block_nbytes"], direct=True
+    ),
+    "copy": lambda job, cores: copy(job["index"]),
+}

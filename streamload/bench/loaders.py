@@ -1,0 +1,436 @@
+"""The loaders that are compared: each as its own documentation says it is used.
+
+Imported in the process of a measurement only. What a loader returns is looked at afterwards: a
+sample of its tensors is compared with the files.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from streamload.dtypes import parse_dtype
+
+_PAGE = 4096
+CHECKED_TENSORS = 32
+CHECKED_NBYTES = 2**25  # of one tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be loaded.
+
+    Attributes:
+        path: the checkpoint, as it was named.
+        files: its shards.
+        framework: whose tensors are made.
+        device: in the spelling of that framework.
+        dtype: what all floats become, or "checkpoint".
+        budget: for streamload, or None.
+        options: more arguments for streamload.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    framework: str
+    device: str
+    dtype: str = "checkpoint"
+    budget: str | int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def full_device(self) -> str:
+        """The device with its framework, as streamload has it: "torch:cpu"."""
+        return self.device if self.framework == "host" else f"{self.framework}:{self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a loader made.
+
+    Attributes:
+        tensors: by name.
+        says: what it says of itself: "pinned_nbytes", "stream_s" and so on.
+    """
+
+    tensors: dict[str, Any]
+    says: dict[str, Any] = field(default_factory=dict)
+
+
+class Runtime(Protocol):
+    """What tensors of a framework need around a measurement."""
+
+    def open(self, device: str) -> None:
+        """Import the framework and open the device: what a program has done before it loads."""
+
+    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
+        """Wait until all tensors are there, and can be used without a page fault."""
+
+    def bytes_of(self, tensor: Any) -> bytes:
+        """The raw bytes of a tensor."""
+
+    def says(self, device: str) -> dict[str, Any]:
+        """The framework's own counters."""
+
+
+class _Torch:
+    def open(self, device: str) -> None:
+        import torch
+
+        torch.ones(1, device=device).add_(1)
+        self._synchronize(device)
+
+    def _synchronize(self, device: str) -> None:
+        import torch
+
+        kind = device.partition(":")[0]
+        if kind in ("cuda", "xpu"):
+            getattr(torch, kind).synchronize(device)
+        elif kind != "cpu":
+            getattr(torch, kind).synchronize()
+
+    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
+        import torch
+
+        self._synchronize(device)
+        if device.partition(":")[0] == "cpu":
+            # some are views on the mapped file: a byte of each page brings it in
+            for tensor in tensors.values():
+                if tensor.numel():
+                    tensor.reshape(-1).view(torch.uint8)[::_PAGE].sum()
+
+    def bytes_of(self, tensor: Any) -> bytes:
+        import torch
+
+        if not tensor.numel():
+            return b""
+        data: bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return data
+
+    def says(self, device: str) -> dict[str, Any]:
+        import torch
+
+        if not device.startswith("cuda"):
+            return {}
+        found = {"torch_reserved_nbytes": torch.cuda.max_memory_reserved(device)}
+        pinned = getattr(torch.cuda, "host_memory_stats", None)
+        if pinned is not None:
+            peak = pinned().get("allocated_bytes.peak", 0)
+            found["torch_pinned_nbytes"] = int(peak)
+        return found
+
+
+class _Tinygrad:
+    def open(self, device: str) -> None:
+        from tinygrad import Tensor
+
+        (Tensor([1.0], device=device) + 1).realize()
+        self._synchronize(device)
+
+    def _synchronize(self, device: str) -> None:
+        from tinygrad import Device
+
+        Device[device].synchronize()
+
+    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
+        self._synchronize(device)
+
+    def bytes_of(self, tensor: Any) -> bytes:
+        return bytes(tensor.uop.base.buffer.as_memoryview())
+
+    def says(self, device: str) -> dict[str, Any]:
+        return {}
+
+
+class _Host:
+    def open(self, device: str) -> None:
+        importlib.import_module("numpy")
+
+    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
+        import numpy as np
+
+        for array in tensors.values():
+            if array.size:
+                array.reshape(-1).view(np.uint8)[::_PAGE].sum()
+
+    def bytes_of(self, tensor: Any) -> bytes:
+        data: bytes = tensor.tobytes()
+        return data
+
+    def says(self, device: str) -> dict[str, Any]:
+        return {}
+
+
+RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "host": _Host()}
+
+
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def _to(dtype: str) -> Callable[[Any], Any]:
+    """What makes a tensor of torch have the dtype that was asked for."""
+    if dtype == "checkpoint":
+        return lambda tensor: tensor
+    import torch
+
+    wanted = getattr(torch, parse_dtype(dtype).name)
+    return lambda tensor: tensor.to(wanted) if tensor.is_floating_point() else tensor
+
+
+def _streamload(task: Task) -> Loaded:
+    from streamload.load import load_state_dict
+
+    report = load_state_dict(
+        None,
+        task.path,
+        device=task.full_device,
+        dtype=task.dtype,
+        budget=task.budget,
+        progress=False,
+        **task.options,
+    )
+    (device,) = report.plan.devices
+    says = {
+        "seconds": report.seconds,
+        "stream_s": report.transfer_seconds,
+        "read_nbytes": report.read_nbytes,
+        "resident_nbytes": report.resident_nbytes,
+        "pinned_nbytes": report.held_nbytes.get("staging", 0),
+        "predicted_nbytes": device.peak_nbytes,
+        "held_nbytes": report.held_nbytes[device.device],
+        "threads": report.plan.threads,
+        "slot_nbytes": report.plan.slot_nbytes,
+        "readers": sorted(set(report.plan.readers)),
+        "casts": sorted({p.cast for p in report.plan.placements}),
+        "notes": list(report.notes),
+    }
+    return Loaded(report.state_dict, says)
+
+
+def _safetensors(task: Task) -> Loaded:
+    from safetensors.torch import load_file
+
+    to = _to(task.dtype)
+    tensors: dict[str, Any] = {}
+    for file in task.files:
+        found = load_file(file, device=task.device)
+        for name in list(found):
+            tensors[name] = to(found.pop(name))
+    return Loaded(tensors)
+
+
+def _safetensors_numpy(task: Task) -> Loaded:
+    from safetensors.numpy import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in task.files:
+        tensors |= load_file(file)
+    return Loaded(_cast_arrays(tensors, task.dtype))
+
+
+def _safetensors_prefetch(task: Task) -> Loaded:
+    from safetensors import safe_open
+
+    if not hasattr(safe_open, "prefetch"):
+        version = importlib.import_module("safetensors").__version__
+        raise RuntimeError(f"safetensors {version} has no prefetch")
+    to = _to(task.dtype)
+    tensors: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def begun(file: str) -> Any:
+            opened = stack.enter_context(safe_open(file, framework="pt", device=task.device))
+            return stack.enter_context(opened.prefetch())
+
+        coming = begun(task.files[0])
+        for following in (*task.files[1:], None):
+            loader = coming
+            if following is not None:
+                coming = begun(following)  # reads while the tensors of this one are taken
+            for name, tensor in loader:
+                tensors[name] = to(tensor)
+            loader.close()
+    return Loaded(tensors)
+
+
+def _fastsafetensors(task: Task) -> Loaded:
+    module = importlib.import_module("fastsafetensors")
+    to = _to(task.dtype)
+    # on the CPU there is no GPUDirect Storage to ask for
+    nogds = task.device == "cpu"
+    with module.fastsafe_open(list(task.files), device=task.device, nogds=nogds) as opened:
+        tensors = {name: to(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+    return Loaded(tensors)
+
+
+def _runai(task: Task) -> Loaded:
+    module = importlib.import_module("runai_model_streamer")
+    to = _to(task.dtype)
+    with module.SafetensorsStreamer() as streamer:
+        streamer.stream_files(list(task.files), device=task.device)
+        tensors = {name: to(tensor) for name, tensor in streamer.get_tensors()}
+    return Loaded(tensors)
+
+
+def _instanttensor(buffered: bool) -> Callable[[Task], Loaded]:
+    def load(task: Task) -> Loaded:
+        module = importlib.import_module("instanttensor")
+        backend = module.BackendPolicy.BUFFERED if buffered else None
+        to = _to(task.dtype)
+        with module.safe_open(
+            list(task.files), framework="pt", device=task.device, backend=backend
+        ) as opened:
+            tensors = {name: to(tensor) for name, tensor in opened.tensors()}
+        says = {
+            "backend": opened.backend.name,
+            "staging_nbytes": opened.chunk_size * opened.io_depth,
+            "ring_nbytes": opened.buffer_size,
+        }
+        return Loaded(tensors, says)
+
+    return load
+
+
+def _tinygrad(task: Task) -> Loaded:
+    from tinygrad import Tensor, dtypes
+    from tinygrad.nn.state import load_state_dict, safe_load
+
+    state: dict[str, Any] = {}
+    for file in task.files:
+        state |= safe_load(Path(file))
+    if task.dtype != "checkpoint":
+        wanted = getattr(dtypes, parse_dtype(task.dtype).name)
+        state = {
+            name: tensor.to(task.device).cast(wanted) if dtypes.is_float(tensor.dtype) else tensor
+            for name, tensor in state.items()
+        }
+    model = {
+        name: Tensor.empty(*tensor.shape, dtype=tensor.dtype, device=task.device)
+        for name, tensor in state.items()
+    }
+    load_state_dict(model, state, verbose=False)
+    return Loaded(model)
+
+
+def _numpy(task: Task) -> Loaded:
+    """What a program without any loader does: each tensor's bytes into an array of its own."""
+    import numpy as np
+
+    from streamload.checkpoint.checkpoint import open_checkpoint
+
+    tensors: dict[str, Any] = {}
+    for name, info in open_checkpoint(task.path).tensors.items():
+        if info.dtype.numpy is None:
+            raise ValueError(f"numpy has no {info.dtype}")
+        flat = np.fromfile(info.shard, np.uint8, info.nbytes, offset=info.start)
+        tensors[name] = flat.view(info.dtype.numpy).reshape(info.shape)
+    return Loaded(_cast_arrays(tensors, task.dtype))
+
+
+def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
+    if dtype == "checkpoint":
+        return tensors
+    wanted = parse_dtype(dtype).numpy
+    for name in list(tensors):
+        if parse_dtype(tensors[name].dtype).kind == "float":
+            tensors[name] = tensors[name].astype(wanted)
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """One loader.
+
+    Attributes:
+        load: what is timed.
+        frameworks: whose tensors it makes; the first where the device is none of theirs.
+        packages: distributions whose versions are told, the loader's own first.
+        modules: imported before the time runs.
+        cuda: it loads to CUDA devices.
+        cpu: it loads to the CPU, or to what shares its memory.
+        states: of the page cache in which it is compared unless it is asked for by name.
+        what: how it is used, in words, or "".
+    """
+
+    load: Callable[[Task], Loaded]
+    frameworks: tuple[str, ...]
+    packages: tuple[str, ...]
+    modules: tuple[str, ...]
+    cuda: bool = True
+    cpu: bool = True
+    states: tuple[str, ...] = ("warm", "cold")
+    what: str = ""
+
+    def takes(self, framework: str, device: str) -> bool:
+        """Whether it loads to a device of a framework."""
+        on_cuda = device.partition(":")[0].lower() == "cuda"
+        return framework in self.frameworks and (self.cuda if on_cuda else self.cpu)
+
+
+OURS = "streamload"
+LOADERS: dict[str, Loader] = {
+    OURS: Loader(_streamload, ("torch", "tinygrad", "host"), ("streamload",), ("streamload.load",)),
+    "safetensors": Loader(
+        _safetensors, ("torch",), ("safetensors",), ("safetensors.torch",), what="load_file"
+    ),
+    "safetensors-numpy": Loader(
+        _safetensors_numpy, ("host",), ("safetensors",), ("safetensors.numpy",), what="load_file"
+    ),
+    "safetensors-prefetch": Loader(
+        _safetensors_prefetch,
+        ("torch",),
+        ("safetensors",),
+        ("safetensors", "safetensors.torch"),
+        cpu=False,
+        what="safe_open(...).prefetch()",
+    ),
+    "fastsafetensors": Loader(
+        _fastsafetensors,
+        ("torch",),
+        ("fastsafetensors",),
+        ("fastsafetensors",),
+        what="fastsafe_open",
+    ),
+    "runai": Loader(
+        _runai,
+        ("torch",),
+        ("runai-model-streamer",),
+        ("runai_model_streamer",),
+        what="SafetensorsStreamer",
+    ),
+    "instanttensor": Loader(
+        _instanttensor(buffered=True),
+        ("torch",),
+        ("instanttensor",),
+        ("instanttensor",),
+        cpu=False,
+        what="safe_open, BackendPolicy.BUFFERED",
+    ),
+    "instanttensor-direct": Loader(
+        _instanttensor(buffered=False),
+        ("torch",),
+        ("instanttensor",),
+        ("instanttensor",),
+        cpu=False,
+        states=("cold",),  # it reads the disk whatever is cached
+        what="safe_open, its default backend",
+    ),
+    "tinygrad": Loader(
+        _tinygrad,
+        ("tinygrad",),
+        ("tinygrad",),
+        ("tinygrad.nn.state",),
+        what="safe_load, nn.state.load_state_dict",
+    ),
+    "numpy": Loader(_numpy, ("host",), ("numpy",), ("numpy", "ml_dtypes"), what="fromfile"),
+}
+
+
+def sample(names: Sequence[str]) -> Iterator[str]:
+    """Names of tensors to look at, spread over all."""
+    count = min(len(names), CHECKED_TENSORS)
+    return (names[i * (len(names) - 1) // max(count - 1, 1)] for i in range(count))

@@ -1,0 +1,292 @@
+"""Measurements in processes of their own, watched from outside.
+
+A measurement is a child that says "ready" when it has imported its framework and opened the
+device, and then does what it is told, one lap at a time. While it works this process reads
+counters of the kernel and of the driver: nothing runs inside the child but what is measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import Any, Self
+
+from streamload.devices.cuda import Context
+from streamload.errors import DeviceError
+
+# Reading a process's status takes 20 microseconds; what a loader allocates to keep, and rings that
+# it goes through, stand for longer than this.
+_SAMPLE_S = 0.004
+_SLOW_SAMPLES = 5  # as many for one of the machine and of the driver, which take locks of theirs
+_GOODBYE_S = 20.0
+
+# the child imports just what this process would import, whatever was put on its path since
+_CHILD = (
+    "import json, sys; job = json.loads(sys.argv[1]); sys.path[:] = job.pop('sys_path'); "
+    "from streamload.bench.worker import main; main(job)"
+)
+
+
+class MeasurementError(Exception):
+    """A measurement did not come to its end; the message is one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was held at one time, or the most of each that was held over a while, in bytes.
+
+    Attributes:
+        anon_nbytes: the process's RssAnon + RssShmem (proc_pid_status(5)).
+        file_nbytes: its RssFile: pages of the page cache that it has mapped.
+        locked_nbytes: its VmLck + VmPin; drivers that lock pages by other means do not count there.
+        system_nbytes: memory of the whole machine that is neither free nor page cache: what a
+            driver allocates for a process counts here alone.
+        device_nbytes: memory of the device that is not free, by the driver; None without one.
+    """
+
+    anon_nbytes: int = 0
+    file_nbytes: int = 0
+    locked_nbytes: int = 0
+    system_nbytes: int = 0
+    device_nbytes: int | None = None
+
+    def above(self, base: Memory) -> Memory:
+        """By how much this is more than ``base``."""
+        device = None
+        if self.device_nbytes is not None and base.device_nbytes is not None:
+            device = self.device_nbytes - base.device_nbytes
+        return Memory(
+            self.anon_nbytes - base.anon_nbytes,
+            self.file_nbytes - base.file_nbytes,
+            self.locked_nbytes - base.locked_nbytes,
+            self.system_nbytes - base.system_nbytes,
+            device,
+        )
+
+    def most(self, other: Memory) -> Memory:
+        """The larger of each."""
+        both = [n for n in (self.device_nbytes, other.device_nbytes) if n is not None]
+        return Memory(
+            max(self.anon_nbytes, other.anon_nbytes),
+            max(self.file_nbytes, other.file_nbytes),
+            max(self.locked_nbytes, other.locked_nbytes),
+            max(self.system_nbytes, other.system_nbytes),
+            max(both, default=None),
+        )
+
+
+def process_memory(pid: int | str) -> Memory:
+    """What a process holds now; zeros once it has ended, and where there is no /proc."""
+    found = _fields(f"/proc/{pid}/status")
+    return Memory(
+        found.get("RssAnon", 0) + found.get("RssShmem", 0),
+        found.get("RssFile", 0),
+        found.get("VmLck", 0) + found.get("VmPin", 0),
+    )
+
+
+def _system_nbytes() -> int:
+    found = _fields("/proc/meminfo")
+    cached = found.get("Cached", 0) - found.get("Shmem", 0)  # shared memory counts as cache there
+    free = found.get("MemFree", 0) + found.get("Buffers", 0) + found.get("SReclaimable", 0)
+    return found.get("MemTotal", 0) - free - cached
+
+
+def _fields(path: str) -> dict[str, int]:
+    """The sizes in a file of /proc, in bytes."""
+    try:
+        lines = Path(path).read_bytes().decode(errors="replace").splitlines()
+    except OSError:
+        return {}
+    split = (line.partition(":") for line in lines if line.endswith(" kB"))
+    return {name: int(value.split()[0]) * 1024 for name, _, value in split}
+
+
+class DriverMeter:
+    """Bytes of a CUDA device that are not free, asked of the driver from this process.
+
+    Raises:
+        DeviceError: this process cannot open the device.
+    """
+
+    def __init__(self, index: int) -> None:
+        try:
+            self._context = Context.primary(f"cuda:{index}", index)
+            self._ask: Any = ctypes.CDLL("libcuda.so.1").cuMemGetInfo_v2
+        except OSError as error:
+            raise DeviceError(f"cuda:{index}", str(error)) from error
+        self._ask.argtypes = (ctypes.POINTER(ctypes.c_size_t),) * 2
+
+    def used_nbytes(self) -> int:
+        """Of all processes."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        with self._context.current():
+            status = self._ask(ctypes.byref(free), ctypes.byref(total))
+        self._context.check(status, "cuMemGetInfo")
+        return total.value - free.value
+
+
+class Child:
+    """One measurement's process, which gets ready by itself.
+
+    Args:
+        job: what `streamload.bench.worker` is to do.
+        timeout_s: for each answer.
+        sites: folders that come first on its path.
+        device_nbytes: tells how much of the device is taken; None where nothing does.
+    """
+
+    def __init__(
+        self,
+        job: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        sites: Sequence[str] = (),
+        device_nbytes: Callable[[], int] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._device_nbytes = device_nbytes
+        self._received = b""
+        self._errors = TemporaryFile()  # noqa: SIM115  (closed by close)
+        path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps({**job, "sys_path": path})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # what a loader starts is ended with it
+        )
+        self._ready: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(at_once=error is not None)
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until it has imported what it needs and opened the device.
+
+        Returns:
+            What it says of that.
+
+        Raises:
+            MeasurementError: it failed.
+        """
+        if self._ready is None:
+            self._ready, _ = self._receive(sampled=False)
+        return self._ready
+
+    def lap(self) -> tuple[dict[str, Any], Memory]:
+        """Do it once.
+
+        Returns:
+            What the child says, and the most that was held meanwhile above what was held before.
+
+        Raises:
+            MeasurementError: it failed, or took too long.
+        """
+        self.ready()
+        base = self._memory()
+        said, peak = self._ask("lap", sampled=True)
+        return said, peak.above(base)
+
+    def check(self) -> dict[str, Any]:
+        """Compare what was loaded with the files; raises MeasurementError where it differs."""
+        return self._ask("check", sampled=False)[0]
+
+    def _ask(self, command: str, *, sampled: bool) -> tuple[dict[str, Any], Memory]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died: the answer says of what
+            self._process.stdin.write(command.encode() + b"\n")
+            self._process.stdin.flush()
+        return self._receive(sampled=sampled)
+
+    def _memory(self, *, all_of_it: bool = True) -> Memory:
+        held = process_memory(self._process.pid)
+        if not all_of_it:
+            return held
+        device = self._device_nbytes() if self._device_nbytes else None
+        return Memory(
+            held.anon_nbytes, held.file_nbytes, held.locked_nbytes, _system_nbytes(), device
+        )
+
+    def _receive(self, *, sampled: bool) -> tuple[dict[str, Any], Memory]:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        until = time.monotonic() + self._timeout_s
+        peak = self._memory() if sampled else Memory()
+        for turn in itertools.count(1):
+            if b"\n" in self._received:
+                break
+            if time.monotonic() > until:
+                raise MeasurementError(f"took longer than {self._timeout_s:g} s")
+            if select.select([fd], [], [], _SAMPLE_S)[0]:
+                more = os.read(fd, 2**16)
+                if not more:
+                    raise MeasurementError(self._last_words())
+                self._received += more
+            if sampled:
+                all_of_it = turn % _SLOW_SAMPLES == 0 or b"\n" in self._received
+                peak = peak.most(self._memory(all_of_it=all_of_it))
+        line, _, self._received = self._received.partition(b"\n")
+        said: dict[str, Any] = json.loads(line)
+        if "error" in said:
+            raise MeasurementError(said["error"])
+        return said, peak
+
+    def _last_words(self) -> str:
+        ended = self._ended(_GOODBYE_S)
+        if ended is None:
+            return "it said nothing more"
+        killed = ended.si_code != os.CLD_EXITED
+        how = f"exit status {ended.si_status}"
+        if killed:
+            how = f"killed by {signal.Signals(ended.si_status).name}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1]}" if lines else how
+
+    def _ended(self, timeout_s: float) -> os.waitid_result | None:
+        """Wait for the end of the process, without reaping it: its number stays its own."""
+        until = time.monotonic() + timeout_s
+        flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while (ended := os.waitid(os.P_PID, self._process.pid, flags)) is None:
+            if time.monotonic() > until:
+                return None
+            time.sleep(_SAMPLE_S)
+        return ended
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process and what it started; may be called again."""
+        if self._process.returncode is not None:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        try:
+            self._ended(0 if at_once else _GOODBYE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._errors.close()

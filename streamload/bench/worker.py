@@ -1,0 +1,235 @@
+"""The process of a measurement: says "ready", and then does a lap each time it is told to.
+
+Answers are lines of JSON on what was stdout; whatever a library prints goes to stderr. What fails
+is said in one line, ``{"error": ...}``, and ends the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from streamload.bench import limits
+from streamload.bench.loaders import (
+    CHECKED_NBYTES,
+    LOADERS,
+    RUNTIMES,
+    Loaded,
+    Task,
+    sample,
+)
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.errors import StreamloadError
+
+_MOST_SAID = 300  # characters of an error
+
+Job = Mapping[str, Any]
+Said = dict[str, Any]
+
+
+class _Measured(Protocol):
+    """One measurement."""
+
+    def prepare(self) -> Said:
+        """What is not timed."""
+
+    def lap(self) -> Said:
+        """What is."""
+
+    def check(self) -> Said:
+        """Whether it was right."""
+
+
+class _Load:
+    """A loader's load, again and again; what the last made is freed before the next."""
+
+    def __init__(self, job: Job) -> None:
+        self._loader = LOADERS[job["loader"]]
+        self._task = _task(job)
+        self._runtime = RUNTIMES[self._task.framework]
+        self._loaded: Loaded | None = None
+
+    def prepare(self) -> Said:
+        begun = time.perf_counter()
+        for name in self._loader.modules:
+            importlib.import_module(name)
+        imported = time.perf_counter()
+        self._runtime.open(self._task.device)
+        return {
+            "import_s": imported - begun,
+            "open_s": time.perf_counter() - imported,
+            "versions": {name: _version(name) for name in self._loader.packages},
+        }
+
+    def lap(self) -> Said:
+        self._loaded = None
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
+        loaded = self._loader.load(self._task)
+        self._runtime.finish(loaded.tensors, self._task.device)
+        seconds = time.perf_counter() - wall
+        cpu_s = time.process_time() - cpu
+        self._loaded = loaded
+        says = loaded.says | self._runtime.says(self._task.device)
+        return {"seconds": seconds, "cpu_s": cpu_s, "tensors": len(loaded.tensors), "says": says}
+
+    def check(self) -> Said:
+        assert self._loaded is not None
+        infos = open_checkpoint(self._task.path).tensors
+        tensors = self._loaded.tensors
+        if set(tensors) != set(infos):
+            raise ValueError(f"loaded {len(tensors)} tensors of {len(infos)}")
+        names, checked = list(infos), 0
+        for name in sample(names):
+            info = infos[name]
+            kept = self._task.dtype in ("checkpoint", info.dtype.name) or info.dtype.kind != "float"
+            if not kept or info.nbytes > CHECKED_NBYTES:
+                continue
+            with open(info.shard, "rb") as file:
+                file.seek(info.start)
+                if file.read(info.nbytes) != self._runtime.bytes_of(tensors[name]):
+                    raise ValueError(f"{name} differs from the file")
+            checked += 1
+        return {"checked": checked}
+
+
+class _Limit:
+    """What the machine could do at most."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def prepare(self) -> Said:
+        return {}
+
+    def lap(self) -> Said:
+        rate = limits.LIMITS[self._job["limit"]](self._job, _cpus())
+        return {
+            "seconds": rate.seconds,
+            "nbytes": rate.nbytes,
+            "how": rate.how,
+            "threads": rate.threads,
+            "block_nbytes": rate.block_nbytes,
+        }
+
+    def check(self) -> Said:
+        return {}
+
+
+class _Refusal:
+    """A budget of what a load is predicted to take succeeds, and one of a MiB less is refused.
+
+    The refusal is to come before anything is allocated, by the framework's own counter.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._task = _task(job)
+        self._runtime = RUNTIMES[self._task.framework]
+
+    def prepare(self) -> Said:
+        self._runtime.open(self._task.device)
+        return {}
+
+    def lap(self) -> Said:
+        from streamload.devices.base import framework
+        from streamload.errors import PlanInfeasibleError
+        from streamload.load import load_state_dict, plan
+
+        task = self._task
+        made = plan(task.path, device=task.full_device, dtype=task.dtype, **task.options)
+        (planned,) = made.devices
+        exact = planned.peak_nbytes
+        device = framework(task.framework).device(task.device)
+
+        def load(budget: int) -> Any:
+            return load_state_dict(
+                None,
+                task.path,
+                budget=budget,
+                device=task.full_device,
+                dtype=task.dtype,
+                progress=False,
+                **task.options,
+            )
+
+        before = device.allocated_nbytes()
+        refused, said = False, ""
+        try:
+            load(exact - 2**20)
+        except PlanInfeasibleError as error:
+            refused, said = True, str(error)
+        allocated = device.allocated_nbytes()
+        report = load(exact)
+        return {
+            "weights_nbytes": report.resident_nbytes,
+            "exact_nbytes": exact,
+            "held_nbytes": report.held_nbytes[planned.device],
+            "measured_nbytes": report.measured_nbytes.get(planned.device),
+            "refused": refused,
+            "refusal": said,
+            "allocated_before": before,
+            "allocated_after_refusal": allocated,
+            "loaded": len(report.state_dict),
+        }
+
+    def check(self) -> Said:
+        return {}
+
+
+_KINDS: dict[str, Callable[[Job], _Measured]] = {
+    "load": _Load,
+    "limit": _Limit,
+    "refusal": _Refusal,
+}
+
+
+def main(job: Job) -> None:
+    """Do a job."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        if job.get("cores"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
+        measured = _KINDS[job["kind"]](job)
+        print(json.dumps(measured.prepare()), file=answers)
+        for line in sys.stdin:
+            said = {"lap": measured.lap, "check": measured.check}[line.strip()]()
+            print(json.dumps(said), file=answers)
+    except BaseException as error:
+        print(json.dumps({"error": _in_words(error)}), file=answers)
+        sys.exit(1)
+    answers.flush()
+    os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
+
+
+def _task(job: Job) -> Task:
+    given = job["task"]
+    return Task(**given | {"files": tuple(given["files"])})
+
+
+def _in_words(error: BaseException) -> str:
+    """One line."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error}"
+    text = " ".join(str(error).split())[:_MOST_SAID]
+    return text if isinstance(error, StreamloadError) else f"{type(error).__name__}: {text}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        module = importlib.import_module(package.replace("-", "_"))
+        return str(getattr(module, "__version__", ""))
+
+
+def _cpus() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,0 +1,382 @@
+"""``streamload bench``: real loads in real processes; how fast they are is for people to judge."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+from streamload.bench import limits
+from streamload.bench.chart import Bars, draw
+from streamload.bench.compare import Options, choose, compare, cuda_index, forget, refusal, warm
+from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
+from streamload.bench.processes import Child, MeasurementError, process_memory
+from streamload.bench.worker import _Load
+from streamload.checkpoint.page_cache import resident_fraction
+
+MIB = 2**20
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command."""
+    command = [sys.executable, "-m", "streamload", "bench", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def load_job(path: Path, loader: str = OURS) -> dict[str, Any]:
+    """What a process is told that loads to the host."""
+    files = [str(file) for file in sorted(path.glob("*.safetensors"))]
+    task = {"path": str(path), "files": files, "framework": "host", "device": "host"}
+    return {"kind": "load", "loader": loader, "task": task}
+
+
+def site(folder: Path, text: str) -> str:
+    """A folder in which the module ml_dtypes is what is given."""
+    folder.mkdir()
+    (folder / "ml_dtypes.py").write_text(text)
+    return str(folder)
+
+
+def test_the_command_compares_and_writes(tmp_checkpoint: Callable[..., Path]) -> None:
+    """A table, JSON and a chart; the tensors of each loader are those of the files."""
+    path = tmp_checkpoint(3_000_000, shards=2, dtype="float16")
+    out, chart = path / "bench.json", path / "bench.svg"
+    arguments = ("--device", "host", "--runs", 1, "--cold", "--peers", "numpy")
+    done = run(path, *arguments, "--json", out, "--svg", chart)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert (found["device"], found["files"], found["dtype"]) == ("host", 2, "checkpoint")
+    assert found["machine"]["kernel"]
+    assert {OURS, "numpy"} == set(found["loaders"])
+    for of in found["loaders"].values():
+        assert of["checked"] > 0
+        assert [len(of["runs"][state]) for state in of["runs"]] == [1] * len(of["runs"])
+        for state, summary in of["summary"].items():
+            assert math.isfinite(summary["first"]["gigabytes_per_second"])
+            assert (summary["again"] is not None) == (state == "warm")
+    assert found["limits"]["warm, reading the page cache"]["median"] > 0
+    assert found["shares"]["warm"]["share"] > 0
+    for name in found["loaders"]:
+        assert f"\n{name} " in done.stdout
+    assert "cold, round 1 of 1: numpy" in done.stderr
+    texts = {e.text for e in ElementTree.parse(chart).iter() if e.tag.endswith("}text")}
+    assert {OURS, "numpy", "warm, again"} <= texts
+
+
+#: What a loader's module may do when it is imported, and what is said of that.
+BROKEN = {
+    "raise RuntimeError('broken\\non purpose')": "RuntimeError: broken on purpose",
+    "import not_there_at_all": "not installed: No module named 'not_there_at_all'",
+    "import os; os.kill(os.getpid(), 11)": "killed by SIGSEGV",
+    "print('words'); raise SystemExit(3)": "SystemExit: 3",
+    "import sys, os; sys.stderr.write('last'); os._exit(3)": "exit status 3: last",
+}
+
+
+def test_a_process_that_fails_says_why(small_checkpoint: Path, tmp_path: Path) -> None:
+    """In one line, however it ended."""
+    children = [
+        Child(
+            load_job(small_checkpoint, "numpy"),
+            timeout_s=60,
+            sites=[site(tmp_path / str(number), text)],
+        )
+        for number, text in enumerate(BROKEN)
+    ]
+    for child, why in zip(children, BROKEN.values(), strict=True):
+        with child, pytest.raises(MeasurementError) as caught:
+            child.ready()
+        assert str(caught.value) == why
+
+
+def test_a_loader_that_does_not_work_is_named(small_checkpoint: Path, tmp_path: Path) -> None:
+    """The others are compared all the same, and the reason is one line."""
+    text, why = next(iter(BROKEN.items()))
+    options = Options(
+        str(small_checkpoint),
+        device="host",
+        runs=1,
+        peers=("numpy",),
+        sites={"numpy": site(tmp_path / "site", text)},
+        limits=False,
+    )
+    found = compare(options)
+    assert found.skipped == {"numpy": why}
+    assert list(found.loaders) == [OURS]
+    assert f"not compared: numpy: {why}" in found.lines()
+
+
+def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path) -> None:
+    """It is ended when its time is over, and what it has started with it."""
+    wrote = tmp_path / "pid"
+    folder = site(
+        tmp_path / "site",
+        "import subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        f"open({str(wrote)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(1000)\n",
+    )
+    with Child(load_job(small_checkpoint, "numpy"), timeout_s=1, sites=[folder]) as child:
+        with pytest.raises(MeasurementError, match="took longer than 1 s"):
+            child.ready()
+        for _ in range(1000):
+            if wrote.exists() and wrote.read_text():
+                break
+            time.sleep(0.01)
+        child.close(at_once=True)
+    started = int(wrote.read_text())
+    for _ in range(1000):
+        stat = Path(f"/proc/{started}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    pytest.fail("it runs still")
+
+
+def test_memory_is_seen_from_outside(tmp_checkpoint: Callable[..., Path]) -> None:
+    """What a load makes the process hold is counted, and what was held before is not."""
+    path = tmp_checkpoint(60_000_000)
+    with Child(load_job(path), timeout_s=60) as child:
+        assert child.ready()["versions"]["streamload"]
+        first, memory = child.lap()
+        again, _ = child.lap()
+        assert child.check() == {"checked": CHECKED_TENSORS}
+    assert 55_000_000 < memory.anon_nbytes < 60_000_000 + 64_000_000
+    assert first["tensors"] == again["tensors"]
+    assert first["says"]["read_nbytes"] <= 60_000_000
+    assert process_memory("self").anon_nbytes > 10_000_000
+    assert process_memory(2**30).anon_nbytes == 0
+
+
+def test_wrong_bytes_are_found(small_checkpoint: Path) -> None:
+    """A tensor that is not the file's, or is not there, is no measurement."""
+    measured = _Load(load_job(small_checkpoint, "numpy"))
+    measured.prepare()
+    measured.lap()
+    assert measured.check()["checked"] > 0
+    assert measured._loaded is not None
+    tensors = measured._loaded.tensors
+    name = next(iter(tensors))
+    flat = tensors[name].reshape(-1).view("u1")
+    flat[0] ^= 1
+    with pytest.raises(ValueError, match=f"{name} differs from the file"):
+        measured.check()
+    flat[0] ^= 1
+    assert measured.check()["checked"] > 0
+    del tensors[name]
+    with pytest.raises(ValueError, match=r"loaded .* tensors of"):
+        measured.check()
+
+
+def test_a_sample_is_spread_over_all() -> None:
+    """Both ends are in it, nothing twice, and few tensors are all in it."""
+    names = [str(i) for i in range(1000)]
+    found = list(sample(names))
+    assert len(set(found)) == CHECKED_TENSORS
+    assert (found[0], found[-1]) == ("0", "999")
+    assert list(sample(names[:5])) == names[:5]
+    assert list(sample([])) == []
+
+
+def test_files_are_brought_in_and_dropped(tmp_checkpoint: Callable[..., Path]) -> None:
+    """Warm is all of a file in the page cache, cold is none."""
+    files = sorted(tmp_checkpoint(9_000_000, shards=2).glob("*.safetensors"))
+    if problem := forget(files):
+        pytest.skip(problem)
+    assert [resident_fraction(file) for file in files] == [0, 0]
+    assert warm(files) == ""
+    assert [resident_fraction(file) for file in files] == [1, 1]
+
+
+def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> None:
+    """Files in memory stay there: the cold loads are left out, with the reason."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        pytest.skip("no /dev/shm")
+    path = tmp_checkpoint(200_000) / "model.safetensors"
+    there = memory / f"streamload-bench-{os.getpid()}.safetensors"
+    there.write_bytes(path.read_bytes())
+    try:
+        found = compare(
+            Options(str(there), "host", 1, (), states=("cold",), limits=False, timeout_s=60)
+        )
+    finally:
+        there.unlink()
+    assert "stays in the page cache" in found.skipped["cold"]
+    assert not found.loaders
+
+
+def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> None:
+    """The same loader with other arguments, under a name of its own, in the same rounds."""
+    path = tmp_checkpoint(2_000_000)
+    options = Options(
+        str(path),
+        "host",
+        runs=2,
+        peers=(),
+        again=1,
+        together=True,
+        limits=False,
+        variants={"as float16": {"dtype": "float16"}},
+    )
+    found = compare(options)
+    runs = {name: of.runs["warm"] for name, of in found.loaders.items()}
+    assert {name: len(of) for name, of in runs.items()} == {OURS: 2, "as float16": 2}
+    assert [run.again_s is None for run in runs[OURS]] == [False, True]
+    assert runs["as float16"][0].says["casts"] != runs[OURS][0].says["casts"]
+    assert found.times("as float16", "warm") is not None
+
+
+def test_few_cores_are_few(tmp_checkpoint: Callable[..., Path]) -> None:
+    """A load on one CPU has one thread."""
+    found = compare(Options(str(tmp_checkpoint()), "host", 1, (), cores=1, limits=False))
+    assert found.loaders[OURS].runs["warm"][0].says["threads"] <= 1
+    assert "1 CPUs" in found.lines()[0]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("threads", [1, 5])
+def test_a_plain_reader_reads_every_byte(
+    tmp_checkpoint: Callable[..., Path], direct: bool, threads: int
+) -> None:
+    """Each once, also where a file is no whole number of blocks; or for as long as asked."""
+    files = sorted(tmp_checkpoint(3_000_000, shards=2).glob("*.safetensors"))
+    paths = [str(file) for file in files]
+    try:
+        rate = limits.read(paths, threads, MIB, direct=direct)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    assert rate.nbytes == sum(file.stat().st_size for file in files)
+    assert rate.gigabytes_per_second > 0
+    longer = limits.read(paths, threads, MIB, direct=direct, seconds=60, first_block=2)
+    assert longer.nbytes == pytest.approx(8 * rate.nbytes, abs=2 * MIB)  # round and round
+    assert limits.read(paths, threads, MIB, direct=direct, seconds=0).nbytes == 0
+
+
+def test_a_plain_reader_says_what_fails(tmp_path: Path) -> None:
+    """A file that is not there, or empty, is an error."""
+    with pytest.raises(OSError):
+        limits.read([str(tmp_path / "none")], 2, MIB, direct=False)
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(OSError, match="no bytes"):
+        limits.read([str(empty)], 2, MIB, direct=False)
+
+
+def test_exactly_the_prediction_is_enough(tmp_checkpoint: Callable[..., Path]) -> None:
+    """A budget of the plan's peak loads, and a MiB less is refused."""
+    said = refusal(Options(str(tmp_checkpoint(3_000_000)), "host"))
+    assert said["refused"] and "does not fit" in said["refusal"]
+    assert said["loaded"] > 0
+    assert said["held_nbytes"] <= said["exact_nbytes"]
+    assert said["exact_nbytes"] >= said["weights_nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"peers": ("nobody",)}, "nobody"),
+        ({"peers": ("tinygrad",)}, "tinygrad does not load to host"),
+        ({"runs": 0}, "runs"),
+        ({"states": ("lukewarm",)}, "lukewarm"),
+        ({"peers": (), "sites": {"numpy": "/"}}, "not compared"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    small_checkpoint: Path, wrong: dict[str, Any], word: str
+) -> None:
+    """Before anything is measured."""
+    with pytest.raises(ValueError, match=word):
+        compare(replace(Options(str(small_checkpoint), "host"), **wrong))
+
+
+def test_wrong_usage(small_checkpoint: Path) -> None:
+    """Exit code 2 and one line."""
+    done = run(small_checkpoint, "--device", "host", "--site", "numpy")
+    assert done.returncode == 2
+    assert "NAME=FOLDER" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_loaders_are_chosen_by_device() -> None:
+    """Those whose tensors are the framework's, and that load to the device."""
+    options = Options("", peers=None)
+
+    def names(framework: str, device: str) -> set[str]:
+        return set(choose(options, framework, device)) - {OURS}
+
+    cuda_only = {"safetensors-prefetch", "instanttensor", "instanttensor-direct"}
+    torch = {"safetensors", "fastsafetensors", "runai"}
+    assert names("torch", "cpu") == torch
+    assert names("torch", "cuda:1") == torch | cuda_only
+    assert names("tinygrad", "CUDA") == names("tinygrad", "CL") == {"tinygrad"}
+    assert names("host", "host") == {"numpy", "safetensors-numpy"}
+    some = choose(replace(options, peers=("numpy",)), "host", "host")
+    assert list(some) == [OURS, "numpy"]
+    assert {name: cuda_index(name) for name in ("cuda:1", "CUDA", "CUDA:2", "CL", "cpu")} == {
+        "cuda:1": 1,
+        "CUDA": 0,
+        "CUDA:2": 2,
+        "CL": None,
+        "cpu": None,
+    }
+    assert all(loader.modules for loader in LOADERS.values())
+
+
+def test_the_chart_is_to_scale() -> None:
+    """Widths follow the values, what is not there has no bar, and names are text."""
+    rows = [Bars("<us>", (10.0, 5.0), ours=True), Bars("& them", (2.5, None))]
+    text = draw("a < b", "c", "GB/s", ("first", "again"), rows, [("limit", 12.0)])
+    root = ElementTree.fromstring(text)
+    bars = [float(e.get("width", "")) for e in root if e.get("x") == "190" and e.get("y") != "57"]
+    assert len(bars) == 3
+    assert bars[0] == pytest.approx(2 * bars[1], abs=0.2) == pytest.approx(4 * bars[2], abs=0.4)
+    texts = [e.text for e in root if e.tag.endswith("}text")]
+    assert {"a < b", "<us>", "& them", "10 GB/s", "limit: 12 GB/s"} <= set(texts)
+    (line,) = [e for e in root if e.tag.endswith("}line")]
+    assert float(line.get("x1", "")) - 190 == pytest.approx(bars[0] * 1.2, abs=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "peer"), [("cpu", "safetensors"), ("CL", "tinygrad"), ("CPU", "tinygrad")]
+)
+def test_frameworks_are_compared_with_their_own_loaders(
+    tmp_checkpoint: Callable[..., Path], device: str, peer: str
+) -> None:
+    """torch and tinygrad, on devices of the CPU; the bits of both are the files'."""
+    if device == "cpu":
+        needs.module("torch")
+    else:
+        needs.device(device)
+    path = tmp_checkpoint(300_000, shards=2)
+    found = compare(
+        Options(str(path), device, 1, (peer,), limits=False, together=True, timeout_s=100)
+    )
+    assert found.skipped == {}
+    for of in found.loaders.values():
+        assert of.checked and of.checked > 0
+    assert found.times(peer, "warm") is not None
+
+
+@pytest.mark.slow
+def test_without_a_driver_the_device_is_not_measured(small_checkpoint: Path) -> None:
+    """A CUDA device that is not there is said to be so, and nothing else happens."""
+    torch = needs.module("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = run(small_checkpoint, "--device", "cuda:0", "--runs", 1, "--peers", "none")
+    assert done.returncode == 1
+    assert "not compared: streamload:" in done.stdout
+    assert "memory of the device was not measured" in done.stdout
