@@ -32,7 +32,7 @@ from streamload.checkpoint.readers import Reader, open_reader
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Buffer, Copy, Device, Read, Staging, Ticket, populate
 from streamload.dtypes import DType
-from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
+from streamload.errors import AllocationError, CheckpointError, DeviceError, OutOfRangeError
 from streamload.plan.budget import STAGING, Ledger, available_host_nbytes
 from streamload.plan.chunks import Chunk, Run, chunks, split
 from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
@@ -575,6 +575,14 @@ class _Worker:
         failure = None
         try:
             self._prepare(name, kind, reader)
+        except BaseException as error:
+            yield from self._take_finished()
+            if kind == "window" and isinstance(error, AllocationError):
+                job.stage(f"{reader.path} cannot be mapped for the device: {error.problem}")
+                return 0, None  # by itself, which closes what windows there are
+            yield whole[0], [], error
+            return 1, None
+        try:
             slots = list(self._slots[name])
             for unit in whole:
                 reads += self._reads(name, unit, alignment, slots, len(reads))
@@ -1068,9 +1076,12 @@ class _Crew:
                     break
             # several at once: the streaming thread wakes up for each time, and takes the lock of
             # the interpreter from workers that have just read
-            if len(finished) >= self._told_together or (finished and finished[-1][2] is not None):
+            failed = bool(finished) and finished[-1][2] is not None
+            if failed or len(finished) >= self._told_together:
                 self._done.put(finished)
                 finished = []
+            if failed:  # of its slots nothing is known any more
+                return
 
 
 class Interrupt:

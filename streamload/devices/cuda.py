@@ -459,9 +459,8 @@ class _BulkCopier:
         with self._context.current():
             failure = self._loop(fd, reads, flat)
             if failure is not None and failure.stage == "copy":
-                # copies of that read may be under way: its slot's ticket is to cover them
-                _, stream, event, _, _ = flat[failure.index % len(flat)]
-                _driver().quick.cuEventRecord(event, stream)
+                # copies of that read may be under way, and its slot's event does not cover them
+                _driver().slow.cuStreamSynchronize(flat[failure.index % len(flat)][1])
         return failure
 
 
