@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from types import TracebackType
-from typing import Self
 
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Copy, Device
@@ -20,7 +18,7 @@ class DeviceCasts:
 
     Elements that stay as wide as they are are cast where they lie. Others are sent to scratch, as
     much as a slot for each slot, and cast from there to their place. All of it, and the tallies of
-    the parameters, is the plan's scratch on the device; it is given back on leaving the ``with``.
+    the parameters, is the plan's scratch on the device, until `close`.
 
     Raises:
         UnsupportedCastError: there is no kernel for a cast of the plan, or not for this device.
@@ -102,15 +100,8 @@ class DeviceCasts:
         data = self._memory.read(start, start + TALLY_NBYTES * count)
         return {index: _counts(data[at : at + TALLY_NBYTES]) for index, at in self._tallies.items()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Give the memory back, when all copies have ended."""
         self._memory.close()
 
 

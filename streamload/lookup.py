@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.base import (
     Device,
@@ -19,11 +20,17 @@ from streamload.devices.base import (
     spelled_as,
     split_name,
 )
-from streamload.dtypes import BF16
-from streamload.errors import DeviceError, DeviceNotFoundError, PlanInfeasibleError
+from streamload.dtypes import BF16, F16, DType
+from streamload.errors import (
+    DeviceError,
+    DeviceNotFoundError,
+    PlanInfeasibleError,
+    UnsupportedCastError,
+)
+from streamload.plan.allocators import AllocatorKind
 from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
 from streamload.plan.plan import Plan
-from streamload.plan.planner import DeviceSpec, DTypePolicy
+from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
 
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
@@ -31,6 +38,12 @@ CastArgument = Literal["auto", "llvm", "numpy", "device"]
 # What a load grows by that changes nothing but bytes in place: 1.3 MB were seen for raw bytes, 6 MB
 # for the first cast, whose kernel is compiled.
 _LEAST_HOST_NBYTES = 8 * 2**20
+
+# By framework: how a device of CUDA that nobody looks at has its memory.
+_CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
+    "torch": "cuda_caching",
+    "tinygrad": "cuda_driver",
+}
 
 _log = logging.getLogger("streamload")
 
@@ -94,7 +107,7 @@ class Devices:
                 pool = host if name in promised else rest
                 free = min((n for n in (pool, free) if n is not None), default=None)
             casts: frozenset[tuple[str, str]] = frozenset()
-            if cast == "device" or policy.fp16_cast == "device":
+            if (cast == "device" or policy.fp16_cast == "device") and not info.casts:
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
             room = None if free is None else free + held.get(name, 0)
             if free is not None:
@@ -117,9 +130,60 @@ class Devices:
                     native_bf16=bf16_undecided and self._native_bf16(name),
                     unsupported=info.unsupported,
                     device_casts=casts,
+                    maps_host_memory=info.maps_host_memory,
+                    casts=info.casts,
                 )
             )
         return out
+
+    def compile_casts(
+        self,
+        specs: Sequence[DeviceSpec],
+        wants: Sequence[Want],
+        checkpoint: Checkpoint,
+        policy: DTypePolicy,
+        *,
+        clamp: bool,
+        required: bool,
+    ) -> tuple[list[DeviceSpec], list[str]]:
+        """Compile the kernels of casts on devices, and load them there, before anything moves.
+
+        Only those that the load needs. A device for which one cannot be had casts nothing: the host
+        does, as it does for other devices.
+
+        Args:
+            specs: the devices, described.
+            wants: what is loaded.
+            checkpoint: the headers.
+            policy: the dtypes asked for.
+            clamp: what overflows becomes the largest finite value.
+            required: the devices are to cast: a kernel that cannot be had is an error.
+
+        Returns:
+            The devices as they are to be planned for, and a note for each that does not cast.
+
+        Raises:
+            UnsupportedCastError: a kernel cannot be made, and is required.
+            DeviceError: the driver does not take one, and it is required.
+        """
+        out, notes = [], []
+        for spec in specs:
+            bulk = self.opened[spec.name].bulk if spec.casts else None
+            mine = [want for want in wants if want.device in (None, spec.name)] if bulk else []
+            pairs = cast_pairs(checkpoint, mine, policy, spec.native_bf16)
+            if policy.fp16_cast == "llvm":
+                pairs.discard((BF16, F16))
+            try:
+                for src, dst in sorted(pairs, key=str):
+                    if bulk is not None and supported(src, dst):  # else the planner says so
+                        bulk.kernel(src, dst, clamp)
+            except (UnsupportedCastError, DeviceError) as error:
+                if required:
+                    raise
+                notes.append(f"{spec.name} casts nothing, the host does: {error}")
+                spec = replace(spec, casts=False)
+            out.append(spec)
+        return out, notes
 
     def host_free_nbytes(self) -> int | None:
         """What is free on the host for a load; None where no file says.
@@ -165,15 +229,18 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
         budget_nbytes: the bytes that it may take.
     """
     owner, rest = split_name(name)
-    if (owner or spelled_as(rest)) == "torch" and rest.lower().partition(":")[0] == "cuda":
+    allocator = _CUDA_ALLOCATORS.get(owner or spelled_as(rest))
+    if allocator is not None and rest.lower().partition(":")[0] == "cuda":
         return DeviceSpec(
             name,
             budget_nbytes,
             host_visible=False,
             shared_memory=False,
             granularity_nbytes=512,
-            allocator="cuda_caching",
+            allocator=allocator,
             threads=16,
+            maps_host_memory=True,
+            casts=True,
         )
     return DeviceSpec(name, budget_nbytes)
 
@@ -187,6 +254,20 @@ def _host_free_nbytes(*, needed: bool) -> int | None:
             raise
         return None
     return free - overhead_nbytes(free)
+
+
+def cast_pairs(
+    checkpoint: Checkpoint, wants: Iterable[Want], policy: DTypePolicy, native_bf16: bool
+) -> set[tuple[DType, DType]]:
+    """The pairs of dtypes between which a load casts, on a device of which that is known."""
+    pairs = set()
+    for want in wants:
+        name = want.source[0].tensor
+        src = checkpoint.tensors[name].dtype
+        dst = want.dtype or policy.resolve(name, src, native_bf16)
+        if src is not dst:
+            pairs.add((src, dst))
+    return pairs
 
 
 def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint, names: Iterable[str]) -> bool:

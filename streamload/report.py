@@ -177,7 +177,10 @@ def device_map(devices: Mapping[str, str], others: Iterable[str] = ()) -> dict[s
         Module names to devices, in the order of the tensors; a number for one of CUDA. A tensor
         of a module that is in several places is named itself.
     """
-    placed = {name: _accelerate_name(device) for name, device in devices.items()}
+    places = {device: _accelerate_name(device) for device in devices.values()}
+    if len(places) == 1:
+        return {"": next(iter(places.values()))}
+    placed = {name: places[device] for name, device in devices.items()}
     first: dict[str, str | int] = {}  # by module: where its first tensor is
     for name, device in placed.items():
         for module in _modules_around(name):

@@ -18,7 +18,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -123,7 +123,8 @@ def stream(
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
         job = _Job(plan, checkpoint, target, devices, progress)
         for name in job.casting:
-            job.casts[name] = stack.enter_context(DeviceCasts(name, devices[name], plan))
+            casts = DeviceCasts(name, devices[name], plan)
+            job.casts[name] = stack.enter_context(closing(casts))
         crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
         opened: deque[int] = deque()
         try:
@@ -629,8 +630,13 @@ class _Worker:
         return begun + 1, None
 
     def _goes_in_bulk(self, unit: Unit, device: str) -> bool:
+        """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
         on = self._job.plan.placements[unit[0].placement].device
-        return on == device and self._file_range(unit) is not None
+        return (
+            on == device
+            and all(self._file_range((chunk,)) is not None for chunk in unit)
+            and all(a.runs[0].stop <= b.runs[0].start for a, b in pairwise(unit))
+        )
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
         """Copies from these slots have ended; what was waiting for nothing else is finished."""
@@ -712,6 +718,10 @@ class _Worker:
         for chunk in unit:
             p = job.plan.placements[chunk.placement]
             width = p.src.itemsize if p.cast == "device" else 1
+            if at != chunk.runs[0].start:  # what lies between is not wanted
+                reads.append(_read(start, at, alignment, copies))
+                copies, start = [], chunk.runs[0].start
+                at = start
             while at < chunk.runs[0].stop:
                 room = (size - (at - start)) // width * width
                 if not room:

@@ -26,6 +26,7 @@ from tinygrad.uop.ops import UOp
 import streamload
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.devices import tinygrad as ours
+from streamload.devices import tinygrad_tensors
 from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32
 from streamload.errors import (
     AllocationError,
@@ -367,7 +368,7 @@ def test_every_dtype_that_tinygrad_has_arrives_bit_for_bit(tmp_path: Path, devic
     state = load(None, path, device=device, dtype="checkpoint", chunk_nbytes=999).state_dict
     assert state.keys() == tensors.keys()
     for name in HELD:
-        assert state[name].dtype == ours._TO_TINYGRAD[name]
+        assert state[name].dtype == tinygrad_tensors.TO_TINYGRAD[name]
         assert read_back(state[name]) == tensors[name][2], name
     assert state["scalar"].item() == 1
     assert state["scalar"].shape == ()
@@ -449,12 +450,12 @@ def test_an_invalid_parameter_raises_whenever_it_is_used(tmp_path: Path, device:
 @pytest.mark.parametrize("device", [*DEVICES, "PYTHON"])
 def test_every_use_of_an_invalid_parameter_raises(device: str, use: str) -> None:
     """Each way to look at the values raises, and leaves the parameter invalid."""
-    parameter = ours.TinygradParameter(("w",), [tensor := full(1, 8, device=device)])
+    parameter = tinygrad_tensors.TinygradParameter(("w",), [tensor := full(1, 8, device=device)])
     parameter.invalidate(keep=False)
     for _ in range(2):
         with pytest.raises(DeviceError, match="'w' holds no values"):
             USES[use](tensor)
-    again = ours.TinygradParameter(("w",), [tensor])
+    again = tinygrad_tensors.TinygradParameter(("w",), [tensor])
     assert (again.device, again.nbytes, again.release()) == (None, 0, "")
 
 
@@ -549,7 +550,7 @@ def test_every_way_in_is_exact(tmp_path: Path, way: str) -> None:
     for name, (code, shape, data) in tensors.items():
         tensor = state[name]
         assert tensor.shape == tuple(shape)
-        assert tensor.dtype == ours._TO_TINYGRAD[BY_CODE[code].name]
+        assert tensor.dtype == tinygrad_tensors.TO_TINYGRAD[BY_CODE[code].name]
         assert tensor.device == device.name
         if data:
             raw = tensor.reshape(-1).bitcast(dtypes.uint8)
@@ -721,7 +722,7 @@ def test_names_are_tinygrads(name: str) -> None:
     assert ours.FRAMEWORK.device(name).name == "CL"
 
 
-@pytest.mark.parametrize("name", ["NOSUCH", "CL:7", "CUDA"])
+@pytest.mark.parametrize("name", ["NOSUCH", "CL:7", "CUDA:99"])
 def test_a_device_that_is_not_there_is_an_error_of_ours(name: str) -> None:
     """Whatever tinygrad raises for it."""
     with pytest.raises(DeviceNotFoundError):
@@ -1057,6 +1058,40 @@ def test_a_problem_names_the_device_once() -> None:
     assert "NOSUCH" not in result.problem.partition("tinygrad cannot open it")[0]
 
 
+NVRTC = """Nvrtc Error 6, NVRTC_ERROR_COMPILATION
+<null>(3): catastrophic error: cannot open source file "cuda_fp16.h"
+
+1 catastrophic error detected in the compilation of "<null>".
+Compilation terminated.
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError(NVRTC), 'cannot open source file "cuda_fp16.h"'),
+        (RuntimeError("CUDA Error 100, no CUDA-capable device is detected"), "no CUDA-capable"),
+        (ExceptionGroup("none", [OSError("no nvrtc"), OSError("no nvcc")]), "no nvrtc; no nvcc"),
+        (ExceptionGroup("none", [OSError("no clang"), OSError("no clang")]), "no clang"),
+        (RuntimeError(""), "RuntimeError"),
+    ],
+)
+def test_a_problem_is_the_line_that_says_what_is_wrong(error: Exception, said: str) -> None:
+    """Not the last line of a compiler, and not the heading over what each renderer lacks."""
+    problem = ours._problem(error)
+    assert said in problem
+    assert "\n" not in problem and problem.count(said) == 1
+
+
+def test_a_probe_of_cuda_is_remembered_for_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set for nvrtc, and where tinygrad finds it, is in the fingerprint; only there."""
+    before = {name: ours.FRAMEWORK.fingerprint(name) for name in ("CUDA", "NV:1", "CL")}
+    assert "nvrtc=" in before["CUDA"] and "nvrtc=" in before["NV:1"]
+    assert "nvrtc=" not in before["CL"]
+    monkeypatch.setenv("NVRTC_PATH", "/somewhere/libnvrtc.so.13")
+    assert ours.FRAMEWORK.fingerprint("CUDA") != before["CUDA"]
+
+
 def test_lazy_parameters_that_hang_together_are_walked_once() -> None:
     """Lazy initialisers share a chain of random numbers, of which each node is looked at once."""
     model = [nn.Linear(8, 8) for _ in range(20)]
@@ -1066,7 +1101,7 @@ def test_lazy_parameters_that_hang_together_are_walked_once() -> None:
 
     def count_calls(frame: Any, event: str, arg: Any) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code is ours._is_allocated.__code__
+        calls += event == "call" and frame.f_code is tinygrad_tensors._is_allocated.__code__
 
     sys.setprofile(count_calls)
     try:

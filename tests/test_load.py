@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -871,3 +872,27 @@ def test_what_a_load_leaves(tmp_path: Path) -> None:
     assert used() == before + 400_000
     del report
     assert used() == before
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_python_looks_for_no_garbage_during_a_load(small: Path, enabled: bool) -> None:
+    """Nor does it after one that fails stay like that; where it did not before, it does not after."""
+    seen: list[bool] = []
+
+    def told(done: int, total: int) -> None:
+        seen.append(gc.isenabled())
+
+    def fails(done: int, total: int) -> None:
+        raise RuntimeError("not told")
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        streamload.load_state_dict(None, small, device="host", budget="1GB", progress=told)
+        assert seen and not any(seen)
+        assert gc.isenabled() is enabled
+        with pytest.raises(RuntimeError, match="not told"):
+            streamload.load_state_dict(None, small, device="host", budget="1GB", progress=fails)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -22,6 +22,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.plan.chunks import chunks
 from streamload.plan.plan import (
     DevicePlan,
     Placement,
@@ -410,7 +411,167 @@ def test_the_host_budget_bounds_staging() -> None:
     error = caught.value
     assert (error.device, error.needed_nbytes, error.budget_nbytes) == ("staging", 131072, 100_000)
     assert error.would_fit == ('Budget(..., host="128KiB")',)
-    assert plan_of(BIG, spec, host_budget_nbytes=streamload.Budget(host="128KiB").host_nbytes)
+    assert plan_of(BIG, spec, host_budget_nbytes=131072)
+
+
+GPU = DeviceSpec(
+    "cuda:0", 10**9, host_visible=False, shared_memory=False, threads=16, maps_host_memory=True
+)
+
+
+@pytest.mark.parametrize("host_mib", [8, 12, 64, 100])
+@pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
+def test_slots_share_the_host_budget(host_mib: int, reader: str, dtype: str) -> None:
+    """All slots, with their room for what is read around, and all else fill it and no more."""
+    many = checkpoint_of({f"w{i}": ("BF16", [64 * MIB]) for i in range(4)})
+    plan = plan_of(
+        many,
+        GPU,
+        dtype=dtype,
+        readers=[reader],
+        threads=12,
+        chunk_nbytes=64 * MIB,
+        host_budget_nbytes=host_mib * MIB,
+    )
+    assert 0.7 * host_mib * MIB < plan.host_nbytes <= host_mib * MIB
+    assert plan.chunk_nbytes >= MIB
+    room = plan.staging_nbytes - plan.slot_nbytes
+    assert room == (2 * 4096 if reader == "direct" else 0)
+    assert plan.threads * 2 * plan.staging_nbytes <= plan.host_nbytes
+
+
+def test_room_for_direct_reads_is_there_where_any_shard_has_them() -> None:
+    """Slots are all alike: one shard that is read past the page cache gives room to all."""
+    two = checkpoint_of({"a": ("BF16", [8 * MIB])}, {"b": ("BF16", [8 * MIB])})
+    mixed = plan_of(two, GPU, readers=["mmap", "direct"])
+    assert mixed.staging_nbytes == mixed.slot_nbytes + 8192
+    assert mixed.host_nbytes == 2 * 2 * mixed.staging_nbytes + 2 * MIB  # and each thread's own
+    plain = plan_of(two, GPU, readers=["mmap", "pread"])
+    assert plain.staging_nbytes == plain.slot_nbytes
+    assert Plan.from_json(mixed.to_json()).staging_nbytes == mixed.staging_nbytes
+
+
+@pytest.mark.parametrize(
+    ("threads", "host_mib", "expected"),
+    [(1, 64, 1), (2, 64, 2), (3, 64, 3), (12, 64, 4), (2, 8, 2), (12, 8, 3), (2, 1000, 2)],
+)
+def test_windows_of_a_mapped_transfer(threads: int, host_mib: int, expected: int) -> None:
+    """Up to 16 MiB each, up to four threads, and never more than 64 MiB or the budget at a time."""
+    plan = plan_of(
+        checkpoint_of({f"w{i}": ("BF16", [64 * MIB]) for i in range(4)}),
+        GPU,
+        transfer="mapped",
+        threads=threads,
+        chunk_nbytes=64 * MIB,
+        host_budget_nbytes=host_mib * MIB,
+    )
+    assert plan.threads == expected
+    assert plan.staging_nbytes <= 16 * MIB
+    assert plan.host_nbytes == 2 * plan.threads * plan.staging_nbytes <= min(host_mib, 64) * MIB
+    assert plan.chunk_nbytes >= MIB
+    if threads == 2 and host_mib == 64:
+        assert plan.chunk_nbytes > 15 * MIB
+    assert "page-locked" in str(plan) and "staging" not in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_the_host_casts_has_slots_beside_windows() -> None:
+    """Under a mapped transfer, what is not copied as it is needs memory of its own as well."""
+    mapped = {"transfer": "mapped", "chunk_nbytes": 2 * MIB}
+    as_they_are = plan_of(BIG, GPU, **mapped)
+    cast = plan_of(BIG, GPU, dtype="float16", **mapped)
+    assert cast.slot_nbytes == as_they_are.slot_nbytes == 2 * MIB
+    assert cast.host_nbytes == 2 * as_they_are.host_nbytes
+    on_the_device = plan_of(BIG, replace(GPU, casts=True), dtype="float16", **mapped)
+    assert on_the_device.host_nbytes == as_they_are.host_nbytes
+
+
+def test_how_shards_are_read_is_said_in_few_lines() -> None:
+    """Shards that are read alike, for the same reason, are one line, however many there are."""
+    shards = [{f"w{i}": ("BF16", [8])} for i in range(100)]
+    plan = plan_of(
+        checkpoint_of(*shards),
+        DeviceSpec("d", 10**6),
+        readers=["mmap"] * 99 + ["pread"],
+        reader_reasons=["in the page cache"] * 99 + ["nfs is read through the page cache"],
+    )
+    lines = [line for line in str(plan).splitlines() if line.startswith("read by")]
+    assert lines == [
+        "read by mmap: 99 files (in the page cache)",
+        "read by pread: 1 file (nfs is read through the page cache)",
+    ]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert replace(plan, readers=("mmap",) * 100, reader_reasons=()).digest == plan.digest
+
+
+# --- casts on the device --------------------------------------------------------------------------
+
+CASTS = replace(GPU, casts=True)
+
+
+@pytest.mark.parametrize("out_of_range", ["inf", "clamp", "error"])
+@pytest.mark.parametrize("fp16_cast", [None, "device"])
+def test_a_device_that_casts_casts(out_of_range: Any, fp16_cast: Any) -> None:
+    """Exactly and counted, whatever becomes of what is out of range; there is nothing to note."""
+    plan = plan_of(
+        checkpoint_of({"w": ("BF16", [4]), "x": ("F32", [4]), "i": ("I8", [4])}),
+        CASTS,
+        dtype="float16",
+        fp16_cast=fp16_cast,
+        out_of_range=out_of_range,
+    )
+    assert {p.name: p.cast for p in plan.placements} == {"w": "device", "x": "device", "i": "copy"}
+    assert plan.notes == ()
+
+
+def test_fp16_by_the_host_is_kept_where_it_was_asked_for() -> None:
+    """`SUPPORT_BF16=0` means the host's cast, of that pair alone."""
+    plan = plan_of(
+        checkpoint_of({"w": ("BF16", [4]), "x": ("F32", [4])}),
+        CASTS,
+        dtype={"w": "float16", "x": "float16"},
+        fp16_cast="llvm",
+    )
+    assert {p.name: p.cast for p in plan.placements} == {"w": "llvm", "x": "device"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "dtype", "slots", "tallies"),
+    [
+        ({"a": "BF16", "b": "BF16"}, "float16", False, 2),  # in place, two bytes to two
+        ({"a": "BF16", "b": "F16"}, "float16", False, 1),
+        ({"a": "BF16", "b": "F32"}, "float16", True, 2),
+        ({"a": "F8_E4M3", "b": "I8"}, "float16", True, 1),
+        ({"a": "BF16", "b": "I8"}, "checkpoint", False, 0),
+    ],
+)
+def test_scratch_of_casts_on_the_device(
+    tensors: dict[str, str], dtype: str, slots: bool, tallies: int
+) -> None:
+    """A tally for each, and a slot's worth for each slot where elements change their size."""
+    checkpoint = checkpoint_of({name: (code, [16 * MIB]) for name, code in tensors.items()})
+    plan = plan_of(checkpoint, CASTS, dtype=dtype, threads=3)
+    needed = 24 * tallies + (3 * 2 * plan.slot_nbytes if slots else 0)
+    d = plan.device("cuda:0")
+    assert d.scratch_nbytes == -(-needed // (2 * MIB)) * 2 * MIB
+    assert d.peak_nbytes == d.resident_nbytes + d.scratch_nbytes
+    assert plan.threads == 3  # kernels are launched by who reads
+    for chunk in chunks(plan, checkpoint):
+        assert chunk.read_nbytes <= plan.slot_nbytes
+        assert chunk.staged_nbytes(plan.placements[chunk.placement]) <= plan.slot_nbytes
+
+
+def test_weights_and_scratch_are_all_that_a_device_needs() -> None:
+    """That much is enough, down to one slot in one thread; one MiB less is refused beforehand."""
+    checkpoint = checkpoint_of({"a": ("F32", [16 * MIB]), "b": ("BF16", [16 * MIB])})
+    weights = 2 * 32 * MIB
+    exact = plan_of(checkpoint, replace(CASTS, budget_nbytes=weights + 2 * MIB), dtype="float16")
+    assert exact.device("cuda:0").peak_nbytes == weights + 2 * MIB
+    roomy = plan_of(checkpoint, CASTS, dtype="float16").device("cuda:0").peak_nbytes
+    assert plan_of(checkpoint, replace(CASTS, budget_nbytes=roomy), dtype="float16")
+    with pytest.raises(PlanInfeasibleError):
+        plan_of(checkpoint, replace(CASTS, budget_nbytes=weights + MIB), dtype="float16")
 
 
 def test_no_transfer_above_the_largest() -> None:
@@ -522,18 +683,33 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
         now -= old.pop(p.name, 0)
         now += new[p.name]
         peak = max(peak, now)
+    host = recount_host(plan, mine, spec) if mine else 0
+    scratch = host if spec.shared_memory else 0
+    there = [p for p in mine if p.cast == "device"]
+    if there and spec.casts:
+        resized = any(p.src.bits != p.dst.bits for p in there)
+        slots = max(plan.threads, 1) * 2 * plan.slot_nbytes * resized
+        scratch += -(-(slots + 24 * len(there)) // (2 * MIB)) * 2 * MIB
+    elif there:
+        scratch += 2 * plan.slot_nbytes
+    return peak + scratch, max(peak - begun, 0) + scratch
+
+
+def recount_host(plan: Plan, mine: list[Placement], spec: DeviceSpec) -> int:
+    """Host memory of a plan for one device: slots or windows, and each worker's own."""
     workers = max(plan.threads, 1)
     casts = {p.cast for p in mine}
-    scratch = 0
-    if mine and spec.shared_memory and (not spec.host_visible or "device" in casts):
-        scratch += workers * 2 * plan.slot_nbytes
-    if "device" in casts:
-        scratch += 2 * plan.slot_nbytes
-    if spec.shared_memory and mine:
-        if "pread" in plan.readers and casts - {"copy"}:
-            scratch += workers * plan.slot_nbytes
-        scratch += workers * 4 * MIB * ("numpy" in casts)
-    return peak + scratch, max(peak - begun, 0) + scratch
+    on_host = bool(casts & {"llvm", "numpy"})
+    room = {"mapped": 2 * 65536}.get(plan.transfer, 2 * 4096 * ("direct" in plan.readers))
+    slots = 0
+    if not spec.host_visible or "device" in casts:
+        slots = 2 * (1 + (on_host and plan.transfer == "mapped"))
+    total = workers * slots * (plan.slot_nbytes + room)
+    if {"pread", "direct"} & set(plan.readers) and on_host:
+        total += workers * plan.slot_nbytes
+    if "direct" in plan.readers:
+        total += workers * MIB
+    return total + workers * 4 * MIB * ("numpy" in casts)
 
 
 def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[str, Any]]:
@@ -557,6 +733,9 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
         native_bf16=rng.random() < 0.3,
         device_casts=frozenset({("bfloat16", "float16")}),
     )
+    spec = replace(spec, casts=rng.random() < 0.3 and not spec.host_visible)
+    reader = rng.choice(("mmap", "pread", "direct"))
+    mapped = reader == "mmap" and not spec.host_visible and rng.random() < 0.5
     wants = []
     for want in wants_of(checkpoint):
         if rng.random() < 0.4:
@@ -571,7 +750,8 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
             "wants": wants,
             "dtype": rng.choice((None, "checkpoint", "float16", "float32")),
             "cast": rng.choice(("llvm", "numpy", "device")),
-            "readers": [rng.choice(("mmap", "pread"))] * len(checkpoint.shards),
+            "readers": [reader] * len(checkpoint.shards),
+            "transfer": "mapped" if mapped else "staged",
             "chunk_nbytes": rng.choice((1, 5000, MIB, 8 * MIB)),
             "threads": rng.randint(1, 8),
         },
@@ -596,6 +776,9 @@ def test_a_thousand_random_plans() -> None:
         assert peak <= spec.budget_nbytes
         assert spec.free_nbytes is None or fresh <= spec.free_nbytes
         assert plan.host_nbytes <= plan.host_budget_nbytes
+        if not spec.shared_memory:
+            host = recount_host(plan, list(plan.placements), spec) if plan.placements else 0
+            assert plan.host_nbytes == host, seed
         assert sorted(p.name for p in plan.placements) == sorted(checkpoint.tensors)
         assert plan == plan_of(checkpoint, spec, **arguments) == Plan.from_json(plan.to_json())
         made += 1

@@ -1,16 +1,22 @@
-"""What allocators take: torch's rules for CUDA, followed by hand, by chance and by the planner."""
+"""What allocators take: torch's rules for CUDA, followed by hand, by chance and by the planner.
+
+And CUDA's driver: what was measured of it, and plans held against a small model of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_checkpoint import shape_of_size
 from test_plan import checkpoint_of, plan_of, wants_of
 
+from streamload.dtypes import BF16
 from streamload.errors import PlanInfeasibleError
 from streamload.plan.allocators import AllocatorKind, round_up, taken
 from streamload.plan.planner import DeviceSpec, Want
@@ -115,6 +121,56 @@ def test_other_allocators_round(
     assert list(taken("exact", granularity, sizes)) == list(grown)
 
 
+def driver(*sizes: int) -> list[int]:
+    """What CUDA's driver takes."""
+    return list(taken("cuda_driver", 512, sizes))
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "total"),
+    [
+        (1, 1, 2 * MIB),
+        (8, 1, 2 * MIB),
+        (1, 65536, 2 * MIB),
+        (8, 65536, 2 * MIB),
+        (1, 524_288, 2 * MIB),
+        (8, 524_288, 4 * MIB),
+        (1, MIB, 2 * MIB),
+        (8, MIB, 8 * MIB),
+        (1, MIB + 1, 2 * MIB),
+        (8, MIB + 1, 16 * MIB),
+        (8, 2 * MIB, 16 * MIB),
+        (1, 2 * MIB + 1, 4 * MIB),
+        (8, 2 * MIB + 1, 32 * MIB),
+        (8, 5 * MIB, 48 * MIB),
+    ],
+)
+def test_the_driver_takes_what_was_measured(count: int, nbytes: int, total: int) -> None:
+    """cuMemAlloc on one H200 with driver 580, one allocation after the other."""
+    assert sum(driver(*[nbytes] * count)) == total
+
+
+def test_the_driver_takes_what_was_measured_of_a_llama() -> None:
+    """120 tensors: what it took, and a block for the small ones, which found room in another."""
+    sizes = [2 * math.prod(shape) for shape in shape_of_size(10**9, BF16).tensors().values()]
+    assert (len(sizes), sum(sizes)) == (120, 999_994_368)
+    assert sum(driver(*sizes)) == 1_077_936_128 + 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grown"),
+    [
+        ([1] * 4097, [2 * MIB] + [0] * 4095 + [2 * MIB]),  # 512 bytes each
+        ([MIB, MIB + 1, MIB], [2 * MIB, 2 * MIB, 0]),  # what a large one leaves serves nobody
+        ([700 * KIB, 700 * KIB, 648 * KIB, 1], [2 * MIB, 0, 0, 2 * MIB]),
+        ([0, 1, 0, 3 * GIB + 1], [0, 2 * MIB, 0, 3 * GIB + 2 * MIB]),
+    ],
+)
+def test_the_drivers_blocks_by_hand(sizes: Sequence[int], grown: Sequence[int]) -> None:
+    """Small ones share blocks of 2 MiB; each large one has blocks of its own."""
+    assert driver(*sizes) == list(grown)
+
+
 # --- by chance ------------------------------------------------------------------------------------
 
 
@@ -159,6 +215,9 @@ SIZES = st.lists(
 )
 
 
+KINDS = st.sampled_from(["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])
+
+
 @settings(max_examples=300, deadline=None)
 @given(sizes=SIZES)
 def test_segments_are_those_of_a_model_with_addresses(sizes: list[int]) -> None:
@@ -194,7 +253,7 @@ def test_what_is_taken_is_enough_and_not_much_more(
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=SIZES, more=SIZES, kind=st.sampled_from(["exact", "cuda_caching", "cuda_expandable"]))
+@given(sizes=SIZES, more=SIZES, kind=KINDS)
 def test_what_comes_later_changes_nothing_before(
     sizes: list[int], more: list[int], kind: AllocatorKind
 ) -> None:
@@ -281,7 +340,7 @@ def test_what_is_written_in_place_is_not_allocated() -> None:
     assert mine.fresh_nbytes == sum(expected)
 
 
-@pytest.mark.parametrize("allocator", ["exact", "cuda_caching", "cuda_expandable"])
+@pytest.mark.parametrize("allocator", ["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])
 def test_old_weights_leave_all_at_once_where_segments_would_have_holes(
     allocator: AllocatorKind,
 ) -> None:
@@ -293,10 +352,188 @@ def test_old_weights_leave_all_at_once_where_segments_would_have_holes(
         for w in wants_of(checkpoint)
     ]
     (mine,) = plan_of(checkpoint, spec(GIB, allocator), wants=wants).devices
-    assert mine.release_first is (allocator != "exact")
+    assert mine.release_first is (allocator in ("cuda_caching", "cuda_expandable"))
     assert mine.held_nbytes == 8 * MIB
     sizes = [4 * MIB] * 4
     assert mine.peak_nbytes == sum(taken(allocator, 512, sizes))
+
+
+@dataclass(slots=True)
+class Driver:
+    """A model of CUDA's driver: blocks of 2 MiB with addresses, which go back when they are empty.
+
+    Attributes:
+        blocks: how many are taken.
+        peak: the most that there were.
+    """
+
+    blocks: int = 0
+    peak: int = 0
+    _free: list[list[tuple[int, int]]] = field(default_factory=list)  # (first, stop), by address
+
+    def allocate(self, nbytes: int) -> tuple[int, int, int]:
+        """Allocate; returns (number of a shared block or -1, first byte in it, bytes)."""
+        size = -(-nbytes // 512) * 512
+        if size > MIB:
+            self._take(-(-size // (2 * MIB)))
+            return -1, 0, size
+        holes = [
+            (stop - first, number, first)
+            for number, free in enumerate(self._free)
+            for first, stop in free
+            if stop - first >= size
+        ]
+        if not holes:
+            self._take(1)
+            self._free.append([(0, 2 * MIB)])
+            holes = [(2 * MIB, len(self._free) - 1, 0)]
+        room, number, first = min(holes)
+        self._free[number].remove((first, first + room))
+        if room > size:
+            self._free[number].append((first + size, first + room))
+        return number, first, size
+
+    def free(self, memory: tuple[int, int, int]) -> None:
+        """Give it back."""
+        number, first, size = memory
+        if number < 0:
+            self.blocks -= -(-size // (2 * MIB))
+            return
+        merged = [(first, first + size)]
+        for hole in self._free[number]:
+            if hole[1] == merged[0][0]:
+                merged[0] = (hole[0], merged[0][1])
+            elif hole[0] == merged[0][1]:
+                merged[0] = (merged[0][0], hole[1])
+            else:
+                merged.append(hole)
+        self._free[number] = merged
+        if merged == [(0, 2 * MIB)]:
+            self._free[number] = []
+            self.blocks -= 1
+
+    def _take(self, count: int) -> None:
+        self.blocks += count
+        self.peak = max(self.peak, self.blocks)
+
+
+TENSORS = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 3000), st.integers(0, 3 * MIB // 2), st.integers(0, 12 * MIB)).map(
+            lambda nbytes: nbytes // 4
+        ),
+        st.sampled_from(["new", "in_place", "half", "double"]),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tensors=TENSORS, kinds=st.sampled_from([("new",), ("new", "in_place"), None]))
+def test_the_driver_never_takes_more_than_was_planned(
+    tensors: list[tuple[int, str]], kinds: tuple[str, ...] | None
+) -> None:
+    """New, written in place, and in the place of smaller and larger ones, as a load goes about it.
+
+    All new, exactly what was planned is there in the end.
+    """
+    shapes = {f"t{i:02}": ("F32", (numel,)) for i, (numel, _) in enumerate(tensors)}
+    how = {f"t{i:02}": kind for i, (_, kind) in enumerate(tensors)}
+    if kinds is not None:
+        how = {name: kind if kind in kinds else kinds[-1] for name, kind in how.items()}
+    held = {"in_place": ("float32", 1), "half": ("float16", 2), "double": ("float64", 0.5)}
+    checkpoint = checkpoint_of(shapes)
+    wants = [
+        want
+        if how[want.name] == "new"
+        else replace(
+            want,
+            held=(
+                "cuda:0",
+                held[how[want.name]][0],
+                int(4 * math.prod(want.shape) / held[how[want.name]][1]),
+            ),
+        )
+        for want in wants_of(checkpoint)
+    ]
+    roomy = plan_of(checkpoint, spec(GIB * 4, "cuda_driver"), wants=wants)
+    for budget in (4 * GIB, roomy.devices[0].peak_nbytes - 1):
+        try:
+            plan = plan_of(checkpoint, spec(budget, "cuda_driver"), wants=wants)
+        except PlanInfeasibleError:
+            continue
+        (mine,) = plan.devices
+        there = Driver()
+        old = {
+            want.name: there.allocate(want.held[2])
+            for want in wants
+            if want.held is not None and want.held[2]
+        }
+        before = there.blocks
+        assert mine.held_nbytes == 2 * MIB * before
+        if mine.release_first:
+            for p in plan.placements:
+                if p.action == "replace" and p.name in old:
+                    there.free(old.pop(p.name))
+        there.peak = there.blocks
+        for p in plan.placements:
+            if p.action == "replace" and p.name in old:
+                there.free(old.pop(p.name))
+            if p.action != "in_place" and p.nbytes:
+                there.allocate(p.nbytes)
+        assert 2 * MIB * there.peak <= mine.peak_nbytes <= budget
+        if not wants or all(want.held is None for want in wants):
+            assert 2 * MIB * there.blocks == mine.peak_nbytes == mine.resident_nbytes
+
+
+def driver_plan(*tensors: tuple[int, int | None], budget_nbytes: int = GIB) -> Any:
+    """A plan of tensors of float16: bytes of each, and of what stands in its place already."""
+    shapes = {f"t{i:02}": ("F16", (nbytes // 2,)) for i, (nbytes, _) in enumerate(tensors)}
+    checkpoint = checkpoint_of(shapes)
+    wants = [
+        want
+        if held is None
+        else replace(want, held=("cuda:0", "float16" if held == nbytes else "float32", held))
+        for want, (nbytes, held) in zip(wants_of(checkpoint), tensors, strict=True)
+    ]
+    return plan_of(checkpoint, spec(budget_nbytes, "cuda_driver"), wants=wants).devices[0]
+
+
+def test_large_weights_leave_the_driver_one_by_one_and_small_ones_together() -> None:
+    """A block that small ones share is not free while one of them is there."""
+    large = driver_plan(*[(3 * MIB, 6 * MIB)] * 4)
+    assert not large.release_first
+    assert (large.held_nbytes, large.peak_nbytes, large.resident_nbytes) == tuple(
+        n * MIB for n in (24, 24, 16)
+    )
+    both = driver_plan(*[(3 * MIB, 6 * MIB)] * 4, (2 * KIB, 4 * KIB))
+    assert both.release_first
+    assert (both.held_nbytes, both.peak_nbytes) == (26 * MIB, 18 * MIB)
+    # where a small one is written in place, its block stays, and a new one may have to be taken
+    kept = driver_plan((3 * MIB, 6 * MIB), (2 * KIB, 4 * KIB), (6 * KIB, 6 * KIB))
+    assert kept.release_first
+    assert (kept.held_nbytes, kept.peak_nbytes) == (8 * MIB, (4 + 2 + 2) * MIB)
+
+
+def test_small_weights_are_replaced_where_their_old_blocks_would_not_fit_beside_new_ones() -> None:
+    """What shares blocks with one that is written in place stays: all of them go, to fit."""
+    tensors = [(MIB // 2, MIB), (6 * KIB, 6 * KIB)] * 8
+    assert driver_plan(*tensors).peak_nbytes == (10 + 4) * MIB
+    assert driver_plan(*tensors, budget_nbytes=6 * MIB).peak_nbytes == 6 * MIB
+    with pytest.raises(PlanInfeasibleError):
+        driver_plan(*tensors, budget_nbytes=6 * MIB - 1)
+
+
+def test_the_drivers_budget_is_exact() -> None:
+    """What is taken fits, one byte less does not; what stands there already is the same again."""
+    tensors = [(MIB + 2, None), (5 * MIB, None), (700, None)]
+    assert driver_plan(*tensors, budget_nbytes=10 * MIB).peak_nbytes == 10 * MIB
+    with pytest.raises(PlanInfeasibleError) as caught:
+        driver_plan(*tensors, budget_nbytes=10 * MIB - 1)
+    assert caught.value.needed_nbytes == 10 * MIB
+    again = driver_plan(*[(nbytes, nbytes) for nbytes, _ in tensors], budget_nbytes=10 * MIB)
+    assert (again.held_nbytes, again.peak_nbytes, again.fresh_nbytes) == (10 * MIB, 10 * MIB, 0)
 
 
 def test_each_device_has_segments_of_its_own() -> None:

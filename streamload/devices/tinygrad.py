@@ -1,16 +1,16 @@
-"""tinygrad's devices and tensors. Everything that touches tinygrad's internals is in this file.
+"""tinygrad's devices. What touches tinygrad's internals is here and in `devices.tinygrad_tensors`.
 
 The internals used are those of tinygrad 0.14 (the version is pinned): ``Buffer``, ``UOp``, the
-allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, and the OpenCL
-bindings. A backend that lacks what the faster ways need is written through the public ``Tensor``
-API instead (`_TensorDevice`), slower and within the same bounds.
+allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its
+CUDA devices, and the bindings of OpenCL and CUDA. A backend that lacks what the faster ways need is
+written through the public ``Tensor`` API instead (`_TensorDevice`), slower and within the same
+bounds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib.metadata
 import math
 import mmap
@@ -18,22 +18,21 @@ import os
 import re
 import shutil
 import sys
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tinygrad
 from tinygrad import Device as _Devices
 from tinygrad import Tensor, dtypes
-from tinygrad.device import ALL_DEVICES, Allocator, Buffer
+from tinygrad.device import ALL_DEVICES, Buffer
 from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.uop.ops import UOp
 
+from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
     BulkCopier,
@@ -46,31 +45,24 @@ from streamload.devices.base import (
     Staging,
     Ticket,
     environment,
-    trim_heap,
+)
+from streamload.devices.tinygrad_tensors import (
+    ALLOCATORS,
+    SHARED,
+    TO_TINYGRAD,
+    backend_of,
+    context_of,
+    current,
+    empty_cache,
+    has,
+    opened,
+    over,
+    parameters_of,
 )
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 
-#: tinygrad's dtype for each of ours that it has.
-_TO_TINYGRAD = {
-    "bool": dtypes.bool,
-    "uint8": dtypes.uint8,
-    "int8": dtypes.int8,
-    "uint16": dtypes.uint16,
-    "int16": dtypes.int16,
-    "uint32": dtypes.uint32,
-    "int32": dtypes.int32,
-    "uint64": dtypes.uint64,
-    "int64": dtypes.int64,
-    "float8_e4m3fn": dtypes.fp8e4m3,
-    "float8_e5m2": dtypes.fp8e5m2,
-    "float16": dtypes.float16,
-    "bfloat16": dtypes.bfloat16,
-    "float32": dtypes.float32,
-    "float64": dtypes.float64,
-}
-_FROM_TINYGRAD = {dtype: name for name, dtype in _TO_TINYGRAD.items()}
-_UNSUPPORTED = frozenset(BY_NAME) - frozenset(_TO_TINYGRAD)
+_UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
 
 # Backends that compute in bfloat16 where their renderer lists it. The others keep it as ushort or
 # promote each operation (OpenCL, clang), which tinygrad reports as supported all the same.
@@ -78,34 +70,16 @@ _BF16_NATIVE = frozenset({"AMD", "CUDA", "HIP", "METAL", "NV"})
 # Pairs worth a probe: narrow sources, so that every code can be tried.
 _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 
+# What allocations are rounded up to, by backend: those on CUDA at the least.
+_GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
+
 # Environment variables (beginnings of their names) that change what a device can do.
-_SETTINGS = ("DEV", "CC", "POCL_", "OCL_", "CUDA_", "EMULATED_DTYPES", "LD_LIBRARY_PATH")
-
-
-_ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
-
-
-def _empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
-    """Free what an allocator keeps, but for one buffer of ``keep_nbytes``, soon to be taken."""
-    freed = getattr(allocator, "cache", {})
-    emptied = False
-    with _ALLOCATORS:
-        for key in list(freed):
-            nbytes, options = key
-            kept = freed.get(key, [])
-            # one by one, out of the cache first: tinygrad's own free_cache would free them again
-            # where Ctrl-C has interrupted it
-            while len(kept) > (nbytes == keep_nbytes and options is None):
-                try:
-                    opaque = kept.pop()
-                except IndexError:  # a thread that computes has just taken it
-                    break
-                Allocator.free(allocator, opaque, nbytes, options)
-                emptied = True
-            if not kept:
-                freed.pop(key, None)  # else there is a list for every size there ever was
-    if emptied:
-        trim_heap()  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+_SETTINGS = (
+    *("DEV", "CC", "POCL_", "OCL_", "CUDA_", "NVRTC_", "NVIDIA_"),
+    *("EMULATED_DTYPES", "LD_LIBRARY_PATH"),
+)
+_NVIDIA = frozenset({"CUDA", "NV"})
+_AT_FAULT = re.compile(r"\berror:", re.IGNORECASE)  # as clang and nvrtc mark their messages
 
 
 def _max_buffers() -> int | None:
@@ -126,23 +100,6 @@ def _bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
-def _has(allocator: Any, method: str) -> bool:
-    """Whether an allocator has a method of its own; the base class has some that only raise."""
-    own = getattr(type(allocator), method, None)
-    return own is not None and own is not getattr(Allocator, method, None)
-
-
-def _over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
-    """A tensor's graph over what `TinygradDevice.allocate` gave: no copy, no computation."""
-    kind = _TO_TINYGRAD[dtype.name]
-    if isinstance(buffer, Tensor):  # of bytes: see _TensorDevice
-        return buffer.bitcast(kind).reshape(shape).uop
-    if buffer.size == 0:
-        return Tensor.empty(*shape, dtype=kind, device=buffer.device).uop
-    flat = UOp.from_buffer(buffer)
-    return flat if shape == (buffer.size,) else flat.reshape(shape)
-
-
 class TinygradDevice(ABC):
     """What all of tinygrad's devices share; the ways in are the subclasses."""
 
@@ -152,21 +109,22 @@ class TinygradDevice(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         try:
-            self._device = _Devices[name]
+            self._device = opened(name)
         except Exception as error:  # each backend raises what it likes
             raise DeviceNotFoundError(name, f"tinygrad cannot open it: {error}") from error
 
     @property
     def info(self) -> DeviceInfo:
         """What it is and has."""
-        backend = self.name.partition(":")[0]
+        backend = backend_of(self.name)
         return DeviceInfo(
             name=self.name,
             framework="tinygrad",
             description=str(getattr(self._device, "device_name", "")),
             host_visible=self.host_visible,
-            shared_memory=backend in _SHARED,
-            granularity_nbytes=mmap.PAGESIZE if backend == "CPU" else 1,
+            shared_memory=backend in SHARED,
+            granularity_nbytes=_GRANULARITY_NBYTES.get(backend, 1),
+            allocator="cuda_driver" if backend == "CUDA" else "exact",  # cuMemAlloc, once for each
             max_buffers=_max_buffers() if backend == "CPU" else None,  # each is a map
             threads=self.threads,
             native_bf16=backend in _BF16_NATIVE and self._computes_in(dtypes.bfloat16),
@@ -181,12 +139,12 @@ class TinygradDevice(ABC):
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate; the buffer of a tensor without elements stays without memory."""
-        buffer = Buffer(self.name, math.prod(shape), _TO_TINYGRAD[dtype.name])
+        buffer = Buffer(self.name, math.prod(shape), TO_TINYGRAD[dtype.name])
         if buffer.size == 0:
             return buffer
         try:
-            with _ALLOCATORS:
-                _empty_cache(self._device.allocator, keep_nbytes=buffer.nbytes)
+            with ALLOCATORS:
+                empty_cache(self._device.allocator, keep_nbytes=buffer.nbytes)
                 buffer.allocate()
         except (MemoryError, RuntimeError, OSError, AssertionError) as error:
             raise AllocationError(self.name, str(error), nbytes=buffer.nbytes) from error
@@ -223,7 +181,7 @@ class TinygradDevice(ABC):
         numel = nbytes // src.itemsize
         raw = self.allocate(src, (numel,))
         self.copy(staging, start, nbytes, raw, 0).wait()
-        result = Tensor(UOp.from_buffer(raw)).cast(_TO_TINYGRAD[dst.name])
+        result = Tensor(UOp.from_buffer(raw)).cast(TO_TINYGRAD[dst.name])
         self._store(result, buffer, offset, dst.nbytes(numel))
         self._device.synchronize()
 
@@ -248,11 +206,12 @@ class TinygradDevice(ABC):
 
     def trim(self) -> None:
         """Empty the allocator's cache of freed buffers."""
-        _empty_cache(self._device.allocator)
+        empty_cache(self._device.allocator)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
-        self._device.synchronize()
+        """Wait for the device; what tinygrad keeps until then goes to its cache."""
+        with ALLOCATORS, current(self._device):
+            self._device.synchronize()
 
     def allocated_nbytes(self) -> int | None:
         """tinygrad's own count for this device."""
@@ -264,7 +223,7 @@ class TinygradDevice(ABC):
 
     def tensor(self, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
         """tinygrad's tensor over the buffer, without a copy."""
-        return Tensor(_over(buffer, dtype, shape))
+        return Tensor(over(buffer, dtype, shape))
 
 
 class _HostVisibleDevice(TinygradDevice):
@@ -439,8 +398,92 @@ class _OpenCLDevice(TinygradDevice):
         return bytes(out)
 
 
+class _CUDADevice(TinygradDevice):
+    """CUDA: page-locked slots, copied by the driver's own calls in tinygrad's context.
+
+    tinygrad launches its kernels on the null stream, and copies come by streams that do not wait
+    for that one.
+    """
+
+    threads = 16
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        from tinygrad.runtime.autogen import cuda as driver
+
+        context = context_of(self._device)
+        if context is None:
+            raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
+        self._driver, self._context = driver, context
+        # it returns at once: giving up the interpreter's lock for it would only invite a wait
+        self._query = ctypes.PyDLL("libcuda.so.1").cuStreamQuery
+        self._copies = cuda.Copies(context, lambda buffer: int(buffer._buf.value))
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is, from the driver, and does where the copies are made in bulk."""
+        in_bulk = self._copies.bulk is not None
+        free, total = ctypes.c_uint64(), ctypes.c_uint64()
+        text = ctypes.create_string_buffer(256)
+        with self._context.current():
+            self._context.check(
+                self._driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
+                "cuMemGetInfo",
+            )
+            self._context.check(
+                self._driver.cuDeviceGetName(text, len(text), self._device.cu_device),
+                "cuDeviceGetName",
+            )
+        return replace(
+            super().info,
+            description=text.value.decode(errors="replace"),
+            free_nbytes=free.value,
+            total_nbytes=total.value,
+            casts=in_bulk,
+            maps_host_memory=in_bulk,
+        )
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate memory that nothing which was queued uses any more.
+
+        What comes from tinygrad's cache may have been freed before the kernels that use it ran.
+        """
+        with self._context.current():
+            buffer = super().allocate(dtype, shape)
+            status = self._query(None)
+            if status == self._driver.CUDA_ERROR_NOT_READY:
+                status = self._driver.cuStreamSynchronize(None)
+            self._context.check(status, "earlier work on the device")
+        return buffer
+
+    def staging(self, nbytes: int) -> Staging:
+        """Page-locked memory."""
+        return self._copies.staging(nbytes)
+
+    def copy(
+        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
+    ) -> Ticket:
+        """An asynchronous copy on the slot's stream."""
+        return self._copies.copy(staging, start, nbytes, buffer, offset)
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """Reads, copies and casts by a compiled loop, where one can be compiled."""
+        return self._copies.bulk
+
+    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
+        """Read raw bytes back."""
+        with ALLOCATORS, self._context.current():
+            return super().read(buffer, start, stop)
+
+    def release(self, buffer: Buffer) -> None:
+        """Give the memory back: the caller's was the last reference."""
+        with self._context.current():  # without a cache (LRU=0), tinygrad frees it here
+            super().release(buffer)
+
+
 class _OffsetDevice(TinygradDevice):
-    """Backends whose allocator points into a buffer: CUDA, HIP, NV, AMD."""
+    """Backends whose allocator points into a buffer: HIP, NV, AMD."""
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
@@ -448,8 +491,9 @@ class _OffsetDevice(TinygradDevice):
         """tinygrad's own copy, to an offset; it keeps the source until it has synchronised."""
         allocator = self._device.allocator
         source = staging.view[start : start + nbytes]
-        allocator._copyin(allocator._offset(buffer._buf, nbytes, offset), source)
-        self._device.synchronize()
+        with ALLOCATORS:
+            allocator._copyin(allocator._offset(buffer._buf, nbytes, offset), source)
+            self.synchronize()
         return DONE
 
 
@@ -495,7 +539,7 @@ class _TensorDevice(TinygradDevice):
         """Cast with tinygrad's own kernel, and assign the bytes."""
         data = bytes(staging.view[start : start + nbytes])
         raw = Tensor(data, dtype=dtypes.uint8, device=self.name)
-        result = raw.bitcast(_TO_TINYGRAD[src.name]).cast(_TO_TINYGRAD[dst.name]).contiguous()
+        result = raw.bitcast(TO_TINYGRAD[src.name]).cast(TO_TINYGRAD[dst.name]).contiguous()
         self._assign(buffer, offset, result.bitcast(dtypes.uint8).contiguous())
 
     def read(self, buffer: Any, start: int, stop: int) -> bytes:
@@ -516,293 +560,16 @@ _WAYS: dict[str, type[TinygradDevice]] = {
     "PYTHON": _HostVisibleDevice,
     "QCOM": _HostVisibleDevice,
     "AMD": _OffsetDevice,
-    "CUDA": _OffsetDevice,
+    "CUDA": _CUDADevice,
     "HIP": _OffsetDevice,
     "NV": _OffsetDevice,
 }
-_SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
-_NEEDED = {_HostVisibleDevice: "_as_buffer", _OffsetDevice: "_offset", _OpenCLDevice: "_copyin"}
-
-
-class _InvalidBuffer(Buffer):
-    """The memory of a parameter that a failed load left without values: using it raises.
-
-    Attributes:
-        parameter: its name.
-        kept: the graph over the memory that another load writes again; None where it is gone.
-    """
-
-    def __init__(self, name: str, device: str, size: int, dtype: Any, kept: UOp | None) -> None:
-        self.parameter, self.kept = name, kept
-        super().__init__(device, size, dtype)
-
-    def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
-        """Refuse: there are no values."""
-        raise DeviceError(
-            self.device,
-            f"parameter {self.parameter!r} holds no values, since a load failed; load it again",
-        )
-
-
-# what tensors stand on that is no home for a parameter: files, and arrays of numpy
-_NOT_DEVICES = ("DISK", "NPY", "TINYFS")
-_MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
-
-
-class TinygradParameter:
-    """Tensors of a model that stand on the same memory.
-
-    Args:
-        names: all names under which the model has them.
-        tensors: each object once.
-        collect: collects garbage cycles, which may hold memory.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        tensors: list[Tensor],
-        collect: Callable[[], object] = gc.collect,
-    ) -> None:
-        self.names = names
-        self._collect = collect
-        self._tensors = tensors
-        first = tensors[0]
-        self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
-        self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        self.device: str | None = None
-        self.nbytes = 0
-        self.keeps: DType | None = None
-        self.fixed = ""
-        self.refused = ""
-        self.invalid = _invalid(first.uop) is not None
-        self.span: tuple[int, int, int] | None = None
-        self._under: list[UOp] = []  # the memory that a lazy graph computes with
-        if isinstance(first.device, tuple):
-            self.refused = f"it is sharded over {', '.join(first.device)}"
-        elif any(not isinstance(n, int) for n in first.shape):
-            self.refused = "its shape is symbolic"
-        else:
-            self._look(_stands_on(first.uop))
-
-    def _look(self, uop: UOp) -> None:
-        memory = _memory(uop)
-        if memory is None:
-            return
-        base = memory.buffer
-        self.span = (id(base.base), base.offset, base.offset + base.nbytes)
-        if _is_plain(uop):
-            self.device, self.nbytes = base.device, base.nbytes
-            return
-        if uop.base is not memory:
-            # a store that is still to be run, or bytes seen as another dtype: not to be written
-            # in place, and gone when it is replaced
-            self.device, self.nbytes = base.device, base.nbytes
-            self.dtype += " (of a graph)"
-            return
-        if 0 in self.shape:
-            return
-        what = f"a view of {base.nbytes} bytes on {base.device}"
-        if not _has(_Devices[base.device].allocator, "_offset"):
-            self.refused = f"it is {what}, and that device has no views"
-            return
-        view = uop.contiguous_view()
-        if view is None:
-            self.refused = f"it is {what} that is not contiguous"
-            return
-        self.fixed = f"it is {what}"
-        self.device = base.device
-        self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
-        first = base.offset + view[1] * view[0].dtype.itemsize
-        self.span = (id(base.base), first, first + self.nbytes)
-
-    @property
-    def graph(self) -> UOp | None:
-        """What it is computed from, where it is lazy: it has no memory of its own."""
-        uop = self._tensors[0].uop
-        return None if self.refused or self.span is not None or _is_plain(uop) else uop
-
-    def hold(self, memory: Iterable[UOp]) -> None:
-        """Count what a lazy graph computes with: memory that goes when the graph goes.
-
-        Args:
-            memory: the allocated buffers that nothing else in the model accounts for.
-        """
-        by_device: dict[str, list[UOp]] = {}
-        for uop in memory:
-            by_device.setdefault(uop.buffer.device, []).append(uop)
-        if not by_device:
-            return
-        # a parameter has one device: that with most of them
-        sizes = {d: sum(u.buffer.nbytes for u in uops) for d, uops in by_device.items()}
-        self.device = max(sizes, key=lambda d: sizes[d])
-        self.nbytes, self._under = sizes[self.device], by_device[self.device]
-        self.dtype += " (of a graph)"
-
-    def buffer(self) -> Buffer:
-        """The memory that it holds."""
-        return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
-
-    def release(self) -> str:
-        """Let go of the memory, and see that it is gone."""
-        if self.fixed:
-            return self.fixed
-        if self._under:
-            return self._release_graph()
-        kept = _invalid(self._tensors[0].uop) is not None
-        self.revive()
-        held = _memory(self._tensors[0].uop)
-        if held is None:
-            return ""
-        allocator = held.buffer.allocator
-        graphs = [weakref.ref(tensor.uop) for tensor in self._tensors]
-        graph, memory = weakref.ref(held), weakref.ref(held.buffer)
-        del held
-        self.invalidate(keep=False)
-        if memory() is not None:
-            self._collect()
-        buffer = memory()
-        if buffer is None:
-            _empty_cache(allocator)  # its device may be none of the load's
-            return ""
-        # as it was; the graph may be gone where only the memory is held
-        base = graph()
-        if base is None:
-            base = UOp.from_buffer(buffer)
-        for tensor, before in zip(self._tensors, graphs, strict=True):
-            old = before()
-            tensor.uop = base.reshape(tensor.shape) if old is None else old
-        if kept:
-            self.invalidate(keep=True)
-        return _HELD
-
-    def _release_graph(self) -> str:
-        """Let go of a lazy graph, and see that the memory under it is gone."""
-        allocator = self._under[0].buffer.allocator
-        nodes = [weakref.ref(uop) for uop in self._under]
-        memories = [weakref.ref(uop.buffer) for uop in self._under]
-        # the graph itself is kept over buffers without memory, so that it can come back
-        empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
-        stands_for = dict(zip(self._under, empty, strict=True))
-        graphs = [tensor.uop.substitute(stands_for) for tensor in self._tensors]
-        self._under = []
-        del stands_for
-        self.invalidate(keep=False)
-        if _alive(memories):
-            self._collect()
-        held = [memory() for memory in memories]
-        _empty_cache(allocator)
-        if not any(held):
-            return ""
-        found = [node() for node in nodes]
-        back = {
-            hollow: UOp.from_buffer(buffer) if uop is None else uop
-            for hollow, uop, buffer in zip(empty, found, held, strict=True)
-            if buffer is not None
-        }
-        if len(back) == len(empty):  # else some are gone, and with them the values
-            self._under = list(back.values())
-            for tensor, graph in zip(self._tensors, graphs, strict=True):
-                tensor.uop = graph.substitute(back)
-        return _HELD
-
-    def attach(self, buffer: Any, dtype: DType) -> None:
-        """Make every tensor of it one over the buffer."""
-        self._put(_over(buffer, dtype, self.shape))
-
-    def invalidate(self, keep: bool) -> None:
-        """Put memory in its place that raises when it is used."""
-        first = self._tensors[0]
-        numel = math.prod(self.shape)
-        if numel == 0:
-            return
-        kept = _stands_on(first.uop) if keep else None
-        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype, kept)
-        self._put(UOp.from_buffer(buffer).reshape(self.shape))
-
-    def revive(self) -> None:
-        """Put the kept memory back in its place."""
-        invalid = _invalid(self._tensors[0].uop)
-        if invalid is not None and invalid.kept is not None:
-            self._put(invalid.kept)
-
-    def _put(self, uop: UOp) -> None:
-        for tensor in self._tensors:  # tied ones may have shapes of their own
-            tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
-
-
-_HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
-
-
-def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
-    return [buffer for memory in buffers if (buffer := memory()) is not None]
-
-
-def _invalid(uop: UOp) -> _InvalidBuffer | None:
-    """The memory that raises, where a tensor stands on such."""
-    buffer = buffers.get(uop.base)
-    return buffer if isinstance(buffer, _InvalidBuffer) else None
-
-
-def _stands_on(uop: UOp) -> UOp:
-    """A tensor's graph; for one that is invalid that over the memory which it keeps."""
-    invalid = _invalid(uop)
-    return uop if invalid is None or invalid.kept is None else invalid.kept
-
-
-def _is_plain(uop: UOp) -> bool:
-    """Whether a tensor is its memory, all of it, in order."""
-    return bool(uop.has_buffer_identity())
-
-
-def _memory(uop: UOp) -> UOp | None:
-    """The allocated memory that a tensor stands on, directly or as a view; None for a graph."""
-    base = uop.base
-    while base.op in (Ops.AFTER, Ops.BITCAST):
-        base = base.src[0].base
-    return base if _is_allocated(base) else None
-
-
-def _is_allocated(uop: UOp) -> bool:
-    """Whether a node is the memory of one device."""
-    if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
-        return False
-    return uop.device.partition(":")[0] not in _NOT_DEVICES
-
-
-def _share_out(parameters: Sequence[TinygradParameter]) -> None:
-    """Count the memory under lazy graphs (``w.half()`` that was not realised), each buffer once.
-
-    What is a parameter's own memory is counted there, and stays.
-    """
-    counted = {p.span[0] for p in parameters if p.span is not None}
-    # each node is looked at once: lazy initialisers hang together, by their random numbers
-    seen: dict[UOp, None] = {}
-
-    def is_new(node: UOp) -> bool:
-        return node not in seen
-
-    for parameter in parameters:
-        uop = parameter.graph
-        if uop is None:
-            continue
-        under = []
-        nodes = uop.toposort(gate=is_new)
-        seen |= nodes
-        for node in nodes:
-            if not _is_allocated(node) or node.buffer.nbytes < _MIN_HELD_NBYTES:
-                continue
-            memory = id(node.buffer.base)
-            if memory not in counted:
-                counted.add(memory)
-                under.append(node)
-        parameter.hold(under)
-
-
-def _key(tensor: Tensor) -> Any:
-    """What tied tensors share: the memory, and what is seen of it."""
-    uop = tensor.uop
-    return uop.base if _is_plain(uop) else uop
+_NEEDED = {
+    _HostVisibleDevice: "_as_buffer",
+    _OffsetDevice: "_offset",
+    _CUDADevice: "_offset",
+    _OpenCLDevice: "_copyin",
+}
 
 
 class TinygradFramework:
@@ -812,15 +579,7 @@ class TinygradFramework:
 
     def parameters(self, model: Any) -> list[Parameter]:
         """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-        groups: dict[Any, tuple[list[str], dict[int, Tensor]]] = {}
-        for name, tensor in tinygrad.nn.state.get_state_dict(model).items():
-            names, tensors = groups.setdefault(_key(tensor), ([], {}))
-            names.append(name)
-            tensors[id(tensor)] = tensor
-        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        found = [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
-        _share_out(found)
-        return list(found)
+        return parameters_of(model)
 
     def unstored(self, model: Any) -> Mapping[str, str]:
         """What tinygrad's state dict has is all that it knows of."""
@@ -833,10 +592,12 @@ class TinygradFramework:
     def device(self, name: str) -> TinygradDevice:
         """Open a device by the fastest way in that it has."""
         name = self.canonical(name)
-        way = _WAYS.get(name.partition(":")[0], _TensorDevice)
-        needed = _NEEDED.get(way)
+        way = _WAYS.get(backend_of(name), _TensorDevice)
         try:
-            if needed is not None and not _has(_Devices[name].allocator, needed):
+            if way is _CUDADevice and context_of(opened(name)) is None:
+                way = _OffsetDevice
+            needed = _NEEDED.get(way)
+            if needed is not None and not has(opened(name).allocator, needed):
                 way = _TensorDevice
             return way(name)
         except DeviceNotFoundError:
@@ -871,6 +632,13 @@ class TinygradFramework:
         for folder in (settings.get("OCL_ICD_VENDORS", ""), "/etc/OpenCL/vendors"):
             if folder and Path(folder).is_dir():
                 parts += [f"{p}{_stamp(str(p))}" for p in sorted(Path(folder).iterdir())]
+        if backend_of(self.canonical(name)) in _NVIDIA:
+            from tinygrad.runtime.autogen import nvrtc
+
+            found = getattr(nvrtc.dll, "_name", None)  # None where there is no such library
+            parts.append(f"nvrtc={found}{_stamp(found)}")
+            with contextlib.suppress(OSError):
+                parts.append(Path("/proc/driver/nvidia/version").read_text())
         settings.pop("POCL_CACHE_DIR", None)
         if re.fullmatch("[A-Z]*", settings.get("DEV", "")):
             settings.pop("DEV", None)  # which device is the default, and tinygrad sets that itself
@@ -891,14 +659,11 @@ class TinygradFramework:
             if found != [2.0, 3.0, 4.0]:
                 return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
         except Exception as error:
-            # the problem alone: who reports this result names the device
-            problem = error.problem if isinstance(error, DeviceError) else str(error)
-            lines = problem.strip().splitlines()
-            return ProbeResult(name, False, lines[-1] if lines else type(error).__name__)
+            return ProbeResult(name, False, _problem(error))
         if not full:
             return ProbeResult(name, True)
         statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(_UNSUPPORTED), "absent")
-        for ours in _TO_TINYGRAD:
+        for ours in TO_TINYGRAD:
             statuses[ours] = _dtype_status(device, BY_NAME[ours])
         casts = tuple(
             (src.name, dst.name) for src, dst in _DEVICE_CASTS if _casts_exactly(device, src, dst)
@@ -908,6 +673,16 @@ class TinygradFramework:
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """Write ones to a real buffer, double them on the device, read the bytes back."""
         return "absent" if dtype.name in _UNSUPPORTED else _dtype_status(self.device(name), dtype)
+
+
+def _problem(error: Exception) -> str:
+    """The line of a message that says what is wrong; compilers end theirs with another."""
+    if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
+        return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
+    # the problem alone: who reports this result names the device
+    problem = error.problem if isinstance(error, DeviceError) else str(error)
+    lines = problem.strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
 
 
 def _stamp(path: str | None) -> str:
@@ -932,7 +707,7 @@ def _dtype_status(device: TinygradDevice, dtype: DType) -> DTypeStatus:
     import numpy as np
 
     one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
-    kind = _TO_TINYGRAD[dtype.name]
+    kind = TO_TINYGRAD[dtype.name]
     try:
         tensor = device.tensor(_filled(device, dtype, one), dtype, (4,))
         doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
@@ -941,7 +716,7 @@ def _dtype_status(device: TinygradDevice, dtype: DType) -> DTypeStatus:
             return "broken"
     except Exception:
         return "broken"
-    backend = device.name.partition(":")[0]
+    backend = backend_of(device.name)
     if not device._computes_in(kind) or (kind is dtypes.bfloat16 and backend not in _BF16_NATIVE):
         return "emulated"
     return "native"

@@ -70,6 +70,12 @@ _DEVICE_CASTS = (
 _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
 
 
+def _has_modes() -> bool:
+    """Whether torch is in a mode in which it makes other tensors than those that are wanted."""
+    modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+    return any(modes)
+
+
 @contextmanager
 def _unfilled() -> Iterator[None]:
     """Have torch leave new memory as it is, also in its deterministic mode: all is written."""
@@ -152,9 +158,12 @@ class TorchDevice:
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor."""
         try:
+            kind = _TO_TORCH[dtype.name]
+            if not _has_modes():  # entering none takes longer than allocating
+                return torch.empty(shape, dtype=kind, device=self.torch_device)
             # not an inference tensor: what is loaded there can be trained outside
             with torch.inference_mode(False), _unfilled():
-                return torch.empty(shape, dtype=_TO_TORCH[dtype.name], device=self.torch_device)
+                return torch.empty(shape, dtype=kind, device=self.torch_device)
         except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
             nbytes = dtype.nbytes(math.prod(shape))
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error

@@ -2,6 +2,23 @@
 
 Sizes and rules of torch's allocator for CUDA: ``c10/cuda/CUDACachingAllocator.cpp``
 (``round_size``, ``get_allocation_size``, ``get_free_block``, ``should_split``).
+
+Those of CUDA's driver are not published. What ``cuMemAlloc`` took of an H200 (driver 580), by how
+much less ``cuMemGetInfo`` said to be free, and how far the addresses were apart:
+
+| bytes | of one | of eight | apart |
+|---|---|---|---|
+| 1 | 2 MiB | 2 MiB | 512 |
+| 65,536 | 2 MiB | 2 MiB | 65,536 |
+| 524,288 | 2 MiB | 4 MiB | 524,288 |
+| 1,048,576 | 2 MiB | 8 MiB | 1,048,576 |
+| 1,048,577 | 2 MiB | 16 MiB | 2 MiB |
+| 2 MiB | 2 MiB | 16 MiB | 2 MiB |
+| 2 MiB + 1 | 4 MiB | 32 MiB | 4 MiB |
+| 5 MiB | 6 MiB | 48 MiB | 6 MiB |
+
+The 120 tensors of a Llama of 999,994,368 bytes took 1,077,936,128: 514 blocks of 2 MiB. Predicted
+are 515, for its small tensors found room in a block that was there before.
 """
 
 from __future__ import annotations
@@ -12,9 +29,9 @@ from typing import Literal
 
 from streamload.units import round_up
 
-#: How an allocator takes memory: as much as is asked, rounded; or by torch's rules for CUDA, with
-#: fixed segments or with expandable ones.
-AllocatorKind = Literal["exact", "cuda_caching", "cuda_expandable"]
+#: How an allocator takes memory: as much as is asked, rounded; by torch's rules for CUDA, with
+#: fixed segments or with expandable ones; or as CUDA's driver itself does.
+AllocatorKind = Literal["exact", "cuda_caching", "cuda_expandable", "cuda_driver"]
 
 _MIB = 2**20
 _BLOCK_NBYTES = 512  # kMinBlockSize
@@ -23,6 +40,11 @@ _SMALL_SEGMENT_NBYTES = 2 * _MIB  # kSmallBuffer
 _OWN_SEGMENT_NBYTES = 10 * _MIB  # kMinLargeAlloc: from here on, a segment is as large as its block
 _LARGE_SEGMENT_NBYTES = 20 * _MIB  # kLargeBuffer
 _SEGMENT_ROUNDING_NBYTES = 2 * _MIB  # kRoundLarge
+
+#: What CUDA's driver gives memory in: whole ones for each allocation that is larger than
+#: `DRIVER_SHARED_NBYTES`, while smaller ones share them, rounded to 512 bytes.
+DRIVER_BLOCK_NBYTES = 2 * _MIB
+DRIVER_SHARED_NBYTES = _MIB
 
 
 def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:
@@ -44,7 +66,12 @@ def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) ->
     for nbytes in sizes:
         size = max(round_up(nbytes, _BLOCK_NBYTES), _BLOCK_NBYTES) if nbytes else 0
         pool = pools[size <= _SMALL_NBYTES]
-        yield pool.take(size) if kind == "cuda_caching" else pool.extend(size)
+        if kind == "cuda_expandable":
+            yield pool.extend(size)
+        elif kind == "cuda_driver" and size > DRIVER_SHARED_NBYTES:
+            yield round_up(size, DRIVER_BLOCK_NBYTES)
+        else:  # the driver's shared blocks are as large as torch's small segments, and shared alike
+            yield pool.take(size)
 
 
 class _Pool:

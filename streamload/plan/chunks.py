@@ -74,6 +74,9 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
     run, p = chunk.runs[0], placement
     # where nothing is cast bytes are bytes, also of dtypes below one
     src, dst = (1, 1) if p.src is p.dst else (p.src.itemsize, p.dst.itemsize)
+    if start <= run.start and max(run.stop - run.start, chunk.stop - chunk.start) <= nbytes:
+        yield chunk  # it is small: there may be very many of these
+        return
     step = max(nbytes // max(src, dst), 1)
     first = max(start - run.start, 0) // src
     for at in range(first, (run.stop - run.start) // src, step):

@@ -318,7 +318,8 @@ class Plan:
                 DevicePlan(**d | {"layers": tuple(d["layers"]) if d["layers"] else None})
                 for d in data["devices"]
             )
-            data |= {key: tuple(data[key]) for key in ("readers", "notes", "reader_reasons")}
+            lists = ("readers", "notes", "reader_reasons")
+            data |= {key: tuple(data[key]) for key in lists if key in data}  # or has a default
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error}") from error

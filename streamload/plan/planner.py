@@ -15,20 +15,29 @@ from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.plan.allocators import AllocatorKind, taken
+from streamload.plan.allocators import (
+    DRIVER_BLOCK_NBYTES,
+    DRIVER_SHARED_NBYTES,
+    AllocatorKind,
+    taken,
+)
 from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
 from streamload.plan.partition import Item, Node, Part, partition, smallest_count
 from streamload.plan.plan import (
+    MAPPED_ROOM_NBYTES,
     STAGING_SLOTS,
+    TALLY_NBYTES,
     Action,
     DevicePlan,
     Placement,
     Plan,
     RowRange,
     RowTranspose,
+    Transfer,
     slot_nbytes,
 )
 from streamload.units import format_bytes, round_up
@@ -37,6 +46,16 @@ CastChoice = Literal["llvm", "numpy", "device"]
 
 DEFAULT_CHUNK_NBYTES = 8 * 2**20
 MIN_CHUNK_NBYTES = 64 * 2**10
+_SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
+
+# Of a mapped transfer: a window costs two calls that take the lock of the process's address space,
+# so windows are long, and more threads than these only wait for each other (23 GB/s with one, 30
+# with two and with more, on one H200).
+MAPPED_WINDOW_NBYTES = 16 * 2**20
+MAPPED_MOST_NBYTES = 64 * 2**20
+MAPPED_MOST_THREADS = 4
+
+_SEGMENTS = frozenset({"cuda_caching", "cuda_expandable"})  # whose allocator has such
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
@@ -61,6 +80,9 @@ class DeviceSpec:
         native_bf16: it computes in bfloat16 natively.
         unsupported: names of dtypes that it cannot hold.
         device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
+        maps_host_memory: it copies straight from windows of a file that is mapped.
+        casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
+            thread that reads.
     """
 
     name: str
@@ -78,6 +100,8 @@ class DeviceSpec:
     native_bf16: bool = False
     unsupported: frozenset[str] = frozenset()
     device_casts: frozenset[tuple[str, str]] = frozenset()
+    maps_host_memory: bool = False
+    casts: bool = False
 
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""
@@ -174,6 +198,9 @@ def make_plan(
     host_limit: str = "budget",
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     threads: int = 2,
+    transfer: Transfer = "staged",
+    page_cache: PageCacheKind = "auto",
+    reader_reasons: Sequence[str] = (),
 ) -> Plan:
     """Decide a load.
 
@@ -191,6 +218,10 @@ def make_plan(
         host_limit: what sets that: "budget" or "free memory".
         chunk_nbytes: most bytes in a chunk; made smaller where budgets or devices ask for it.
         threads: most streaming threads; made fewer likewise.
+        transfer: how bytes get to devices that the CPU does not write to; "mapped" where all of
+            them map host memory and every shard is read by a map.
+        page_cache: what becomes of the page cache; for `Plan.page_cache`.
+        reader_reasons: why each shard is read so; for `Plan.reader_reasons`.
 
     Raises:
         PlanInfeasibleError: the parameters do not fit.
@@ -220,6 +251,9 @@ def make_plan(
         readers=tuple(readers),
         out_of_range=out_of_range,
         notes=tuple(notes),
+        transfer=transfer,
+        page_cache=page_cache,
+        reader_reasons=tuple(reader_reasons),
     )
     by_device: dict[str, list[Placement]] = {name: [] for name in specs}
     for placement in draft.placements:
@@ -248,8 +282,9 @@ def _settled(
 ) -> list[Placement]:
     """Replace what could be written in place, where that is the way to fit.
 
-    An allocator with segments gives none back in which something stays. Where parameters to be
-    written in place and others to be replaced would not fit on those terms, all are replaced.
+    An allocator with segments gives none back in which something stays, nor does CUDA's driver with
+    the blocks that small ones share. Where parameters to be written in place and others to be
+    replaced would not fit on those terms, all are replaced.
     """
     out = list(placements)
     for name, spec in specs.items():
@@ -269,18 +304,50 @@ def _settled(
 def _allocated(
     placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]
 ) -> tuple[Placement, ...]:
-    """Say what each placement takes of its device, where allocators take more than is asked."""
+    """Say what each placement takes of its device, where allocators take more than is asked.
+
+    Of what is held already only CUDA's driver tells: a large one has blocks of its own, which it
+    keeps or gives back. Small ones stand at their own size; `_timeline` knows of their blocks.
+    """
     out = list(placements)
     for name, spec in specs.items():
         if spec.allocator == "exact":
             continue  # `_place` has rounded
-        fresh = [i for i, p in enumerate(out) if p.device == name and p.action != "in_place"]
-        sizes = (out[i].nbytes for i in fresh)
-        for i, nbytes in zip(
-            fresh, taken(spec.allocator, spec.granularity_nbytes, sizes), strict=True
-        ):
-            out[i] = replace(out[i], resident_nbytes=nbytes)
+        mine = [i for i, p in enumerate(out) if p.device == name]
+        sizes = (out[i].nbytes for i in mine if out[i].action != "in_place")
+        fresh = taken(spec.allocator, spec.granularity_nbytes, sizes)
+        held = _driver_nbytes if spec.allocator == "cuda_driver" else _as_it_is
+        for i in mine:
+            p = out[i]
+            resident = held(p.resident_nbytes) if p.action == "in_place" else next(fresh)
+            out[i] = _sized(p, resident, held(p.released_nbytes))
     return tuple(out)
+
+
+def _sized(p: Placement, resident_nbytes: int, released_nbytes: int) -> Placement:
+    """A placement with other sizes; `dataclasses.replace` takes three times as long."""
+    return Placement(
+        p.name,
+        p.device,
+        p.shape,
+        p.src,
+        p.dst,
+        p.source,
+        p.transpose,
+        p.action,
+        p.cast,
+        resident_nbytes,
+        released_nbytes,
+    )
+
+
+def _as_it_is(nbytes: int) -> int:
+    return nbytes
+
+
+def _driver_nbytes(nbytes: int) -> int:
+    """What CUDA's driver has given for bytes that are held, unless they share their block."""
+    return round_up(nbytes, DRIVER_BLOCK_NBYTES) if nbytes > DRIVER_SHARED_NBYTES else nbytes
 
 
 def _first_byte(
@@ -413,6 +480,8 @@ def _engine(
     """The cast of one pair, and a note where it is not the one that was asked for."""
     if src is dst:
         return "copy", ""
+    if spec.casts and not (fp16_cast == "llvm" and (src, dst) == (BF16, F16)):
+        return "device", ""
     wanted = fp16_cast if fp16_cast is not None and (src, dst) == (BF16, F16) else cast
     if wanted == "llvm" and cast == "numpy":
         wanted = cast  # asked for, or all there is: no kernel can be compiled here
@@ -436,34 +505,41 @@ def _fit(
 ) -> Plan:
     """Choose threads and chunk size so that staging fits, and predict the peaks."""
     threads = min([draft.threads, *(specs[n].threads for n, ps in by_device.items() if ps)])
-    if any(p.cast == "device" for p in draft.placements):
-        threads = 0  # kernels are launched from the calling thread
+    if any(p.cast == "device" and not specs[p.device].casts for p in draft.placements):
+        threads = 0  # the framework launches kernels from the calling thread
     chunk = min(
         [draft.chunk_nbytes]
         + [spec.max_transfer_nbytes for spec in specs.values() if spec.max_transfer_nbytes]
     )
-    # all slots together fill the staging budget, however many there are
-    slots = max(threads, 1) * STAGING_SLOTS
-    share = draft.host_budget_nbytes // slots // MIN_CHUNK_NBYTES * MIN_CHUNK_NBYTES
-    if share >= 2**20 and any(not specs[n].host_visible for n, ps in by_device.items() if ps):
-        chunk = min(chunk, share)
+    most_host_nbytes = draft.host_budget_nbytes
+    if draft.transfer == "mapped":
+        threads = min(threads, MAPPED_MOST_THREADS)
+        chunk = min(chunk, MAPPED_WINDOW_NBYTES - MAPPED_ROOM_NBYTES)
+        most_host_nbytes = min(most_host_nbytes, MAPPED_MOST_NBYTES)
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
-    whole = sum(
-        slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape)))) for p in draft.placements
-    )
-    needs = _needs(draft.placements)
+    whole = 0
+    for p in draft.placements:
+        whole += slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape))))
+        if whole >= slot_nbytes(chunk):  # no slot is larger
+            break
+    needs = _needs(draft.placements, specs)
+    share = _share(draft, specs, needs, threads, most_host_nbytes)
+    while share < min(_SHARED_CHUNK_NBYTES, chunk) and threads > 1:
+        threads -= 1
+        share = _share(draft, specs, needs, threads, most_host_nbytes)
+    chunk = max(min(chunk, share), min(chunk, MIN_CHUNK_NBYTES))
     while True:
         slot = min(slot_nbytes(chunk), whole)
         plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
         scratch, host = _staging(plan, specs, needs)
-        tight = host > draft.host_budget_nbytes or any(
+        tight = host > most_host_nbytes or any(
             nbytes and nbytes > _room(specs[name], *base[name][:2])
             for name, nbytes in scratch.items()
         )
         if not tight or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
             break
         # fewer threads before chunks below 1 MiB: a chunk costs tens of microseconds in calls
-        if chunk > 2**20:
+        if chunk > _SHARED_CHUNK_NBYTES:
             chunk //= 2
         elif threads > 1:
             threads -= 1
@@ -491,6 +567,23 @@ def _fit(
     return replace(plan, devices=tuple(out), host_nbytes=host)
 
 
+def _share(
+    draft: Plan,
+    specs: Mapping[str, DeviceSpec],
+    needs: _Needs,
+    threads: int,
+    host_nbytes: int,
+) -> int:
+    """The chunk with which all slots together fill the host's bytes, however many there are."""
+    fixed, with_one = (
+        _staging(replace(draft, threads=threads, slot_nbytes=nbytes), specs, needs)[1]
+        for nbytes in (0, MIN_CHUNK_NBYTES)
+    )
+    if with_one == fixed:
+        return draft.chunk_nbytes
+    return (host_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
+
+
 def _room(spec: DeviceSpec, held_nbytes: int, peak_nbytes: int) -> int:
     """Bytes that are left for scratch on a device beside its parameters."""
     room = spec.budget_nbytes - peak_nbytes
@@ -505,12 +598,23 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
     held = sum(
         p.released_nbytes + (p.resident_nbytes if p.action == "in_place" else 0) for p in placements
     )
+    if spec.allocator == "cuda_driver":
+        # Blocks of large ones go back one by one, each for the next. One that small ones share goes
+        # back when the last of them is gone, and were they released one by one, new ones would be
+        # put between those that are left: then none might ever go back.
+        kept, released = _in_shared_blocks(placements)
+        shared = sum(taken(spec.allocator, spec.granularity_nbytes, (*kept, *released)))
+        held += shared - sum(kept) - sum(released)
+        if released:
+            others = sum(p.resident_nbytes for p in placements) - sum(kept)
+            # beside what stays of them, none of their blocks may go back at all
+            return held, others + (shared if kept else 0), True
     now = peak = held
     for p in placements:
         now -= p.released_nbytes
         now += p.resident_nbytes if p.action != "in_place" else 0
         peak = max(peak, now)
-    if spec.allocator != "exact" and any(p.released_nbytes for p in placements):
+    if spec.allocator in _SEGMENTS and any(p.released_nbytes for p in placements):
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
         # beside what stays where it is, none of it may go back to the device at all
         if not any(p.action == "in_place" for p in placements):
@@ -528,19 +632,46 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
     return held, peak, False
 
 
+def _in_shared_blocks(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+    """Sizes of what shares blocks of CUDA's driver now: of those that stay, of those that go."""
+    kept = [p.resident_nbytes for p in placements if p.action == "in_place"]
+    released = [p.released_nbytes for p in placements]
+    small = range(1, DRIVER_SHARED_NBYTES + 1)
+    return [n for n in kept if n in small], [n for n in released if n in small]
+
+
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What staging depends on: the casts on each device that has any, and whether bytes move."""
+    """What staging depends on.
+
+    Attributes:
+        casts: the casts on each device that has any placements.
+        moves: the devices for which some bytes are cast or reordered by the host: they cannot be
+            read to where they go.
+        tallies: by device, how many placements it casts and counts.
+        resizes: the devices on which such casts change the size of the elements.
+    """
 
     casts: Mapping[str, Set[str]]
-    moves: bool  # some bytes cannot be read to where they go: they are cast or reordered
+    moves: Set[str]
+    tallies: Mapping[str, int]
+    resizes: Set[str]
 
 
-def _needs(placements: Sequence[Placement]) -> _Needs:
+def _needs(placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]) -> _Needs:
     casts: dict[str, set[str]] = {}
+    moves: set[str] = set()
+    tallies: dict[str, int] = {}
+    resizes: set[str] = set()
     for p in placements:
         casts.setdefault(p.device, set()).add(p.cast)
-    return _Needs(casts, any(p.cast != "copy" or p.transpose for p in placements))
+        if p.cast in ("llvm", "numpy") or p.transpose:
+            moves.add(p.device)
+        if p.cast == "device" and specs[p.device].casts:
+            tallies[p.device] = tallies.get(p.device, 0) + 1
+            if p.src.bits != p.dst.bits:
+                resizes.add(p.device)
+    return _Needs(casts, moves, tallies, resizes)
 
 
 def _staging(
@@ -548,6 +679,7 @@ def _staging(
 ) -> tuple[dict[str, int], int]:
     """Scratch per device (staging included, where it shares memory) and host staging, in bytes."""
     workers = max(plan.threads, 1)
+    slots = workers * STAGING_SLOTS
     scratch = dict.fromkeys(specs, 0)
     host = own = 0
     shares = []
@@ -555,16 +687,27 @@ def _staging(
         spec = specs[name]
         if spec.shared_memory:
             shares.append(name)
-        if "device" in casts:
-            scratch[name] += 2 * plan.slot_nbytes  # raw bits, and the cast before it is in place
+        if name in needs.tallies:
+            before = slots * plan.slot_nbytes if name in needs.resizes else 0
+            scratch[name] += round_up(
+                before + TALLY_NBYTES * needs.tallies[name], DRIVER_BLOCK_NBYTES
+            )
+        elif "device" in casts:
+            # raw bits, and the cast before it is in place
+            nbytes = plan.slot_nbytes
+            if spec.allocator == "cuda_driver":
+                nbytes = round_up(nbytes, DRIVER_BLOCK_NBYTES)
+            scratch[name] += 2 * nbytes
         if "device" in casts or not spec.host_visible:
-            slots = workers * STAGING_SLOTS * plan.slot_nbytes
-            scratch[name] += slots if spec.shared_memory else 0
-            host += 0 if spec.shared_memory else slots
+            staged = slots * plan.staging_nbytes
+            if plan.transfer == "mapped" and name in needs.moves:
+                staged *= 2  # what the host casts or reorders has slots, beside the windows
+            scratch[name] += staged if spec.shared_memory else 0
+            host += 0 if spec.shared_memory else staged
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
     if needs.moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
-    if "direct" in plan.readers:
+    if "direct" in plan.readers and needs.casts:
         own += workers * BOUNCE_NBYTES
     if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES

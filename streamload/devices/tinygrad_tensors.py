@@ -1,0 +1,443 @@
+"""tinygrad's tensors, and the memory that they stand on: what a parameter of a model is.
+
+Beside `devices.tinygrad`, where its devices are, this is the only file that knows of tinygrad's
+internals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import tinygrad
+from tinygrad import Device as _Devices
+from tinygrad import Tensor, dtypes
+from tinygrad.device import Allocator, Buffer
+from tinygrad.uop.ops import Ops, UOp, buffers
+
+from streamload.devices import cuda
+from streamload.devices.base import Parameter, trim_heap
+from streamload.dtypes import DType
+from streamload.errors import DeviceError
+
+#: tinygrad's dtype for each of ours that it has.
+TO_TINYGRAD = {
+    "bool": dtypes.bool,
+    "uint8": dtypes.uint8,
+    "int8": dtypes.int8,
+    "uint16": dtypes.uint16,
+    "int16": dtypes.int16,
+    "uint32": dtypes.uint32,
+    "int32": dtypes.int32,
+    "uint64": dtypes.uint64,
+    "int64": dtypes.int64,
+    "float8_e4m3fn": dtypes.fp8e4m3,
+    "float8_e5m2": dtypes.fp8e5m2,
+    "float16": dtypes.float16,
+    "bfloat16": dtypes.bfloat16,
+    "float32": dtypes.float32,
+    "float64": dtypes.float64,
+}
+_FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
+
+#: Backends whose memory is the host's.
+SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
+
+ALLOCATORS = threading.RLock()  # tinygrad's have no locks, and loads may run side by side
+
+
+def backend_of(name: str) -> str:
+    """The part of a device's name that says what it is of: CUDA of CUDA:1."""
+    return name.partition(":")[0]
+
+
+def opened(name: str) -> Any:
+    """tinygrad's device; raises whatever its backend likes.
+
+    Opening one on CUDA makes its context the thread's. One that was there before (torch's) is
+    current again afterwards.
+    """
+    if backend_of(name) != "CUDA":
+        return _Devices[name]
+    from tinygrad.runtime.autogen import cuda as driver
+
+    before = driver.CUcontext()
+    with contextlib.suppress(AttributeError):  # there is no driver: opening says so
+        driver.cuCtxGetCurrent(ctypes.byref(before))
+    try:
+        return _Devices[name]
+    finally:
+        if before:
+            driver.cuCtxSetCurrent(before)
+
+
+@cache
+def context_of(device: Any) -> cuda.Context | None:
+    """The context of one of tinygrad's CUDA devices, which makes one of its own; else None.
+
+    None, too, where the driver's library has another name than `devices.cuda` knows (Windows).
+    """
+    if backend_of(device.device) != "CUDA":
+        return None
+    handle = ctypes.cast(device.context, ctypes.c_void_p).value or 0
+    try:
+        return cuda.Context(device.device, handle)
+    except OSError:
+        return None
+
+
+def current(device: Any) -> AbstractContextManager[None]:
+    """Make a CUDA device's context current for a while, and what was current again then.
+
+    tinygrad makes contexts current and leaves them so, and frees memory in whichever it finds:
+    another thread than the one that has computed has none.
+    """
+    context = context_of(device)
+    return nullcontext() if context is None else context.current()
+
+
+def empty_cache(allocator: Any, keep_nbytes: int = 0) -> None:
+    """Free what an allocator keeps, but for one buffer of ``keep_nbytes``, soon to be taken."""
+    freed = getattr(allocator, "cache", {})
+    emptied = False
+    with ALLOCATORS:
+        for key in list(freed):
+            nbytes, options = key
+            kept = freed.get(key, [])
+            # one by one, out of the cache first: tinygrad's own free_cache would free them again
+            # where Ctrl-C has interrupted it
+            while len(kept) > (nbytes == keep_nbytes and options is None):
+                try:
+                    opaque = kept.pop()
+                except IndexError:  # a thread that computes has just taken it
+                    break
+                with current(allocator.dev):
+                    Allocator.free(allocator, opaque, nbytes, options)
+                emptied = True
+            if not kept:
+                freed.pop(key, None)  # else there is a list for every size there ever was
+    if emptied and backend_of(allocator.dev.device) in SHARED:
+        trim_heap()  # a driver's buffers may be heap memory (PoCL), which malloc keeps
+
+
+def has(allocator: Any, method: str) -> bool:
+    """Whether an allocator has a method of its own; the base class has some that only raise."""
+    own = getattr(type(allocator), method, None)
+    return own is not None and own is not getattr(Allocator, method, None)
+
+
+def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
+    """A tensor's graph over what `TinygradDevice.allocate` gave: no copy, no computation."""
+    kind = TO_TINYGRAD[dtype.name]
+    if isinstance(buffer, Tensor):  # of bytes: see _TensorDevice
+        return buffer.bitcast(kind).reshape(shape).uop
+    if buffer.size == 0:
+        return Tensor.empty(*shape, dtype=kind, device=buffer.device).uop
+    flat = UOp.from_buffer(buffer)
+    return flat if shape == (buffer.size,) else flat.reshape(shape)
+
+
+class _InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
+    """The memory of a parameter that a failed load left without values: using it raises.
+
+    Attributes:
+        parameter: its name.
+        kept: the graph over the memory that another load writes again; None where it is gone.
+    """
+
+    def __init__(self, name: str, device: str, size: int, dtype: Any, kept: UOp | None) -> None:
+        self.parameter, self.kept = name, kept
+        super().__init__(device, size, dtype)
+
+    def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
+        """Refuse: there are no values."""
+        raise DeviceError(
+            self.device,
+            f"parameter {self.parameter!r} holds no values, since a load failed; load it again",
+        )
+
+
+# what tensors stand on that is no home for a parameter: files, and arrays of numpy
+_NOT_DEVICES = ("DISK", "NPY", "TINYFS")
+_MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
+
+
+class TinygradParameter:
+    """Tensors of a model that stand on the same memory.
+
+    Args:
+        names: all names under which the model has them.
+        tensors: each object once.
+        collect: collects garbage cycles, which may hold memory.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        tensors: list[Tensor],
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
+        self.names = names
+        self._collect = collect
+        self._tensors = tensors
+        first = tensors[0]
+        self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
+        self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
+        self.device: str | None = None
+        self.nbytes = 0
+        self.keeps: DType | None = None
+        self.fixed = ""
+        self.refused = ""
+        self.invalid = _invalid(first.uop) is not None
+        self.span: tuple[int, int, int] | None = None
+        self._under: list[UOp] = []  # the memory that a lazy graph computes with
+        if isinstance(first.device, tuple):
+            self.refused = f"it is sharded over {', '.join(first.device)}"
+        elif any(not isinstance(n, int) for n in first.shape):
+            self.refused = "its shape is symbolic"
+        else:
+            self._look(_stands_on(first.uop))
+
+    def _look(self, uop: UOp) -> None:
+        memory = _memory(uop)
+        if memory is None:
+            return
+        base = memory.buffer
+        self.span = (id(base.base), base.offset, base.offset + base.nbytes)
+        if _is_plain(uop):
+            self.device, self.nbytes = base.device, base.nbytes
+            return
+        if uop.base is not memory:
+            # a store that is still to be run, or bytes seen as another dtype: not to be written
+            # in place, and gone when it is replaced
+            self.device, self.nbytes = base.device, base.nbytes
+            self.dtype += " (of a graph)"
+            return
+        if 0 in self.shape:
+            return
+        what = f"a view of {base.nbytes} bytes on {base.device}"
+        if not has(_Devices[base.device].allocator, "_offset"):
+            self.refused = f"it is {what}, and that device has no views"
+            return
+        view = uop.contiguous_view()
+        if view is None:
+            self.refused = f"it is {what} that is not contiguous"
+            return
+        self.fixed = f"it is {what}"
+        self.device = base.device
+        self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
+        first = base.offset + view[1] * view[0].dtype.itemsize
+        self.span = (id(base.base), first, first + self.nbytes)
+
+    @property
+    def graph(self) -> UOp | None:
+        """What it is computed from, where it is lazy: it has no memory of its own."""
+        uop = self._tensors[0].uop
+        return None if self.refused or self.span is not None or _is_plain(uop) else uop
+
+    def hold(self, memory: Iterable[UOp]) -> None:
+        """Count what a lazy graph computes with: memory that goes when the graph goes.
+
+        Args:
+            memory: the allocated buffers that nothing else in the model accounts for.
+        """
+        by_device: dict[str, list[UOp]] = {}
+        for uop in memory:
+            by_device.setdefault(uop.buffer.device, []).append(uop)
+        if not by_device:
+            return
+        # a parameter has one device: that with most of them
+        sizes = {d: sum(u.buffer.nbytes for u in uops) for d, uops in by_device.items()}
+        self.device = max(sizes, key=lambda d: sizes[d])
+        self.nbytes, self._under = sizes[self.device], by_device[self.device]
+        self.dtype += " (of a graph)"
+
+    def buffer(self) -> Buffer:
+        """The memory that it holds."""
+        return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
+
+    def release(self) -> str:
+        """Let go of the memory, and see that it is gone."""
+        if self.fixed:
+            return self.fixed
+        # without a cache (LRU=0), tinygrad frees the memory as soon as it is let go of
+        with nullcontext() if self.device is None else current(_Devices[self.device]):
+            return self._release_graph() if self._under else self._release_memory()
+
+    def _release_memory(self) -> str:
+        """Let go of memory of its own, and see that it is gone."""
+        kept = _invalid(self._tensors[0].uop) is not None
+        self.revive()
+        held = _memory(self._tensors[0].uop)
+        if held is None:
+            return ""
+        allocator = held.buffer.allocator
+        graphs = [weakref.ref(tensor.uop) for tensor in self._tensors]
+        graph, memory = weakref.ref(held), weakref.ref(held.buffer)
+        del held
+        self.invalidate(keep=False)
+        if memory() is not None:
+            self._collect()
+        buffer = memory()
+        if buffer is None:
+            empty_cache(allocator)  # its device may be none of the load's
+            return ""
+        # as it was; the graph may be gone where only the memory is held
+        base = graph()
+        if base is None:
+            base = UOp.from_buffer(buffer)
+        for tensor, before in zip(self._tensors, graphs, strict=True):
+            old = before()
+            tensor.uop = base.reshape(tensor.shape) if old is None else old
+        if kept:
+            self.invalidate(keep=True)
+        return _HELD
+
+    def _release_graph(self) -> str:
+        """Let go of a lazy graph, and see that the memory under it is gone."""
+        allocator = self._under[0].buffer.allocator
+        nodes = [weakref.ref(uop) for uop in self._under]
+        memories = [weakref.ref(uop.buffer) for uop in self._under]
+        # the graph itself is kept over buffers without memory, so that it can come back
+        empty = [UOp.from_buffer(Buffer(b.device, b.size, b.dtype)) for b in _alive(memories)]
+        stands_for = dict(zip(self._under, empty, strict=True))
+        graphs = [tensor.uop.substitute(stands_for) for tensor in self._tensors]
+        self._under = []
+        del stands_for
+        self.invalidate(keep=False)
+        if _alive(memories):
+            self._collect()
+        held = [memory() for memory in memories]
+        empty_cache(allocator)
+        if not any(held):
+            return ""
+        found = [node() for node in nodes]
+        back = {
+            hollow: UOp.from_buffer(buffer) if uop is None else uop
+            for hollow, uop, buffer in zip(empty, found, held, strict=True)
+            if buffer is not None
+        }
+        if len(back) == len(empty):  # else some are gone, and with them the values
+            self._under = list(back.values())
+            for tensor, graph in zip(self._tensors, graphs, strict=True):
+                tensor.uop = graph.substitute(back)
+        return _HELD
+
+    def attach(self, buffer: Any, dtype: DType) -> None:
+        """Make every tensor of it one over the buffer."""
+        self._put(over(buffer, dtype, self.shape))
+
+    def invalidate(self, keep: bool) -> None:
+        """Put memory in its place that raises when it is used."""
+        first = self._tensors[0]
+        numel = math.prod(self.shape)
+        if numel == 0:
+            return
+        kept = _stands_on(first.uop) if keep else None
+        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype, kept)
+        self._put(UOp.from_buffer(buffer).reshape(self.shape))
+
+    def revive(self) -> None:
+        """Put the kept memory back in its place."""
+        invalid = _invalid(self._tensors[0].uop)
+        if invalid is not None and invalid.kept is not None:
+            self._put(invalid.kept)
+
+    def _put(self, uop: UOp) -> None:
+        for tensor in self._tensors:  # tied ones may have shapes of their own
+            tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
+
+
+_HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
+
+
+def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
+    return [buffer for memory in buffers if (buffer := memory()) is not None]
+
+
+def _invalid(uop: UOp) -> _InvalidBuffer | None:
+    """The memory that raises, where a tensor stands on such."""
+    buffer = buffers.get(uop.base)
+    return buffer if isinstance(buffer, _InvalidBuffer) else None
+
+
+def _stands_on(uop: UOp) -> UOp:
+    """A tensor's graph; for one that is invalid that over the memory which it keeps."""
+    invalid = _invalid(uop)
+    return uop if invalid is None or invalid.kept is None else invalid.kept
+
+
+def _is_plain(uop: UOp) -> bool:
+    """Whether a tensor is its memory, all of it, in order."""
+    return bool(uop.has_buffer_identity())
+
+
+def _memory(uop: UOp) -> UOp | None:
+    """The allocated memory that a tensor stands on, directly or as a view; None for a graph."""
+    base = uop.base
+    while base.op in (Ops.AFTER, Ops.BITCAST):
+        base = base.src[0].base
+    return base if _is_allocated(base) else None
+
+
+def _is_allocated(uop: UOp) -> bool:
+    """Whether a node is the memory of one device."""
+    if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
+        return False
+    return backend_of(uop.device) not in _NOT_DEVICES
+
+
+def _share_out(parameters: Sequence[TinygradParameter]) -> None:
+    """Count the memory under lazy graphs (``w.half()`` that was not realised), each buffer once.
+
+    What is a parameter's own memory is counted there, and stays.
+    """
+    counted = {p.span[0] for p in parameters if p.span is not None}
+    # each node is looked at once: lazy initialisers hang together, by their random numbers
+    seen: dict[UOp, None] = {}
+
+    def is_new(node: UOp) -> bool:
+        return node not in seen
+
+    for parameter in parameters:
+        uop = parameter.graph
+        if uop is None:
+            continue
+        under = []
+        nodes = uop.toposort(gate=is_new)
+        seen |= nodes
+        for node in nodes:
+            if not _is_allocated(node) or node.buffer.nbytes < _MIN_HELD_NBYTES:
+                continue
+            memory = id(node.buffer.base)
+            if memory not in counted:
+                counted.add(memory)
+                under.append(node)
+        parameter.hold(under)
+
+
+def _key(tensor: Tensor) -> Any:
+    """What tied tensors share: the memory, and what is seen of it."""
+    uop = tensor.uop
+    return uop.base if _is_plain(uop) else uop
+
+
+def parameters_of(model: Any) -> list[Parameter]:
+    """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
+    groups: dict[Any, tuple[list[str], dict[int, Tensor]]] = {}
+    for name, tensor in tinygrad.nn.state.get_state_dict(model).items():
+        names, tensors = groups.setdefault(_key(tensor), ([], {}))
+        names.append(name)
+        tensors[id(tensor)] = tensor
+    collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
+    found = [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
+    _share_out(found)
+    return list(found)
