@@ -876,7 +876,7 @@ def test_what_a_load_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_python_looks_for_no_garbage_during_a_load(small: Path, enabled: bool) -> None:
-    """Nor does it after one that fails stay like that; where it did not before, it does not after."""
+    """Also in one that fails; afterwards it does what it did before."""
     seen: list[bool] = []
 
     def told(done: int, total: int) -> None:
