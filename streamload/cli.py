@@ -511,6 +511,14 @@ def bench(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Most time for one load.")
     ] = 600.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Begin no further round after so long, warm and cold each.",
+            show_default=False,
+        ),
+    ] = None,
     limits: Annotated[
         bool, typer.Option(help="Measure what the machine could do at most, too.")
     ] = True,
@@ -548,6 +556,7 @@ def bench(
             dtype=dtype,
             budget=budget,
             timeout_s=timeout,
+            seconds=seconds,
             cores=cores,
             sites={name: folder for name, _, folder in pairs},
             limits=limits,

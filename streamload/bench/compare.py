@@ -513,6 +513,11 @@ class _Comparing:
                 self._state(state)
             except _NotColdError as error:
                 self.found.skipped[state] = str(error)
+            except KeyboardInterrupt:
+                if not any(of.runs for of in self.found.loaders.values()):
+                    raise
+                self.found.notes.append(f"{state}: ended by Ctrl-C")
+                break
         self.found.loaders = {n: of for n, of in self.found.loaders.items() if of.runs}
         return self.found
 
