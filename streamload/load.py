@@ -36,6 +36,7 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
+from streamload.interrupt import deferred_interrupt
 from streamload.lookup import (
     CastArgument,
     Devices,
@@ -67,7 +68,7 @@ from streamload.plan.planner import (
 )
 from streamload.progress import Progress, reporting
 from streamload.report import Clock, LoadReport, Meter, device_map
-from streamload.stream import deferred_interrupt, stream
+from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes, parse_bytes
 

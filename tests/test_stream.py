@@ -31,11 +31,13 @@ from streamload.errors import (
     OutOfRangeError,
     TruncatedFileError,
 )
+from streamload.interrupt import deferred_interrupt
+from streamload.job import StreamStats
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import chunks
 from streamload.plan.plan import Plan, RowRange, RowTranspose
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
-from streamload.stream import StreamStats, deferred_interrupt, stream
+from streamload.stream import stream
 from streamload.target import ModelTarget
 
 ROOT = str(Path(streamload.__file__).parent.parent)

@@ -25,12 +25,13 @@ from streamload.checkpoint.readers import (
     MAPPED_FILESYSTEMS,
     filesystem_and_length,
 )
+from streamload.job import StreamStats, file_ranges
 from streamload.load import MAPPED_MOST_CPUS
 from streamload.plan.budget import STAGING, Ledger, available_cpus
 from streamload.plan.chunks import Chunk, Run
 from streamload.plan.plan import Plan, RowRange, RowTranspose
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
-from streamload.stream import StreamStats, _file_ranges, stream
+from streamload.stream import stream
 from streamload.target import ModelTarget
 
 MIB = 2**20
@@ -422,10 +423,10 @@ def test_what_a_failed_load_brought_in_is_dropped_too(disk: Path) -> None:
 def test_ranges_of_a_unit() -> None:
     """Neighbours are one range, however many: a unit of small tensors is told of once."""
     chunks = tuple(Chunk(i, 0, 0, 10, (Run(100 + 10 * i, 110 + 10 * i, 0),)) for i in range(256))
-    assert list(_file_ranges(chunks)) == [(100, 2660)]
+    assert list(file_ranges(chunks)) == [(100, 2660)]
     gap = (chunks[0], Chunk(1, 0, 0, 0, ()), chunks[2], chunks[3])
-    assert list(_file_ranges(gap)) == [(100, 110), (120, 140)]
-    assert list(_file_ranges((Chunk(0, 0, 0, 0, ()),))) == []
+    assert list(file_ranges(gap)) == [(100, 110), (120, 140)]
+    assert list(file_ranges((Chunk(0, 0, 0, 0, ()),))) == []
 
 
 @pytest.mark.parametrize(("limit_mib", "dropping"), [(420, True), (2000, False)])

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from recording import Faults
 
 import streamload
-from streamload import stream as stream_module
+from streamload import job as job_module
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.readers import open_reader
 from streamload.errors import (
@@ -288,7 +288,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """The files are real; what can be read of them is what this disk says."""
     made = Disk()
     monkeypatch.setattr(
-        stream_module, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
+        job_module, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
     )
     yield made
 
@@ -479,7 +479,7 @@ def test_a_tensor_that_cannot_be_read_is_named(
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     generator = random.Random(f"{reader} {threads} {kind}")
     for chunk_nbytes in (300, 1000, 2**20):
-        for info in generator.sample(infos, 8):
+        for info in generator.sample(infos, 4):
             at = generator.randrange(info.start, info.stop)
             disk.bad = range(at, at + 1)
             device = RecordedTorchDevice(threads=threads, seed=at)

@@ -1,0 +1,295 @@
+"""A plan that is being run: what there is to do, in units, and what is known of its progress."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from streamload.cast.table import Cast, CastCounts, make_cast
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.page_cache import PageCache, ShardCache
+from streamload.checkpoint.readers import Reader, open_reader
+from streamload.device_casts import DeviceCasts
+from streamload.devices.base import Buffer, Device
+from streamload.dtypes import DType
+from streamload.errors import DeviceError, OutOfRangeError
+from streamload.plan.budget import available_host_nbytes
+from streamload.plan.chunks import Chunk, chunks
+from streamload.plan.plan import Placement, Plan, slot_nbytes
+
+NO_COUNTS = CastCounts()
+# Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
+# without the interpreter; fewer of a load that has little for each.
+_BULK_NBYTES = 2**24
+_LEAST_SHARE = 16  # units for each worker, of a load that has them
+_MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
+
+Unit = tuple[Chunk, ...]  # of one shard and one device, one after the other in the file
+
+
+class Target(Protocol):
+    """What is filled. Called from the streaming thread only, in plan order."""
+
+    def begin(self, index: int) -> Buffer:
+        """Make room for placement ``index`` and return its buffer."""
+
+    def finish(self, index: int, counts: CastCounts) -> None:
+        """All bytes of the placement are there; its buffer is written no more."""
+
+
+@dataclass(slots=True)
+class StreamStats:
+    """What a stream did.
+
+    Attributes:
+        read_nbytes: file bytes read.
+        counts: cast counts by placement index, of the casts that were counted.
+        seconds: wall time.
+        transfer_seconds: from the first read on until the last byte was in place.
+        transfer_fallback: why a mapped transfer became a staged one, or "".
+        reader_fallbacks: why files were read otherwise than planned, and how many of them.
+        page_cache: what became of the page cache, and why; "" where none was used.
+        dropped_nbytes: file bytes that were dropped from it.
+    """
+
+    read_nbytes: int = 0
+    counts: dict[int, CastCounts] = field(default_factory=dict)
+    seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    transfer_fallback: str = ""
+    reader_fallbacks: Counter[str] = field(default_factory=Counter)
+    page_cache: str = ""
+    dropped_nbytes: int = 0
+
+
+class Job:
+    """The plan being run, and what is known of its progress. The streaming thread changes it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        target: Target,
+        devices: Mapping[str, Device],
+        progress: Callable[[int], None],
+    ) -> None:
+        self.plan = plan
+        self.devices = devices
+        self.stats = StreamStats()
+        self.first_read = math.inf
+        self.failed = False
+        self.buffers: dict[int, Buffer] = {}
+        self.bulk = {name: device.bulk for name, device in devices.items()}
+        infos = {name: device.info for name, device in devices.items()}
+        self.host_visible = {name: info.host_visible for name, info in infos.items()}
+        cast_there = {p.device for p in plan.placements if p.cast == "device"}
+        self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
+        self.staged = plan.transfer == "staged"
+        self.casts: dict[str, DeviceCasts] = {}  # by device, of those that cast what they were sent
+        share = sum(p.nbytes for p in plan.placements) // (_LEAST_SHARE * max(plan.threads, 1))
+        # whole slots: what is left over of each unit would be a small copy
+        slots = max(min(share, _BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
+        self._bulk_nbytes = slots * plan.slot_nbytes
+        self._checkpoint = checkpoint
+        self._target = target
+        self._progress = progress
+        self._left: Counter[int] = Counter()  # chunks to come, by placement
+        self._casts: dict[tuple[DType, DType, str], Cast] = {}
+        self._compiling = threading.Lock()
+        self._to_allocate_nbytes = sum(
+            d.fresh_nbytes for d in plan.devices if infos[d.device].shared_memory
+        )
+        self.page_cache: PageCache | None = None
+        self._readers: dict[int, Reader] = {}
+        self._caches: dict[int, ShardCache] = {}
+
+    def cut(self) -> list[tuple[int, list[Unit]]]:
+        """Cut the plan into units, by shard, in the order in which they are read."""
+        cut = chunks(self.plan, self._checkpoint, self._chunk_nbytes)
+        self._left.update(chunk.placement for chunk in cut)
+        self.page_cache = PageCache(
+            self.plan.page_cache,
+            to_read_nbytes=_cached_nbytes(cut, self.plan),
+            to_allocate_nbytes=self._to_allocate_nbytes,
+            available=_available_nbytes,
+        )
+        return list(_by_shard(cut, self))
+
+    def open(self, shard: int) -> Reader:
+        """Open a shard's file."""
+        assert self.page_cache is not None, "before the plan is cut"
+        header = self._checkpoint.shards[shard]
+        reader = open_reader(header.path, header.file_nbytes, self.plan.readers[shard])
+        self._readers[shard] = reader
+        if self.plan.readers[shard] != "direct" or reader.fallback:
+            self._caches[shard] = self.page_cache.open(header.path)
+            self.stats.page_cache = self.page_cache.reason
+        return reader
+
+    def close(self, shard: int) -> None:
+        """Close what `open` opened, if anything; no worker reads there any more."""
+        reader = self._readers.pop(shard, None)
+        if reader is not None:
+            if reader.fallback:
+                self.stats.reader_fallbacks[reader.fallback] += 1
+            reader.close()
+        cache = self._caches.pop(shard, None)
+        if cache is not None:  # when nothing maps the file any more
+            if self.failed:  # what workers had read, and nobody was told of
+                cache.done(0, self._checkpoint.shards[shard].file_nbytes)
+            cache.close()
+
+    def cast(self, p: Placement) -> Cast:
+        """The cast of a placement; a plain copy of bits where the device casts.
+
+        Compiled when it is first asked for: raw bytes that are staged never ask.
+        """
+        key = (p.src, p.dst, p.cast)
+        found = self._casts.get(key)
+        if found is not None:
+            return found
+        with self._compiling:
+            if key not in self._casts:
+                self._casts[key] = make_cast(
+                    p.src,
+                    p.src if p.cast == "device" else p.dst,
+                    engine="numpy" if p.cast == "numpy" else "auto",
+                    out_of_range=self.plan.out_of_range,
+                )
+            return self._casts[key]
+
+    def is_bulk(self, p: Placement) -> bool:
+        """Whether a placement's bytes go as they are to a device that takes many at a time.
+
+        Which may cast them there.
+        """
+        as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
+        return as_they_are and p.transpose is None and self.bulk[p.device] is not None
+
+    def unit_nbytes(self, p: Placement) -> int:
+        """Most bytes of a unit, each chunk rounded up to what it takes in a slot."""
+        return self._bulk_nbytes if self.is_bulk(p) else self.plan.slot_nbytes
+
+    def _chunk_nbytes(self, p: Placement) -> int:
+        return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
+
+    def stage(self, reason: str) -> None:
+        """From here on, windows on mapped files are not used any more."""
+        self.staged, self.stats.transfer_fallback = True, reason
+
+    def begin(self, batch: Sequence[Unit]) -> None:
+        """Make room for the parameters that units are the first to write."""
+        for unit in batch:
+            for chunk in unit:
+                if chunk.placement not in self.buffers:
+                    self.buffers[chunk.placement] = self._target.begin(chunk.placement)
+
+    def tensor(self, chunk: Chunk) -> tuple[str, Path]:
+        """The tensor that a chunk's first bytes are of, and its file."""
+        path = self._checkpoint.shards[chunk.shard].path
+        infos = [
+            self._checkpoint.tensors[r.tensor] for r in self.plan.placements[chunk.placement].source
+        ]
+        first = chunk.runs[0].start if chunk.runs else -1
+        for info in infos:
+            if info.shard == path and info.start <= first < info.stop:
+                return info.name, path
+        return infos[0].name, infos[0].shard
+
+    def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
+        """Account for a unit whose bytes are in place."""
+        before = self.stats.read_nbytes
+        for chunk, count in zip(unit, counts, strict=True):
+            index = chunk.placement
+            p = self.plan.placements[index]
+            self.stats.read_nbytes += chunk.read_nbytes
+            if p.cast in ("llvm", "numpy"):
+                self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + count
+            if count.overflowed and self.plan.out_of_range == "error":
+                name, shard = self.tensor(chunk)
+                raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
+            self._left[index] -= 1
+            if self._left[index] == 0:
+                if p.cast == "device" and self.plan.out_of_range == "error":
+                    self._refuse_overflow(chunk, p)
+                self._target.finish(index, self.stats.counts.get(index, NO_COUNTS))
+                del self.buffers[index]
+        cache = self._caches.get(unit[0].shard)
+        if cache is not None and cache.drops:
+            for start, stop in file_ranges(unit):
+                cache.done(start, stop)
+        elif cache is not None:  # it counts, and asks for no more: a unit may have many ranges
+            cache.done(0, self.stats.read_nbytes - before)
+
+    def _refuse_overflow(self, chunk: Chunk, p: Placement) -> None:
+        """Look at what the device counted of a parameter, if it counts."""
+        casts = self.casts.get(p.device)
+        found = casts.counts(chunk.placement) if casts is not None else NO_COUNTS
+        if found.overflowed:
+            name, shard = self.tensor(chunk)
+            raise OutOfRangeError(name, shard, p.src.name, p.dst.name, found.overflowed)
+
+    def tell(self) -> None:
+        """Tell the progress."""
+        self._progress(self.stats.read_nbytes)
+
+
+def _by_shard(cut: Sequence[Chunk], job: Job) -> Iterator[tuple[int, list[Unit]]]:
+    """Group chunks into units, small neighbours together, and units by shard."""
+    units: list[Unit] = []
+    unit: list[Chunk] = []
+    size = most = 0
+    for chunk in cut:
+        p = job.plan.placements[chunk.placement]
+        new_shard = bool(unit) and chunk.shard != unit[0].shard
+        grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
+        if unit and (
+            new_shard
+            or size + grows > most
+            or len(unit) == _MAX_UNIT_CHUNKS
+            or p.device != job.plan.placements[unit[0].placement].device
+            or most != job.unit_nbytes(p)
+        ):
+            units.append(tuple(unit))
+            if new_shard:
+                yield unit[0].shard, units
+                units = []
+            unit, size = [], 0
+        unit.append(chunk)
+        size, most = size + grows, job.unit_nbytes(p)
+    if unit:
+        units.append(tuple(unit))
+        yield unit[0].shard, units
+
+
+def _cached_nbytes(cut: Iterable[Chunk], plan: Plan) -> int:
+    """File bytes that are read through the page cache."""
+    cached = {index for index, kind in enumerate(plan.readers) if kind != "direct"}
+    return sum(chunk.read_nbytes for chunk in cut if chunk.shard in cached)
+
+
+def _available_nbytes() -> int | None:
+    """What the host has left for page cache; None where no file says."""
+    try:
+        return available_host_nbytes()
+    except DeviceError:
+        return None
+
+
+def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:
+    """The file bytes of a unit, those of neighbours together."""
+    start = stop = -1
+    for chunk in unit:
+        for run in chunk.runs:
+            if run.start != stop:
+                if stop > start:
+                    yield start, stop
+                start = run.start
+            stop = run.stop
+    if stop > start:
+        yield start, stop
