@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -22,9 +23,22 @@ ROOT = Path(__file__).parent.parent
 # processes that tests start import the package that is tested, whether or not it is installed
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
+# hundreds of them: they compile the package once, and not each anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # a shell ignores Ctrl-C in what it runs in the background, and children inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported by now out of what the garbage collector looks at.
+
+    With torch, transformers and tinygrad that is half a million objects, and tests and loads ask
+    for hundreds of full collections.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -298,7 +298,14 @@ SCANNED: dict[str, Callable[[], Target]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCANNED)
+#: Of those that are scanned: one for each way to cast halves, and each instruction set.
+TYPICAL = ("host", "x86-64 without F16C", "aarch64")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in TYPICAL else pytest.param(n, marks=pytest.mark.slow) for n in SCANNED],
+)
 def test_no_kernel_needs_an_external_symbol(name: str) -> None:
     """Every pair, clamped or not, counted or not, in each form that the target may get."""
     target = SCANNED[name]()

@@ -655,7 +655,9 @@ def test_loads_of_two_threads_do_not_meet(tmp_path: Path) -> None:
         assert_same(model.state_dict(), stored(folder))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [s if s < 2 else pytest.param(s, marks=pytest.mark.slow) for s in range(6)]
+)
 def test_random_sequences_of_loads(tmp_path: Path, seed: int) -> None:
     """Whatever was loaded before, moved, cast or freed: the last load decides."""
     generator = random.Random(seed)
