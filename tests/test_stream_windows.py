@@ -6,11 +6,13 @@ space, or a lock that the stand-in refuses.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import cuda_stand_in
 import numpy as np
 import pytest
+from boxes import Boxes, forget
 from safetensors_files import write_safetensors
 
 PRELUDE = """
@@ -164,3 +166,40 @@ except TruncatedFileError as error:
 check_clean()
 """
     cuda_stand_in.run(folder, PRELUDE + code, path)
+
+
+@pytest.mark.parametrize("transfer", ["mapped", "staged"])
+def test_a_file_that_is_larger_than_the_cgroup(
+    folder: Path, tmp_path: Path, cgroup: Boxes, transfer: str
+) -> None:
+    """Locked pages cannot be reclaimed: 64 MiB at most are, the rest of the file comes and goes.
+
+    The stand-in locks pages as the driver does, in memory that the kernel counts. Of the 256 MB, 64
+    are for them and the others for the process; the device's memory is none of the host's.
+    """
+    big = write_safetensors(
+        tmp_path / "model.safetensors",
+        {f"t{i}": ("U8", (50_000_000,), bytes([i]) * 50_000_000) for i in range(8)},
+    )
+    code = f"""
+count("sink").value = 1
+threads = []
+for reader in ("mmap",) if "{transfer}" == "mapped" else ("mmap", "pread", "direct"):
+    report = streamload.load_state_dict(
+        None, path, device="CUDA", dtype="checkpoint", transfer="{transfer}", reader=reader,
+        progress=False, threads=4,
+    )
+    assert report.plan.transfer == "{transfer}" and report.read_nbytes == 400_000_000
+    assert 32 * 2**20 < report.plan.host_nbytes <= 64 * 2**20
+    assert not any("locked" in note for note in report.notes), report.notes
+    del report
+    check_clean()
+"""
+    forget(big.parent)  # so that its pages are charged to the cgroup
+    done = cgroup.run(
+        [sys.executable, "-c", PRELUDE + code, str(big)],
+        256_000_000,
+        env=cuda_stand_in.environment(folder),
+    )
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert done.peak_nbytes is None or done.peak_nbytes <= 256_000_000
