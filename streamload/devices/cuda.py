@@ -28,6 +28,7 @@ from streamload.errors import AllocationError, DeviceError
 _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of spinning
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 
@@ -89,6 +90,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuModuleUnload": (ctypes.c_void_p,),
     "cuStreamCreate": (_pointer, ctypes.c_uint),
     "cuStreamDestroy_v2": (ctypes.c_void_p,),
+    "cuStreamQuery": (ctypes.c_void_p,),
     "cuStreamSynchronize": (ctypes.c_void_p,),
 }
 
@@ -137,6 +139,7 @@ class Context:
         quick = _driver().quick
         self._memcpy, self._record = quick.cuMemcpyHtoDAsync_v2, quick.cuEventRecord
         self._push, self._pop = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2
+        self._query = quick.cuStreamQuery
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
@@ -157,6 +160,15 @@ class Context:
             yield
         finally:
             self._pop(self._popped)
+
+    def finish(self, stream: int) -> None:
+        """Wait for what was queued on a stream, 0 for the null stream. Mostly there is nothing."""
+        self.check(self._push(self.handle), "cuCtxPushCurrent")
+        status = self._query(stream)
+        if status == _NOT_READY:
+            status = _driver().slow.cuStreamSynchronize(stream)
+        self._pop(self._popped)
+        self.check(status, "earlier work on the device")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
         """Begin to copy bytes of staging to a device address; `PinnedStaging.wait` ends it."""

@@ -415,8 +415,6 @@ class _CUDADevice(TinygradDevice):
         if context is None:
             raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
         self._driver, self._context = driver, context
-        # it returns at once: giving up the interpreter's lock for it would only invite a wait
-        self._query = ctypes.PyDLL("libcuda.so.1").cuStreamQuery
         self._copies = cuda.Copies(context, lambda buffer: int(buffer._buf.value))
 
     @property
@@ -450,10 +448,7 @@ class _CUDADevice(TinygradDevice):
         """
         with self._context.current():
             buffer = super().allocate(dtype, shape)
-            status = self._query(None)
-            if status == self._driver.CUDA_ERROR_NOT_READY:
-                status = self._driver.cuStreamSynchronize(None)
-            self._context.check(status, "earlier work on the device")
+        self._context.finish(0)  # the null stream, where tinygrad's kernels run
         return buffer
 
     def staging(self, nbytes: int) -> Staging:

@@ -380,6 +380,7 @@ class CUDADevice(ROCmDevice):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         context = cuda.Context.primary(name, self.torch_device.index)
+        self._index = self.torch_device.index
         self._copies = cuda.Copies(context, lambda tensor: int(tensor.data_ptr()))
 
     @property
@@ -395,10 +396,7 @@ class CUDADevice(ROCmDevice):
         other streams.
         """
         tensor = super().allocate(dtype, shape)
-        stream = torch.cuda.current_stream(self.torch_device)
-        with self._translated("earlier work on the device"):
-            if not stream.query():
-                stream.synchronize()
+        self._copies.context.finish(_raw_stream(self._index))
         return tensor
 
     def staging(self, nbytes: int) -> Staging:
@@ -421,6 +419,14 @@ class CUDADevice(ROCmDevice):
         self.synchronize()  # its memory may be in use by what was queued before
         self.copy(staging, start, nbytes, raw, 0).wait()
         return raw
+
+
+def _current_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+#: The handle of a device's current stream; torch's own short way to it takes a tenth of the time.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def _cuda_allocator() -> AllocatorKind:
