@@ -7,13 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from streamload.cast.table import Cast, CastCounts, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import PageCache, ShardCache
 from streamload.checkpoint.readers import Reader, open_reader
+from streamload.checkpoint.url import Location, Url
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Buffer, Device
 from streamload.dtypes import DType
@@ -126,10 +126,18 @@ class Job:
         header = self._checkpoint.shards[shard]
         reader = open_reader(header.path, header.file_nbytes, self.plan.readers[shard])
         self._readers[shard] = reader
+        if isinstance(header.path, Url):  # nothing of it is in the page cache
+            return reader
         if self.plan.readers[shard] != "direct" or reader.fallback:
             self._caches[shard] = self.page_cache.open(header.path)
             self.stats.page_cache = self.page_cache.reason
         return reader
+
+    def stop(self) -> None:
+        """Nothing more is wanted: who waits for a server need not wait to the end."""
+        self.failed = True
+        for reader in self._readers.values():
+            reader.stop()
 
     def close(self, shard: int) -> None:
         """Close what `open` opened, if anything; no worker reads there any more."""
@@ -189,7 +197,7 @@ class Job:
                 if chunk.placement not in self.buffers:
                     self.buffers[chunk.placement] = self._target.begin(chunk.placement)
 
-    def tensor(self, chunk: Chunk) -> tuple[str, Path]:
+    def tensor(self, chunk: Chunk) -> tuple[str, Location]:
         """The tensor that a chunk's first bytes are of, and its file."""
         path = self._checkpoint.shards[chunk.shard].path
         infos = [
@@ -269,7 +277,7 @@ def _by_shard(cut: Sequence[Chunk], job: Job) -> Iterator[tuple[int, list[Unit]]
 
 def _cached_nbytes(cut: Iterable[Chunk], plan: Plan) -> int:
     """File bytes that are read through the page cache."""
-    cached = {index for index, kind in enumerate(plan.readers) if kind != "direct"}
+    cached = {i for i, kind in enumerate(plan.readers) if kind not in ("direct", "http")}
     return sum(chunk.read_nbytes for chunk in cut if chunk.shard in cached)
 
 

@@ -129,8 +129,9 @@ def load_state_dict(
         model: a torch module (on the meta device, the CPU or others), a tinygrad object as
             ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
             report's ``state_dict`` holds the tensors by name.
-        path: a ``.safetensors`` file, a folder, an index, ``org/name`` in the local Hugging Face
-            cache, or an open `Checkpoint`.
+        path: a ``.safetensors`` file, a folder, an index, the URL of one of these (see
+            `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
+            `Checkpoint`.
         budget: most bytes on the device when the load is done and meanwhile: a number, "3GB",
             "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
             free, less a reserve. Staging and scratch count too where the device shares the host's
@@ -514,6 +515,9 @@ class _Options:
         transfer: Transfer,
     ) -> Plan:
         budget, free = self.budget.host_nbytes, host_free_nbytes
+        # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
+        remote = any(choice.kind == "http" for choice in choices)
+        threads = _MOST_THREADS if remote else min(available_cpus(), _MOST_THREADS)
         most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
         return make_plan(
             checkpoint,
@@ -530,7 +534,7 @@ class _Options:
             transfer=transfer,
             page_cache=self.page_cache,
             reader_reasons=[choice.reason for choice in choices],
-            threads=self.threads or min(available_cpus(), _MOST_THREADS),
+            threads=self.threads or threads,
         )
 
 

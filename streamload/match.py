@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import open_reader
+from streamload.checkpoint.url import Location
 from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import DROPPED, Source
@@ -80,7 +80,7 @@ class Match:
         """Parameters that are not loaded: they are missing, or have another shape."""
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
 
-    def check(self, path: Path, strict: bool) -> None:
+    def check(self, path: Location, strict: bool) -> None:
         """Raise StateDictMismatchError for all that is wrong, in one go.
 
         Args:
@@ -109,7 +109,7 @@ class Match:
         if problems:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
-    def check_views(self, path: Path, placements: Sequence[Placement]) -> None:
+    def check_views(self, path: Location, placements: Sequence[Placement]) -> None:
         """Raise StateDictMismatchError for views that a plan would not write where they are.
 
         Args:

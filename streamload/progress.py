@@ -1,4 +1,4 @@
-"""Telling how far a load is: a bar on a terminal, log lines elsewhere, or a callable."""
+"""Telling how far something is: a bar on a terminal, log lines elsewhere, or a callable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _TELL_EVERY_S = 0.1
 
 
 @contextmanager
-def reporting(progress: Progress, total_nbytes: int) -> Iterator[Callable[[int], None]]:
+def reporting(
+    progress: Progress, total_nbytes: int, done_word: str = "loaded"
+) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the bytes done so far.
 
     Args:
@@ -27,6 +29,7 @@ def reporting(progress: Progress, total_nbytes: int) -> Iterator[Callable[[int],
             wherever stderr goes; False is silence; a callable gets (bytes done, bytes in all), at
             most ten times a second and at the end.
         total_nbytes: bytes in all.
+        done_word: what has been done to them, for the log.
 
     Raises:
         ValueError: ``progress`` is none of these.
@@ -51,7 +54,8 @@ def reporting(progress: Progress, total_nbytes: int) -> Iterator[Callable[[int],
             rate = done / seconds
             left = (total_nbytes - done) / rate if rate else 0.0
             _log.info(
-                "loaded %s of %s, %s/s, %.0f s left",
+                "%s %s of %s, %s/s, %.0f s left",
+                done_word,
                 format_bytes(done),
                 format_bytes(total_nbytes),
                 format_bytes(rate),

@@ -89,7 +89,7 @@ def stream(
             crew.drain()
             job.stats.transfer_seconds = time.perf_counter() - job.first_read
         except BaseException:
-            job.failed = True
+            job.stop()
             raise
         finally:
             crew.join()  # before the readers are closed

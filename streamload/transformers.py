@@ -33,6 +33,7 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
+from streamload.checkpoint.url import Url
 from streamload.devices.base import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
@@ -232,7 +233,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _folder(checkpoint: Checkpoint) -> Path:
-    return checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    path = checkpoint.path
+    if isinstance(path, Url):
+        raise CheckpointError(
+            path,
+            "transformers reads a model's configuration on this machine: "
+            "build the model of it, and load_state_dict takes the URL",
+        )
+    return path if path.is_dir() else path.parent
 
 
 def _configuration(checkpoint: Checkpoint, given: Any) -> Any:

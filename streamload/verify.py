@@ -1,22 +1,25 @@
 """Reading parameters back from a device and comparing them, byte by byte, with the checkpoint.
 
-Nothing here goes through streamload's readers, kernels or chunks: file bytes come by plain reads,
-casts are those of numpy, row orders are computed by numpy. Memory is bounded to some 30 MB.
+Nothing here goes through streamload's readers, kernels or chunks: file bytes come by plain reads
+(those of a URL by its reader: there is one way only), casts are those of numpy, row orders are
+computed by numpy. Memory is bounded to some 30 MB.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from streamload.cast.reference import cast_bytes
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.readers import Reader, open_reader
+from streamload.checkpoint.url import Location
 from streamload.devices.base import framework, framework_of
 from streamload.errors import TruncatedFileError
 from streamload.plan.plan import Placement
@@ -112,7 +115,7 @@ def _reference(p: Placement, checkpoint: Checkpoint, clamp: bool) -> Iterator[by
     gathered = bytearray()
     with ExitStack() as stack:
         files = {
-            shard: stack.enter_context(open(shard, "rb"))
+            shard: stack.enter_context(_open(shard, checkpoint))
             for shard in dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
         }
         for shard, start, nbytes in _extents(p, checkpoint):
@@ -136,7 +139,48 @@ def _reference(p: Placement, checkpoint: Checkpoint, clamp: bool) -> Iterator[by
         yield _cast(p, gathered, clamp)
 
 
-def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Path, int, int]]:
+class _File(Protocol):
+    """What is asked of an open file."""
+
+    def seek(self, to: int, /) -> object: ...
+
+    def read(self, most_nbytes: int, /) -> bytes: ...
+
+    def tell(self) -> int: ...
+
+
+class _Remote:
+    """A file that is read over HTTP, as one that is open on this machine."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def seek(self, to: int, /) -> None:
+        self._at = to
+
+    def read(self, most_nbytes: int, /) -> bytes:
+        data = bytearray(min(most_nbytes, self._reader.nbytes - self._at))
+        self._reader.read_into(self._at, memoryview(data))
+        self._at += len(data)
+        return bytes(data)
+
+    def tell(self) -> int:
+        return self._at
+
+
+@contextmanager
+def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_File]:
+    if isinstance(shard, Path):
+        with open(shard, "rb") as file:
+            yield file
+        return
+    nbytes = next(header.file_nbytes for header in checkpoint.shards if header.path == shard)
+    with open_reader(shard, nbytes) as reader:
+        yield _Remote(reader)
+
+
+def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, int, int]]:
     """(file, first byte, bytes) of the parameter's values in their order."""
     if p.nbytes == 0:
         return

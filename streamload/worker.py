@@ -207,7 +207,9 @@ class Worker:
         # of others, what is not aligned would be refused, and what is would not fit
         alignment = mmap.PAGESIZE if kind == "window" else reader.alignment
         room = job.plan.staging_nbytes - job.plan.slot_nbytes
-        if bulk is None or (kind == "staging" and 2 * (alignment - 1) > room):
+        if bulk is None or not reader.has_file:
+            return 0, None
+        if kind == "staging" and 2 * (alignment - 1) > room:
             return 0, None
         whole = list(takewhile(lambda unit: self._goes_in_bulk(unit, name), units))
         if not whole:
@@ -470,7 +472,7 @@ class Worker:
             with _part(slot.staging.view, 0, stop - start) as out:
                 reader.read_into(start, out)
         except CheckpointError as error:
-            if len(unit) > 1:
+            if len(unit) > 1 and reader.has_file:  # a server has been asked often enough
                 return False
             raise error.of_tensor(self._job.tensor(unit[0])[0]) from error
         return True

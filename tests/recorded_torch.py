@@ -478,6 +478,11 @@ class RecordedReader:
         return self.inner.mapped
 
     @property
+    def has_file(self) -> bool:
+        """As the real one."""
+        return self.inner.has_file
+
+    @property
     def alignment(self) -> int:
         """As the real one."""
         return self.inner.alignment
@@ -510,6 +515,10 @@ class RecordedReader:
         self.inner.read_into(start, out[: good - start])
         self.disk.touch(self.path, start, stop)
         self.inner.read_into(good, out[good - start :])
+
+    def stop(self) -> None:
+        """As the real one."""
+        self.inner.stop()
 
     def close(self) -> None:
         """Close the real one."""

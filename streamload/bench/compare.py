@@ -29,7 +29,7 @@ from streamload.devices.base import (
     spelled_as,
     split_name,
 )
-from streamload.errors import DeviceError, DeviceNotFoundError
+from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
 from streamload.units import format_bytes, format_table
 
 _RESIDENT = 0.99  # of a file: as much as counts as all of it
@@ -484,7 +484,9 @@ class _Comparing:
         self._options = options
         self._framework, self._device = framework, device
         self._chosen = chosen
-        self._files = [header.path for header in checkpoint.shards]
+        self._files = [h.path for h in checkpoint.shards if isinstance(h.path, Path)]
+        if len(self._files) < len(checkpoint.shards):
+            raise CheckpointError(checkpoint.path, "what is measured is read from files, not URLs")
         self._index = cuda_index(device)
         self._meter: DriverMeter | None = None
         self._ways: dict[str, dict[str, int]] = {}  # how a limit is best measured, by its name

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from streamload.checkpoint import remote
 from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     Header,
@@ -26,6 +27,7 @@ from streamload.checkpoint.header import (
     read_up_to,
     unreadable,
 )
+from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 
 _SUFFIX = ".safetensors"
@@ -64,14 +66,14 @@ class Checkpoint:
 
     Attributes:
         path: the file, folder or index that it was opened from; for a name in the Hugging Face
-            cache, the folder of the snapshot.
+            cache, the folder of the snapshot. A `Url` where it is read over HTTP.
         shards: its files, in order of name.
         tensors: all of its tensors by name, in order of shard and place in the file.
         metadata: what the shards' ``__metadata__`` say, except for what they disagree on.
         config: the ``config.json`` beside the tensors; empty where there is none.
     """
 
-    path: Path
+    path: Location
     shards: tuple[Header, ...] = field(repr=False)
     tensors: Mapping[str, TensorInfo] = field(repr=False)
     metadata: Mapping[str, str]
@@ -118,11 +120,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Args:
         path: a ``.safetensors`` file; a folder; an index (``*.safetensors.index.json``); or, where
             nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
-            Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``).
+            Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
+            (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
+            folder (it ends with ``/``); the extra ``remote`` reads those.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
-    ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``.
+    ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
+    list its folders: of those at a URL only the first two are found.
+
+    A query of the URL, and user and password in it, go with each request, and are shown nowhere.
+    huggingface.co is sent ``HF_TOKEN``. Servers are waited for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
+    (30) at a time, and asked ``STREAMLOAD_HTTP_TRIES`` times (6).
 
     Raises:
         ShardNotFoundError: nothing is there, or a shard is missing.
@@ -130,7 +139,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read.
     """
-    name = os.fsdecode(path)
+    name = os.fsdecode(path.href if isinstance(path, Url) else path)
+    if is_url(name):
+        return _open_url(Url.parse(name))
     found = Path(name)
     if not name or not _exists(found):  # the path of no name is the current folder
         found = _cached_snapshot(name)
@@ -146,8 +157,46 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return from_headers(found, [read_header(found)], config)
 
 
+def _open_url(url: Url) -> Checkpoint:
+    with remote.connections():
+        if not url.name:
+            return _open_remote_folder(url)
+        if url.name.endswith(".json"):
+            config = _read_config(url.parent)
+            return from_headers(url, _indexed(url, _read_weight_map(url)), config)
+        header = remote.read_header(url)
+        try:
+            config = _read_config(url.parent)
+        except CheckpointError:  # as of a file on this machine
+            config = {}
+        return from_headers(url, [header], config)
+
+
+def _open_remote_folder(folder: Url) -> Checkpoint:
+    index, single = folder / _INDEX, folder / _SINGLE
+    try:
+        weight_map = _read_weight_map(index)
+    except ShardNotFoundError:
+        try:
+            headers = [remote.read_header(single)]
+        except ShardNotFoundError as error:
+            raise ShardNotFoundError(
+                folder,
+                "holds no safetensors file",
+                expected=f"{_INDEX} or {_SINGLE}",
+                found=error.found,
+            ) from error
+    else:
+        # one that the index of a set does not name comes before it, as on this machine
+        if _SINGLE in weight_map.values() or not remote.exists(single):
+            headers = _indexed(index, weight_map)
+        else:
+            headers = [remote.read_header(single)]
+    return from_headers(folder, headers, _read_config(folder))
+
+
 def from_headers(
-    path: Path, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
+    path: Location, headers: Iterable[Header], config: Mapping[str, Any] = MappingProxyType({})
 ) -> Checkpoint:
     """Join the headers of a checkpoint's files; nothing is read.
 
@@ -239,7 +288,7 @@ def _some(names: Sequence[str], count: int | None = None) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _missing(path: Path, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
+def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
     return ShardNotFoundError(
         path,
         "shards are missing",
@@ -248,7 +297,9 @@ def _missing(path: Path, names: Sequence[str], count: int, total: int) -> ShardN
     )
 
 
-def _read_json_file(path: Path) -> bytes:
+def _read_json_file(path: Location) -> bytes:
+    if isinstance(path, Url):
+        return remote.read_file(path, MAX_HEADER_NBYTES)
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_HEADER_NBYTES:
@@ -264,7 +315,7 @@ def _read_json_file(path: Path) -> bytes:
             raise unreadable(path, error) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Location) -> dict[str, Any]:
     """``config.json``, in the JSON that Python writes: models do have Infinity in theirs."""
     path = folder / "config.json"
     try:
@@ -284,7 +335,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Location) -> dict[str, str]:
     """Tensor names to file names of an index, each of a file in the index's own folder."""
     document = parse_json_object(_read_json_file(index), index)
     if isinstance(document, RepeatedNames):
@@ -311,14 +362,9 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _indexed(index: Path, weight_map: Mapping[str, str]) -> list[Header]:
+def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
     """The headers of the shards that an index names, which hold exactly what it says."""
-    folder = index.parent
-    names = sorted(set(weight_map.values()))
-    missing = [name for name in names if not _exists(folder / name)]
-    if missing:
-        raise _missing(index, missing, len(missing), len(names))
-    headers = [read_header(folder / name) for name in names]
+    headers = _headers(index, sorted(set(weight_map.values())))
     found = {info.name: info.shard.name for header in headers for info in header.tensors}
     for header in headers:
         for info in header.tensors:
@@ -343,6 +389,25 @@ def _indexed(index: Path, weight_map: Mapping[str, str]) -> list[Header]:
     return headers
 
 
+def _headers(index: Location, names: Sequence[str]) -> list[Header]:
+    """The headers of files beside an index; says at once which are missing."""
+    if not isinstance(index, Url):
+        missing = [name for name in names if not _exists(index.parent / name)]
+        if missing:
+            raise _missing(index, missing, len(missing), len(names))
+        return [read_header(index.parent / name) for name in names]
+    headers: list[Header] = []
+    missing = []
+    for name in names:  # to ask for a header is to ask whether the file is there
+        try:
+            headers.append(remote.read_header(index.parent / name))
+        except ShardNotFoundError:
+            missing.append(name)
+    if missing:
+        raise _missing(index, missing, len(missing), len(names))
+    return headers
+
+
 def _cached_snapshot(name: str) -> Path:
     """The folder of a repository's snapshot in the Hugging Face cache.
 
@@ -350,7 +415,8 @@ def _cached_snapshot(name: str) -> Path:
     """
     match = _REPO.fullmatch(name)
     if match is None or {".", ".."} & set(re.split("[/@]", name)):
-        raise ShardNotFoundError(name, "no such file or folder")
+        hint = "a URL that went through Path: give it as a str" if lost_a_slash(name) else None
+        raise ShardNotFoundError(name, "no such file or folder", found=hint)
     revision = match["revision"] or "main"
     root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
     try:

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import (
     CheckpointError,
@@ -37,7 +38,8 @@ from streamload.errors import (
 #: The longest header that the format allows, in bytes of JSON.
 MAX_HEADER_NBYTES = 100_000_000
 
-_PREFIX_NBYTES = 8
+#: The length of the header comes first, in as many bytes.
+PREFIX_NBYTES = 8
 _MAX_U64 = 2**64 - 1
 _MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
 _U64 = "an integer from 0 to 2**64 - 1"
@@ -77,7 +79,7 @@ class TensorInfo:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    shard: Path
+    shard: Location
     start: int
     stop: int
 
@@ -105,7 +107,7 @@ class Header:
         metadata: its ``__metadata__``.
     """
 
-    path: Path
+    path: Location
     file_nbytes: int
     data_start: int
     tensors: tuple[TensorInfo, ...]
@@ -117,7 +119,7 @@ class Header:
 
 
 def _header(
-    path: Path,
+    path: Location,
     file_nbytes: int,
     data_start: int,
     tensors: tuple[TensorInfo, ...],
@@ -140,14 +142,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     with open_regular(path) as file:
         try:
             file_nbytes = os.fstat(file.fileno()).st_size
-            raw = read_up_to(file, _PREFIX_NBYTES)
-            raw += read_up_to(file, _json_nbytes(raw, path, file_nbytes))
+            raw = read_up_to(file, PREFIX_NBYTES)
+            raw += read_up_to(file, json_nbytes(raw, path, file_nbytes))
         except OSError as error:
             raise unreadable(path, error) from error
     return parse_header(raw, path, file_nbytes)
 
 
-def parse_header(raw: bytes, path: Path, file_nbytes: int) -> Header:
+def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
     """Parse a header that is in memory already.
 
     Args:
@@ -160,10 +162,10 @@ def parse_header(raw: bytes, path: Path, file_nbytes: int) -> Header:
         HeaderError: the header breaks a rule of the format.
         TruncatedFileError: the file is shorter than its header says, or ``raw`` than the header.
     """
-    data_start = _PREFIX_NBYTES + _json_nbytes(raw, path, file_nbytes)
+    data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
         raise TruncatedFileError(path, "the header is cut off", expected=data_start, found=len(raw))
-    document = parse_json_object(raw[_PREFIX_NBYTES:data_start], path)
+    document = parse_json_object(raw[PREFIX_NBYTES:data_start], path)
     if isinstance(document, RepeatedNames):
         raise HeaderError(
             path,
@@ -212,13 +214,13 @@ def read_up_to(file: FileIO, nbytes: int) -> bytes:
     return raw
 
 
-def unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
+def unreadable(path: Location, error: OSError | ValueError) -> CheckpointError:
     """What the operating system said, as an error of ours; to be raised ``from`` it."""
     found = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CheckpointError(path, "cannot be read", found=found)
 
 
-def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
+def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
     """Parse the strict JSON of headers and indexes: one object, in UTF-8, that begins with ``{``.
 
     NaN and infinities are refused, and integers far beyond 64 bits. An object in which a name
@@ -256,7 +258,7 @@ def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
-def check_strings(entries: Any, path: Path, what: str) -> dict[str, str]:
+def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
     """Hold a JSON object to the form string to string, each name once.
 
     Args:
@@ -336,16 +338,26 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def _json_nbytes(raw: bytes, path: Path, file_nbytes: int) -> int:
-    """The header's length from its prefix, checked against the format and the file."""
-    if len(raw) < _PREFIX_NBYTES or file_nbytes < _PREFIX_NBYTES:
+def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
+    """The header's length in bytes from its prefix, checked against the format and the file.
+
+    Args:
+        raw: the file's first bytes, the 8 of the prefix among them.
+        path: the file, for errors.
+        file_nbytes: the length of the file in bytes.
+
+    Raises:
+        HeaderError: the header is longer than the format allows.
+        TruncatedFileError: the file is too short.
+    """
+    if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         raise TruncatedFileError(
             path,
             "is too short for a safetensors file",
-            expected=f"at least {_PREFIX_NBYTES}",
+            expected=f"at least {PREFIX_NBYTES}",
             found=min(len(raw), file_nbytes),
         )
-    nbytes = int.from_bytes(raw[:_PREFIX_NBYTES], "little")
+    nbytes = int.from_bytes(raw[:PREFIX_NBYTES], "little")
     if nbytes > MAX_HEADER_NBYTES:
         for magic, what in _LOOKALIKES.items():
             if raw.startswith(magic):
@@ -358,14 +370,14 @@ def _json_nbytes(raw: bytes, path: Path, file_nbytes: int) -> int:
             expected=f"at most {MAX_HEADER_NBYTES} bytes",
             found=nbytes,
         )
-    if _PREFIX_NBYTES + nbytes > file_nbytes:
+    if PREFIX_NBYTES + nbytes > file_nbytes:
         raise TruncatedFileError(
-            path, "the header is cut off", expected=_PREFIX_NBYTES + nbytes, found=file_nbytes
+            path, "the header is cut off", expected=PREFIX_NBYTES + nbytes, found=file_nbytes
         )
     return nbytes
 
 
-def _tensor(name: str, entry: Any, path: Path, data_start: int) -> TensorInfo:
+def _tensor(name: str, entry: Any, path: Location, data_start: int) -> TensorInfo:
     """One entry of the header, held to every rule that concerns it alone."""
 
     def fail(problem: str, expected: object, found: object) -> HeaderError:
@@ -426,7 +438,7 @@ def _describe_shape(shape: list[Any]) -> str:
 
 
 def _check_coverage(
-    tensors: list[TensorInfo], path: Path, data_start: int, file_nbytes: int
+    tensors: list[TensorInfo], path: Location, data_start: int, file_nbytes: int
 ) -> None:
     """Every byte from the start of the data to the end of the file is in exactly one tensor."""
     end = data_start

@@ -1,7 +1,7 @@
-"""Byte ranges of one shard: through a memory map in windows, by pread, or past the page cache.
+"""Byte ranges of one shard: through a memory map, by pread, past the page cache, or over HTTP.
 
-All open the file read-only and hold nothing of it between two calls. A map is the faster way on a
-local filesystem. On a network or FUSE filesystem it is many times slower, and there a file that
+A file is opened read-only, and nothing of it is held between two calls. A map is the faster way on
+a local filesystem. On a network or FUSE filesystem it is many times slower, and there a file that
 somebody truncates under a map kills the process (SIGBUS): those are read by pread. What is not in
 the page cache of a local disk can be read straight into its destination (O_DIRECT), which costs the
 CPU next to nothing and leaves the page cache as it is.
@@ -26,13 +26,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
-from streamload.checkpoint.header import open_regular, unreadable
+from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
+from streamload.checkpoint.remote import HttpReader
+from streamload.checkpoint.url import Location, Url
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.units import round_up
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-ResolvedKind = Literal["mmap", "pread", "direct"]
+#: "http" is the only one of a URL, and of nothing else: nobody need ask for it.
+ResolvedKind = Literal["mmap", "pread", "direct", "http"]
+FileKind = Literal["mmap", "pread", "direct"]
 
 # fmt: off
 #: Filesystems that "auto" maps. Every other is read by pread, which is right everywhere: network
@@ -112,7 +116,7 @@ class Reader(Protocol):
     """One open shard. Any number of threads may use it at once; it outlives their calls."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         """The file."""
 
     @property
@@ -129,6 +133,10 @@ class Reader(Protocol):
 
         It stays the same while the reader is open, also when it falls back.
         """
+
+    @property
+    def has_file(self) -> bool:
+        """Whether there is an open file on this machine: `fileno` is for those that have one."""
 
     @property
     def fallback(self) -> str:
@@ -189,7 +197,14 @@ class Reader(Protocol):
         reader, which falls back if that is why, and asks again.
 
         Raises:
+            io.UnsupportedOperation: there is none.
             ValueError: the reader is closed.
+        """
+
+    def stop(self) -> None:
+        """Nobody wants the bytes any more: calls that wait for a server end soon, with an error.
+
+        From any thread; the reader is still to be closed. Reads of files go on to their end.
         """
 
     def close(self) -> None:
@@ -205,22 +220,28 @@ class Reader(Protocol):
     ) -> None: ...
 
 
-def open_reader(shard: Path, file_nbytes: int, kind: ReaderKind = "auto") -> Reader:
+def open_reader(
+    shard: Location, file_nbytes: int, kind: ReaderKind | ResolvedKind = "auto"
+) -> Reader:
     """Open a shard.
 
     Args:
-        shard: the file.
+        shard: the file, as its `Header` has it: a URL has the version with it.
         file_nbytes: its length in bytes, from its `Header`.
         kind: how to read it; "auto" is `resolve_reader`.
 
     Raises:
-        TruncatedFileError: the file has become shorter since its header was read.
+        TruncatedFileError: the file has become shorter since its header was read. Of a URL, this
+            and the other things that can be wrong with it are seen when it is read.
         HeaderError: it has become longer.
         ShardNotFoundError: it is gone.
         CheckpointError: it cannot be opened or mapped.
-        ValueError: there is no such kind.
+        ValueError: there is no such kind, or not for such a shard.
     """
     resolved = resolve_reader(shard, kind)
+    if isinstance(shard, Url):
+        return HttpReader(shard, file_nbytes)
+    assert resolved != "http", "resolve_reader says it of URLs only"
     if not file_nbytes:  # nothing can be mapped of nothing, nor read past the page cache
         return PreadReader(shard, file_nbytes)
     return _READERS[resolved](shard, file_nbytes)
@@ -244,7 +265,7 @@ class ReaderChoice:
 
 def choose_reader(
     path: str | os.PathLike[str],
-    kind: ReaderKind,
+    kind: ReaderKind | ResolvedKind,
     *,
     page_cache: PageCacheKind = "auto",
     whole_slots: bool = True,
@@ -266,9 +287,11 @@ def choose_reader(
             memory.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: there is no such kind, or not for such a shard.
     """
-    _check_kind(kind)
+    _check_kind(path, kind)
+    if isinstance(path, Url):
+        return ReaderChoice("http", f"from {path.host}")
     if kind != "auto":
         return ReaderChoice(kind, f'reader="{kind}" was asked for')
     filesystem, nbytes = filesystem_and_length(path)
@@ -289,19 +312,49 @@ def choose_reader(
     return ReaderChoice(buffered, reason, resident)
 
 
-def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind) -> ResolvedKind:
+def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
     """What "auto" means for a file that is read through the page cache; others are what they are.
 
+    Of a URL, "auto" and "pread" (reads, and no map) are both "http".
+
     Raises:
-        ValueError: there is no such kind.
+        ValueError: there is no such kind, or not for such a shard.
     """
-    _check_kind(kind)
+    _check_kind(path, kind)
+    if isinstance(path, Url):
+        return "http"
     return reader_for(*filesystem_and_length(path)) if kind == "auto" else kind
 
 
-def _check_kind(kind: ReaderKind) -> None:
-    if kind not in get_args(ReaderKind):
+def _check_kind(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> None:
+    remote = isinstance(path, Url)
+    if kind not in get_args(ReaderKind) and not (kind == "http" and remote):
         raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
+    if kind in ("mmap", "direct") and remote:
+        raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
+
+
+def fingerprint(header: Header) -> dict[str, str | int]:
+    """What tells a shard from what it was, as far as can be told without reading it; for JSON.
+
+    Of a file its length, time and inode now; of a URL its length and the version whose header was
+    read, and nothing is asked for.
+
+    Raises:
+        ShardNotFoundError: the file is gone.
+        CheckpointError: nothing can be told of it.
+    """
+    path = header.path
+    if isinstance(path, Url):
+        return {"path": str(path), "nbytes": header.file_nbytes, "version": path.version}
+    with open_regular(path) as file:
+        found = os.fstat(file.fileno())
+    return {
+        "path": str(path),
+        "nbytes": found.st_size,
+        "mtime_ns": found.st_mtime_ns,
+        "inode": found.st_ino,
+    }
 
 
 def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
@@ -354,6 +407,7 @@ class _Shard:
     """An open file of a known length, read by pread."""
 
     alignment = 1
+    has_file = True
     fallback = ""
 
     def __init__(self, path: Path, file_nbytes: int) -> None:
@@ -419,6 +473,9 @@ class _Shard:
     def fileno(self) -> int:
         """See `Reader.fileno`."""
         return self._file.fileno()
+
+    def stop(self) -> None:
+        """See `Reader.stop`."""
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -756,7 +813,7 @@ def _direct_alignment(fd: int) -> int:
     return alignment
 
 
-_READERS: dict[ResolvedKind, type[PreadReader | MmapReader | DirectReader]] = {
+_READERS: dict[FileKind, type[PreadReader | MmapReader | DirectReader]] = {
     "mmap": MmapReader,
     "pread": PreadReader,
     "direct": DirectReader,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.url import Location
 from streamload.plan.plan import Placement, Plan
 
 
@@ -123,7 +123,7 @@ def _cut(
     index: int,
     p: Placement,
     checkpoint: Checkpoint,
-    shard_of: Mapping[Path, int],
+    shard_of: Mapping[Location, int],
     chunk_nbytes: int,
 ) -> Iterator[Chunk]:
     total = sum(r.stop - r.start for r in p.source)

@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
+from streamload.checkpoint.url import Location
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.allocators import (
@@ -356,7 +356,7 @@ def _driver_nbytes(nbytes: int) -> int:
 
 
 def _first_byte(
-    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Path, int]
+    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> tuple[int, int]:
     """(shard, file byte) at which reading a placement begins."""
     if len(p.source) == 1 and p.source[0].start == 0:

@@ -1,0 +1,706 @@
+"""Reading over HTTP: ranges of a file, each thread's over a connection of its own.
+
+What a server may do wrong is met in three ways. What may pass (no connection, a reset, a stall, a
+body that ends early, 429, 502 and the like) is tried again after a while, and only what is still
+missing is asked for. What will not pass (no such file, no leave, ranges that are ignored, headers
+that contradict each other) is one error at once. And each response says which version of the file
+it is of: one that is not the version whose header was read is an error, and never a mixture.
+
+Versions are compared here, before a byte of the body is taken. A server that is asked to compare
+them (If-Range) sends the whole file where they differ, and does not say why.
+
+Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import random
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from functools import cache
+from http import HTTPStatus
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from streamload.checkpoint.header import (
+    PREFIX_NBYTES,
+    Header,
+    describe,
+    json_nbytes,
+    parse_header,
+)
+from streamload.checkpoint.url import Url
+from streamload.errors import (
+    CheckpointError,
+    HeaderError,
+    ShardNotFoundError,
+    TruncatedFileError,
+)
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+
+# Of a header, the first request asks for this much: more than most have, and on a line of 100
+# Mbit/s read in the time that another request would take to go there and back.
+_FIRST_NBYTES = 2**18
+_REQUEST_NBYTES = 2**26  # asked for at once: a long range is begun anew where it was cut
+# Tries are counted anew after one that brought as much. Fewer bytes are no progress: a server that
+# gives one at a time would be asked millions of times.
+_PROGRESS_NBYTES = 2**16
+_LEAST_RATE = 1024  # bytes a second: slower than that is a stall
+_MOST_WAIT_SECONDS = 120.0  # longer than that nobody waits who looks on
+_MOST_REDIRECTS = 10
+_DRAINED_NBYTES = 2**14
+
+_ABSENT = (404, 410)
+_REFUSED = (401, 403)
+_PASSING = (408, 425, 429, 500, 502, 503, 504)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)
+_UNSATISFIED = re.compile(r"bytes \*/(\d+)", re.ASCII)
+_DIGITS = re.compile(r"\d{1,19}", re.ASCII)
+_VALIDATORS = ("ETag", "Last-Modified")  # the first that is there tells versions apart
+
+_STATUSES = frozenset(HTTPStatus)
+
+_jitter = random.Random()  # not the one that a program may have seeded
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a server is waited for.
+
+    Attributes:
+        connect_seconds: for a connection.
+        read_seconds: for the next bytes.
+        tries: how often a range is asked for in a row without getting on.
+        backoff_seconds: before the second try; twice as long before each after it, less up to a
+            half at random, so that many clients do not come back together.
+        most_backoff_seconds: the most of that.
+    """
+
+    connect_seconds: float = 10.0
+    read_seconds: float = 30.0
+    tries: int = 6
+    backoff_seconds: float = 0.5
+    most_backoff_seconds: float = 30.0
+
+    @classmethod
+    def from_environment(cls) -> Patience:
+        """With what ``STREAMLOAD_HTTP_TIMEOUT`` (seconds) and ``STREAMLOAD_HTTP_TRIES`` say.
+
+        Raises:
+            ValueError: one of them is not a number, or none above 0.
+        """
+        usual = cls()
+        seconds = _setting("STREAMLOAD_HTTP_TIMEOUT", usual.read_seconds)
+        tries = _setting("STREAMLOAD_HTTP_TRIES", usual.tries)
+        return cls(min(usual.connect_seconds, seconds), seconds, math.ceil(tries))
+
+
+def _setting(name: str, usual: float) -> float:
+    text = os.environ.get(name) or str(usual)
+    with suppress(ValueError):
+        value = float(text)
+        if 0 < value < math.inf:
+            return value
+    raise ValueError(f"{name} is a number above 0, not {text!r}")
+
+
+def read_header(url: Url, patience: Patience | None = None) -> Header:
+    """Read the header of a safetensors file: in one request, unless it is very long.
+
+    Returns:
+        The header; its path is the URL with the file's version, as readers want it.
+
+    Raises:
+        HeaderError: the header breaks a rule of the format.
+        TruncatedFileError: the file is shorter than its header says.
+        ShardNotFoundError: there is no such file, or who asks is not to know whether there is (401,
+            403): stores whose folders may not be listed, and huggingface.co, do not tell the two
+            apart.
+        CheckpointError: it cannot be read, or only as a whole.
+    """
+    with connections():
+        file = _File(url, None, patience)
+        raw = bytearray(_FIRST_NBYTES)
+        n = file.read(0, memoryview(raw))
+        del raw[n:]
+        assert file.nbytes is not None, "a response said it"
+        whole = PREFIX_NBYTES + json_nbytes(bytes(raw[:PREFIX_NBYTES]), url, file.nbytes)
+        if whole > n:
+            raw += bytes(whole - n)
+            with memoryview(raw)[n:] as rest:
+                file.read(n, rest)
+    return parse_header(bytes(raw), url.of_version(file.version), file.nbytes)
+
+
+def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> bytes:
+    """Read a whole file of at most ``most_nbytes``.
+
+    Raises:
+        ShardNotFoundError: there is no such file.
+        HeaderError: it is longer.
+        CheckpointError: it cannot be read.
+    """
+    with connections():
+        return _File(url, None, patience).read_all(most_nbytes)
+
+
+def exists(url: Url, patience: Patience | None = None) -> bool:
+    """Whether there is such a file that may be read.
+
+    Raises:
+        CheckpointError: the server does not say.
+    """
+    with connections():
+        try:
+            _File(url, None, patience).read(0, memoryview(bytearray(1)))
+        except ShardNotFoundError:
+            return False
+    return True
+
+
+class HttpReader:
+    """A shard that is read over HTTP; see `streamload.checkpoint.readers.Reader`.
+
+    A call is one request, or one for each 64 MiB; many threads at once are as many connections.
+    Opening it asks for nothing: each response shows whether the file is still the same.
+    """
+
+    mapped = False
+    alignment = 1
+    fallback = ""
+    has_file = False
+
+    def __init__(self, url: Url, file_nbytes: int, patience: Patience | None = None) -> None:
+        self.path = url
+        self.nbytes = file_nbytes
+        self._file = _File(url, file_nbytes, patience)
+        self._closed = False
+        _pool.enter()
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+        """See `Reader.view`."""
+        self._check_range(start, stop)
+        window = memoryview(bytearray(stop - start))
+        try:
+            self.read_into(start, window)
+            yield window.toreadonly()
+        finally:
+            with suppress(BufferError):  # something of the caller's still refers to it
+                window.release()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See `Reader.read_into`."""
+        self._check_range(start, start + out.nbytes)
+        if out.nbytes:  # a memoryview of nothing cannot be cast
+            with out.cast("B") as target:
+                self._file.read(start, target)
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """See `Reader.read_aligned`."""
+        if out.nbytes < stop - start:
+            raise ValueError(f"{self.path}: {stop - start} bytes do not fit into {out.nbytes}")
+        self._check_range(start, stop)
+        if start < stop:
+            with out.cast("B") as target, target[: stop - start] as part:
+                self._file.read(start, part)
+        return stop - start
+
+    def fileno(self) -> NoReturn:
+        """There is none."""
+        raise io.UnsupportedOperation(f"{self.path} is read over HTTP")
+
+    def stop(self) -> None:
+        """See `Reader.stop`."""
+        self._file.stopped.set()
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        if not self._closed:
+            self._closed = True
+            self.stop()
+            _pool.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_range(self, start: int, stop: int) -> None:
+        if self._closed:
+            raise ValueError(f"{self.path}: the reader is closed")
+        if not 0 <= start <= stop <= self.nbytes:
+            raise ValueError(f"{self.path}: no bytes {start} to {stop} in {self.nbytes}")
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def connections() -> Iterator[None]:
+    """Keep connections open between requests, and close them at the end of the outermost.
+
+    An open `HttpReader` does so as well.
+    """
+    _pool.enter()
+    try:
+        yield
+    finally:
+        _pool.leave()
+
+
+class _Pool:
+    """One client for all readers of the process, while there are any. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._client: httpx2.Client | None = None
+        self._pid = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users or self._client is None:
+                return
+            client, self._client = self._client, None
+        if self._pid == os.getpid():
+            client.close()
+
+    def client(self) -> httpx2.Client:
+        with self._lock:
+            if self._client is None or self._pid != os.getpid():  # a child shares no connections
+                # many threads keep as many connections; idle ones go with the last reader
+                limits = _httpx().Limits(max_connections=None, max_keepalive_connections=None)
+                self._client = _httpx().Client(verify=_tls(), limits=limits)
+                self._pid = os.getpid()
+            return self._client
+
+
+_pool = _Pool()
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Certificates take longer to read than a header; they are shared by all connections."""
+    context: ssl.SSLContext = _httpx().create_ssl_context()
+    return context
+
+
+@cache
+def _httpx() -> Any:
+    import httpx2
+
+    return httpx2
+
+
+# -- one file --------------------------------------------------------------------------------------
+
+
+class _Again(Exception):
+    """A try that failed, after which there may be another.
+
+    Attributes:
+        reason: why.
+        at_once: there is nothing to wait for.
+        asked_seconds: how long the server asks to wait.
+        got_on: it brought some of the bytes.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        at_once: bool = False,
+        asked_seconds: float = 0.0,
+        got_on: bool = False,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.at_once = at_once
+        self.asked_seconds = asked_seconds
+        self.got_on = got_on
+
+
+class _File:
+    """A file on a server. Any number of threads may read it, once its length is known.
+
+    Attributes:
+        nbytes: its length; None until a response has said it.
+        version: what `Url.version` is.
+        stopped: set when nobody wants the bytes any more.
+    """
+
+    def __init__(self, url: Url, nbytes: int | None, patience: Patience | None) -> None:
+        _check_installed(url)
+        self.nbytes = nbytes
+        self.version = url.version
+        self.stopped = threading.Event()
+        self._url = url
+        self._patience = patience or Patience.from_environment()
+        self._moved: httpx2.URL | None = None  # where redirects led
+
+    def read(self, start: int, out: memoryview) -> int:
+        """Fill ``out``, which is not empty, from byte ``start`` on.
+
+        Returns:
+            How many bytes there were: less than asked for only where the length was not known.
+
+        Raises:
+            ShardNotFoundError: there is no such file.
+            TruncatedFileError: it has become shorter.
+            CheckpointError: anything else.
+        """
+        done = 0
+        while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
+            with out[done : done + _REQUEST_NBYTES] as part:
+                n = self._read_range(start + done, part)
+            if not n:
+                break
+            done += n
+        return done
+
+    def _read_range(self, start: int, out: memoryview) -> int:
+        done = 0
+
+        def attempt() -> int:
+            nonlocal done
+            before = done
+            stop = start + out.nbytes
+            if self.nbytes is not None:
+                stop = min(stop, self.nbytes)
+            try:
+                with self._response(f"bytes={start + done}-{stop - 1}") as response:
+                    nbytes = self._check_range(response, start + done, stop)
+                    for data in self._body(response, nbytes) if nbytes else ():
+                        out[done : done + len(data)] = data
+                        done += len(data)
+                if done < min(out.nbytes, (self.nbytes or 0) - start):
+                    raise _Again(f"the server sent {done - before} bytes", at_once=True)
+            except _Again as again:
+                again.got_on = done - before >= _PROGRESS_NBYTES
+                raise
+            return done
+
+        def gave_up(found: str) -> CheckpointError:
+            return CheckpointError(
+                self._url,
+                f"bytes {start} to {start + out.nbytes} cannot be read",
+                expected=f"{out.nbytes} bytes",
+                found=f"{done} of them {found}",
+            )
+
+        return self._insist(attempt, gave_up)
+
+    def read_all(self, most_nbytes: int) -> bytes:
+        """The whole file."""
+
+        def attempt() -> bytes:
+            with self._response(None) as response:
+                self._check_status(response, 200)
+                return b"".join(self._body(response, most_nbytes, too_long))
+
+        def too_long(nbytes: int) -> CheckpointError:
+            return HeaderError(
+                self._url,
+                "the file is too long",
+                expected=f"at most {most_nbytes} bytes",
+                found=f"{nbytes} or more",
+            )
+
+        def gave_up(found: str) -> CheckpointError:
+            return CheckpointError(self._url, "cannot be read", found=found)
+
+        return self._insist(attempt, gave_up)
+
+    def _insist(self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError]) -> T:
+        """Try until it is done, or there is no use in it.
+
+        Args:
+            attempt: one try; raises `_Again`.
+            gave_up: the error, from what was found in the end.
+        """
+        tries = in_a_row = 0
+        while True:
+            if self.stopped.is_set():
+                raise CheckpointError(self._url, "reading was stopped")
+            tries, in_a_row = tries + 1, in_a_row + 1
+            try:
+                return attempt()
+            except _Again as again:
+                in_a_row = 0 if again.got_on else in_a_row
+                asked = again.asked_seconds
+                if in_a_row >= self._patience.tries or asked > _MOST_WAIT_SECONDS:
+                    count = f"{tries} tries, the last" if tries > 1 else "1 try"
+                    raise gave_up(f"in {count}: {again.reason}") from again.__cause__
+                if not again.at_once:
+                    self.stopped.wait(max(asked, self._backoff(in_a_row)))
+
+    def _backoff(self, tries: int) -> float:
+        seconds = self._patience.backoff_seconds * 2.0 ** (tries - 1)
+        return min(seconds, self._patience.most_backoff_seconds) * _jitter.uniform(0.5, 1)
+
+    @contextmanager
+    def _response(self, byte_range: str | None) -> Iterator[httpx2.Response]:
+        """Send a request; the response whose status is not one that another try may change."""
+        moved = self._moved
+        try:
+            with closing(self._send(moved or self._url.href, byte_range)) as response:
+                status = response.status_code
+                if status not in (200, 206):
+                    _drain(response)
+                if moved is not None and status in (*_REFUSED, *_ABSENT):
+                    self._moved = None  # such addresses are good for a while
+                    raise _Again(f"{_status(response)} where a redirect had led", at_once=True)
+                if status in _PASSING:
+                    asked = _retry_after(response.headers)
+                    later = f", to be asked again in {asked:.0f} s" if asked else ""
+                    raise _Again(_status(response) + later, asked_seconds=asked)
+                yield response
+        except _httpx().InvalidURL as error:
+            raise CheckpointError(self._url, "is not a URL", found=str(error)) from error
+        except _httpx().HTTPError as error:
+            if reason := _lasting(error):
+                raise CheckpointError(self._url, "cannot be read", found=reason) from error
+            raise _Again(self._describe(error)) from error
+
+    def _send(self, target: httpx2.URL | str, byte_range: str | None) -> httpx2.Response:
+        client, patience = _pool.client(), self._patience
+        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"} | self._token(target)
+        if byte_range is not None:
+            headers["Range"] = byte_range
+        timeout = _httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
+        request = client.build_request("GET", target, headers=headers, timeout=timeout)
+        for hops in range(_MOST_REDIRECTS):
+            response = client.send(request, stream=True)
+            if response.next_request is None:
+                # the next request goes there: asking for the way each time is slow, and rationed
+                if hops and response.status_code == 206 and "Authorization" not in request.headers:
+                    self._moved = request.url
+                return response
+            with closing(response):
+                _drain(response)
+            # credentials are left out of it where it leads to another server
+            request = response.next_request
+        raise CheckpointError(self._url, "is redirected again and again")
+
+    def _token(self, target: httpx2.URL | str) -> dict[str, str]:
+        """What Hugging Face's own tools send to its server, and to no other."""
+        token = os.environ.get("HF_TOKEN", "").strip()
+        url = _httpx().URL(target)
+        known = url.host == "huggingface.co" and url.scheme == "https" and not url.userinfo
+        return {"Authorization": f"Bearer {token}"} if token and known else {}
+
+    def _check_status(self, response: httpx2.Response, wanted: int) -> None:
+        status = response.status_code
+        if status == wanted:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise CheckpointError(
+                    self._url,
+                    "the server compresses what was asked for as it is",
+                    expected="no Content-Encoding",
+                    found=describe(encoding),
+                )
+            return
+        if status in _ABSENT:
+            raise ShardNotFoundError(self._url, "no such file", found=_status(response))
+        if status in _REFUSED:
+            hint = " (HF_TOKEN is not set)" if self._wants_token() else ""
+            raise ShardNotFoundError(
+                self._url, "is not there, or may not be read", found=_status(response) + hint
+            )
+        if status == 200:
+            raise CheckpointError(
+                self._url,
+                "the server does not read parts of files",
+                expected="206 Partial Content",
+                found="200, the whole file",
+            )
+        raise CheckpointError(
+            self._url, "cannot be read", expected=_phrase(wanted), found=_status(response)
+        )
+
+    def _wants_token(self) -> bool:
+        return self._url.host == "huggingface.co" and not os.environ.get("HF_TOKEN", "").strip()
+
+    def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
+        """Whether a response is of the range and of the file; returns how long its body is."""
+        headers = response.headers
+        if response.status_code == 416:
+            found = _UNSATISFIED.fullmatch(headers.get("Content-Range", ""))
+            if found and self.nbytes is None and int(found[1]) <= start:
+                self.nbytes = int(found[1])
+                return 0
+            if found and self.nbytes is not None and int(found[1]) < self.nbytes:
+                raise self._of_another_length(int(found[1]))
+        self._check_status(response, 206)
+        stated = headers.get("Content-Range", "")
+        found = _CONTENT_RANGE.fullmatch(stated)
+        if not found or int(found[1]) != start or not start <= int(found[2]) < stop:
+            total = "*" if self.nbytes is None else self.nbytes
+            raise CheckpointError(
+                self._url,
+                "the server sent another range than was asked for",
+                expected=f"bytes {start}-{stop - 1}/{total}",
+                found=describe(stated) if stated else "no Content-Range",
+            )
+        version = _version(headers, self.version)
+        if self.nbytes is None:
+            if found[3] == "*":
+                raise CheckpointError(
+                    self._url, "the server does not say how long the file is", found=stated
+                )
+            self.nbytes, self.version = int(found[3]), version
+        elif found[3] != "*" and int(found[3]) != self.nbytes:
+            raise self._of_another_length(int(found[3]))
+        elif self.version and version != self.version:
+            raise CheckpointError(
+                self._url,
+                "has changed since its header was read",
+                expected=describe(self.version),
+                found=describe(version) if version else "a response that does not say",
+            )
+        nbytes = int(found[2]) + 1 - start
+        length = headers.get("Content-Length", str(nbytes))
+        if length != str(nbytes):
+            raise CheckpointError(
+                self._url,
+                f"the server contradicts itself about {stated}",
+                expected=f"Content-Length {nbytes}",
+                found=describe(length),
+            )
+        return nbytes
+
+    def _of_another_length(self, found: int) -> CheckpointError:
+        assert self.nbytes is not None, "nothing to compare with"
+        if found < self.nbytes:
+            return TruncatedFileError(
+                self._url, "has become shorter", expected=self.nbytes, found=found
+            )
+        return HeaderError(
+            self._url,
+            "has become longer since its header was read",
+            expected=self.nbytes,
+            found=found,
+        )
+
+    def _body(
+        self,
+        response: httpx2.Response,
+        nbytes: int,
+        too_long: Callable[[int], CheckpointError] | None = None,
+    ) -> Iterator[bytes]:
+        """What a response brings, piece by piece; of at most ``nbytes``."""
+        begun, done = time.monotonic(), 0
+        for data in response.iter_raw():
+            done += len(data)
+            if done > nbytes:
+                raise (too_long or self._sent_more)(done)
+            yield data
+            seconds = time.monotonic() - begun
+            if seconds > 2 * self._patience.read_seconds and done < seconds * _LEAST_RATE:
+                raise _Again(f"{done} bytes in {seconds:.0f} s")
+            if self.stopped.is_set():
+                raise CheckpointError(self._url, "reading was stopped")
+
+    def _sent_more(self, found: int) -> CheckpointError:
+        return CheckpointError(
+            self._url, "the server sent more than it said", expected="its range", found=found
+        )
+
+    def _describe(self, error: Exception) -> str:
+        """What went wrong with a request, without what it asked for."""
+        httpx, patience = _httpx(), self._patience
+        if isinstance(error, httpx.ConnectTimeout):
+            return f"no connection within {patience.connect_seconds:g} s"
+        if isinstance(error, httpx.TimeoutException):
+            return f"nothing came for {patience.read_seconds:g} s"
+        return str(error) or type(error).__name__
+
+
+def _check_installed(url: Url) -> None:
+    try:
+        _httpx()
+    except ImportError as error:
+        raise CheckpointError(
+            url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
+        ) from error
+
+
+def _drain(response: httpx2.Response) -> None:
+    """Take a short body that nobody wants: the connection can be used again then."""
+    length = response.headers.get("Content-Length", "")
+    if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
+        with suppress(_httpx().HTTPError):
+            response.read()
+
+
+def _lasting(error: BaseException) -> str:
+    """What no other try changes about an error of a request, in words; "" of all others."""
+    httpx = _httpx()
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return "a redirect to something else than HTTP"
+    if isinstance(error, httpx.LocalProtocolError):  # its text has the header, and so a token
+        return "a request that cannot be sent: is there something odd in HF_TOKEN?"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"the certificate is not to be trusted: {cause.verify_message}"
+        if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+            return "there is no such host"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
+def _version(headers: Mapping[str, str], known: str) -> str:
+    """The line that tells versions of a file apart: of the kind that is known, where one is."""
+    kinds = (known.partition(": ")[0],) if known else _VALIDATORS
+    for kind in kinds:
+        if value := headers.get(kind, "").removeprefix("W/"):
+            return f"{kind}: {value}"
+    return ""
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """How many seconds a server asks to wait: it says a number, or when."""
+    value = headers.get("Retry-After", "").strip()
+    if _DIGITS.fullmatch(value):
+        return float(value)
+    with suppress(ValueError, OverflowError):
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    return 0.0
+
+
+def _phrase(status: int) -> str:
+    return f"{status} {HTTPStatus(status).phrase}"
+
+
+def _status(response: httpx2.Response) -> str:
+    """In words that are not the server's."""
+    status: int = response.status_code
+    return _phrase(status) if status in _STATUSES else str(status)

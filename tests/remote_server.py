@@ -1,0 +1,273 @@
+"""A server of files on this machine that can be told to do everything wrong."""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import re
+import socket
+import ssl
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Act = Callable[["Handler", bytes], None]
+
+MTIME = 1_700_000_000
+
+
+@lru_cache
+def etag(content: bytes) -> str:
+    """What a file is called that has this content."""
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def modified(content: bytes) -> str:
+    """When a file was made that has this content."""
+    return email.utils.formatdate(MTIME + int(etag(content), 16) % 10**6, usegmt=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request that came in: what was asked for, from which port, with which headers."""
+
+    path: str
+    range: tuple[int, int] | None  # stop is exclusive
+    port: int
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Ranges of the file as they should be, but for what is stated.
+
+    Attributes:
+        status: another status than 206 or 200.
+        headers: instead of its own; None leaves one out.
+        ranges: whether Range is looked at.
+        cut: bytes of the body after which the connection ends.
+        reset: whether it ends by a reset.
+        stall: bytes of the body after which nothing more comes.
+        piece: most bytes of a body, as some servers have it; the headers are of that range.
+        body: another body.
+        dribble: one byte of the body at a time, this many seconds apart.
+    """
+
+    status: int | None = None
+    headers: Mapping[str, str | None] = field(default_factory=dict)
+    ranges: bool = True
+    cut: int | None = None
+    reset: bool = False
+    stall: int | None = None
+    piece: int | None = None
+    body: bytes | None = field(default=None, repr=False)
+    dribble: float | None = None
+
+    def __call__(self, handler: Handler, content: bytes) -> None:
+        wanted = handler.wanted if self.ranges else None
+        total = len(content)
+        headers: dict[str, str | None] = {
+            "ETag": f'"{etag(content)}"',
+            "Last-Modified": modified(content),
+        }
+        if wanted is None:
+            status, body = 200, content
+        elif wanted[0] >= total:
+            status, body = 416, b"that is not there"
+            headers["Content-Range"] = f"bytes */{total}"
+        else:
+            stop = min(wanted[1], total, wanted[0] + (self.piece or total))
+            status, body = 206, content[wanted[0] : stop]
+            headers["Content-Range"] = f"bytes {wanted[0]}-{stop - 1}/{total}"
+        body = body if self.body is None else self.body
+        handler.send_response(self.status or status)
+        for name, value in (headers | {"Content-Length": str(len(body))} | self.headers).items():
+            if value is not None:
+                handler.send_header(name, value)
+        handler.end_headers()
+        handler.send_body(self, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """To another address, with a few words."""
+
+    location: str
+    status: int = 302
+
+    def __call__(self, handler: Handler, content: bytes) -> None:
+        Answer(self.status, {"Location": self.location}, ranges=False, body=b"over there")(
+            handler, content
+        )
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    @property
+    def wanted(self) -> tuple[int, int] | None:
+        """The range that is asked for; the stop is exclusive."""
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        return (int(found[1]), int(found[2]) + 1) if found else None
+
+    def do_GET(self) -> None:
+        """Note the request, and do what was planned for it."""
+        site = self.server.site
+        port = self.client_address[1]
+        with site.lock:
+            site.requests.append(Request(self.path, self.wanted, port, dict(self.headers)))
+            name = self.path.partition("?")[0]
+            acts = site.acts[name]
+            act = acts.popleft() if acts else site.always.get(name, Answer())
+        content = site.files.get(name)
+        if content is None and isinstance(act, Answer) and act.status is None:
+            act = Answer(404, ranges=False, body=b"no")
+        act(self, content or b"")
+
+    def send_body(self, answer: Answer, body: bytes) -> None:
+        """Send a body, or a part of it."""
+        stopped = self.server.site.stopped
+        if answer.dribble is not None:
+            for index in range(len(body)):
+                if stopped.wait(answer.dribble):
+                    return
+                self.wfile.write(body[index : index + 1])
+        elif answer.cut is not None:
+            self.wfile.write(body[: answer.cut])
+            self.wfile.flush()
+            if answer.reset:  # by closing it with no time to linger
+                linger = struct.pack("ii", 1, 0)
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.close_connection = True
+        elif answer.stall is not None:
+            self.wfile.write(body[: answer.stall])
+            self.wfile.flush()
+            stopped.wait()
+            self.close_connection = True
+        else:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 32
+    site: Site
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is none."""
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            with self.site.lock:
+                self.site.open_connections -= 1
+                self.site.lock.notify_all()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close it, and not its sending side first, after which there is no reset."""
+        self.close_request(request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.site.lock:
+            self.site.open_connections += 1
+            self.site.connections += 1
+        super().process_request(request, client_address)
+
+
+class Site:
+    """What a server serves and how, and what it was asked.
+
+    Attributes:
+        url: of its root, with a slash.
+        files: by path, from "/" on.
+        acts: by path, what becomes of the next requests, one after the other.
+        always: by path, what becomes of those after that.
+        requests: in the order in which they came.
+        connections: how many there were.
+        open_connections: how many there are.
+    """
+
+    def __init__(self, url: str, files: Mapping[str, bytes]) -> None:
+        self.url = url
+        self.files = dict(files)
+        self.acts: defaultdict[str, deque[Act]] = defaultdict(deque)
+        self.always: dict[str, Act] = {}
+        self.requests: list[Request] = []
+        self.connections = self.open_connections = 0
+        self.lock = threading.Condition()
+        self.stopped = threading.Event()
+
+    def asked(self, path: str) -> list[tuple[int, int] | None]:
+        """The ranges of a file that it was asked for."""
+        return [request.range for request in self.requests if request.path == path]
+
+    def wait_until_left(self) -> None:
+        """Wait until no connection is open."""
+        with self.lock:
+            assert self.lock.wait_for(lambda: not self.open_connections, timeout=10)
+
+
+class _Proxy(Handler):
+    """A proxy that is itself the server behind it, whichever that is."""
+
+    server: _TlsServer
+
+    def do_CONNECT(self) -> None:
+        """Become the server that is asked for."""
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        with self.server.tls.wrap_socket(self.connection, server_side=True) as connection:
+            Handler(connection, self.client_address, self.server)
+
+
+class _TlsServer(_Server):
+    tls: ssl.SSLContext
+
+
+@contextmanager
+def tls_proxy(certificate: Path, key: Path) -> Iterator[tuple[str, Site]]:
+    """A proxy's URL, and what it shows as the files of every https server."""
+    server = _TlsServer(("127.0.0.1", 0), _Proxy)
+    server.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.tls.load_cert_chain(certificate, key)
+    with _serving(server, {}) as site:
+        yield site.url, site
+
+
+@contextmanager
+def serve(files: Mapping[str, bytes] | Path) -> Iterator[Site]:
+    """Serve files, by their paths from "/" on, or those of a folder."""
+    if isinstance(files, Path):
+        files = {f"/{path.name}": path.read_bytes() for path in files.iterdir() if path.is_file()}
+    with _serving(_Server(("127.0.0.1", 0), Handler), files) as site:
+        yield site
+
+
+@contextmanager
+def _serving(server: _Server, files: Mapping[str, bytes]) -> Iterator[Site]:
+    server.site = site = Site(f"http://127.0.0.1:{server.server_address[1]}/", files)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        site.stopped.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,194 @@
+"""Loads, plans and commands whose checkpoint is at a URL, whatever the server does meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+from remote_server import Act, Answer, Handler, Site, serve
+
+import streamload
+from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.plan.plan import Plan
+
+needs.module("httpx2")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tries, and servers of this machine are asked directly, whatever its settings."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("STREAMLOAD_HTTP_TRIES", "2")
+
+
+@pytest.fixture
+def folder(tmp_checkpoint: Callable[..., Path]) -> Path:
+    """A small Llama of bfloat16 in three shards."""
+    return tmp_checkpoint(2_000_000, shards=3)
+
+
+@pytest.fixture
+def site(folder: Path) -> Iterator[Site]:
+    """It, served."""
+    with serve(folder) as served:
+        yield served
+
+
+def load(path: str | Path, **arguments: Any) -> dict[str, Any]:
+    """The tensors of a load on the host, by name."""
+    arguments = {"device": "host", "chunk_nbytes": 2**18, "progress": False} | arguments
+    return dict(streamload.load_state_dict(None, path, **arguments).state_dict)
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two loads gave the same names and bits."""
+    return one.keys() == other.keys() and all(
+        np.asarray(one[n]).tobytes() == np.asarray(other[n]).tobytes() for n in one
+    )
+
+
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
+@pytest.mark.parametrize("threads", [None, 8])
+def test_a_load_is_the_same_as_from_the_folder(
+    folder: Path, site: Site, dtype: str, threads: int | None
+) -> None:
+    """Bit for bit, cast or not, from every form of the URL; all connections are closed then."""
+    expected = load(folder, dtype=dtype)
+    for url in (site.url, site.url + "model.safetensors.index.json"):
+        assert same(load(url, dtype=dtype, threads=threads), expected)
+    site.wait_until_left()
+
+
+def test_only_what_is_wanted_is_read(folder: Path, site: Site) -> None:
+    """Of the data, ranges of the tensors that the model has, each byte once."""
+    checkpoint = streamload.open_checkpoint(site.url)
+    headers = len(site.requests)
+    wanted = [name for name in checkpoint.tensors if "layers.0.self_attn" in name]
+    infos = [checkpoint.tensors[name] for name in wanted]
+    model = {i.name: np.zeros(i.shape, np.uint16).view(i.dtype.numpy) for i in infos}
+    streamload.load_state_dict(
+        model, checkpoint, device="host", strict=False, dtype="checkpoint", progress=False
+    )
+    asked = sorted((r.path, r.range) for r in site.requests[headers:])
+    assert [(f"/{i.shard.name}", (i.start, i.stop)) for i in infos] != []
+    assert sum(stop - start for _, (start, stop) in asked) == sum(i.nbytes for i in infos)
+    for path, (start, stop) in asked:
+        inside = [i for i in infos if f"/{i.shard.name}" == path and i.start <= start < i.stop]
+        assert len(inside) == 1
+        assert stop <= inside[0].stop
+
+
+def test_a_plan_reads_no_data_and_says_how_it_is_read(folder: Path, site: Site) -> None:
+    """Plans of a URL are those of the folder but for how they are read, and survive JSON."""
+    made = streamload.plan(site.url + "?sig=se-cret", device="host", budget="1GB")
+    assert all(r.range in (None, (0, 2**18), (0, 1)) for r in site.requests)
+    assert set(made.readers) == {"http"}
+    assert "read by http: 3 files (from 127.0.0.1)" in str(made)
+    assert Plan.from_json(made.to_json()) == made
+    assert "se-cret" not in made.to_json() + str(made)
+    assert made.resident_nbytes == streamload.plan(folder, device="host").resident_nbytes
+
+
+FAULTS: dict[str, list[Act]] = {
+    "resets": [Answer(cut=1000, reset=True), Answer(), Answer(503, body=b"")],
+    "half": [Answer(cut=100_000), Answer(cut=70_000), Answer(piece=1000)],
+    "pieces": [Answer(piece=100_000)] * 50,
+}
+
+
+@pytest.mark.parametrize("acts", FAULTS.values(), ids=list(FAULTS))
+def test_a_load_ends_right_whatever_may_pass(folder: Path, site: Site, acts: list[Act]) -> None:
+    """Resets, overload and short answers in the middle of it change no bit."""
+    checkpoint = streamload.open_checkpoint(site.url)
+    for name in list(site.files):
+        site.acts[name].extend(acts)
+    assert same(load(checkpoint), load(folder))
+
+
+WRONG: dict[str, tuple[Act, str]] = {
+    "overload": (Answer(503, body=b"later"), "2 tries, the last: 503 Service Unavailable"),
+    "reset": (Answer(cut=0, reset=True), "2 tries, the last: "),
+    "whole": (Answer(ranges=False), "does not read parts of files"),
+    "lies": (Answer(headers={"Content-Length": "1"}), "contradicts itself"),
+    "changed": (Answer(headers={"ETag": '"other"'}), "has changed since its header was read"),
+    "vanished": (Answer(404, body=b"no"), "no such file: found 404 Not Found"),
+    "refused": (Answer(401, body=b"no"), "may not be read"),
+}
+
+
+@pytest.mark.parametrize(("act", "problem"), WRONG.values(), ids=list(WRONG))
+def test_a_load_ends_with_one_error_of_what_does_not_pass(
+    site: Site, act: Act, problem: str
+) -> None:
+    """It names the URL and the tensor, and says what state the parameters are in."""
+    checkpoint = streamload.open_checkpoint(site.url)
+    shard = checkpoint.shards[1].path
+    site.always[f"/{shard.name}"] = act
+    with pytest.raises(CheckpointError) as caught:
+        load(checkpoint)
+    assert caught.value.path == site.url + shard.name
+    assert caught.value.tensor in checkpoint.tensors
+    assert caught.value.state is not None
+    assert problem in str(caught.value)
+    site.wait_until_left()
+
+
+def test_a_file_that_changes_during_a_load_is_no_mixture(site: Site) -> None:
+    """A shard that is another file after its first range is an error."""
+    checkpoint = streamload.open_checkpoint(site.url)
+    name = f"/{checkpoint.shards[0].path.name}"
+
+    def swap(handler: Handler, data: bytes) -> None:
+        site.files[name] = data[:-1] + bytes([data[-1] ^ 1])
+        Answer()(handler, data)
+
+    site.acts[name].append(swap)
+    with pytest.raises(CheckpointError, match="has changed since its header was read"):
+        load(checkpoint)
+
+
+def test_what_is_for_files_is_refused_of_a_url(site: Site) -> None:
+    """There is nothing to map, and no disk to read past a cache from."""
+    for reader in ("mmap", "direct"):
+        with pytest.raises(ValueError, match="over HTTP"):
+            load(site.url, reader=reader)
+    assert load(site.url, reader="pread")
+
+
+def test_the_commands_take_urls(folder: Path, site: Site) -> None:
+    """`streamload inspect` shows what it shows of the folder; a missing one is one line."""
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "streamload", *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"},
+            timeout=60,
+        )
+
+    there, here = (
+        json.loads(command("inspect", "--json", place).stdout) for place in (site.url, str(folder))
+    )
+    assert there["path"] == site.url
+    assert there["tensors"] == here["tensors"]
+    assert command("plan", site.url, "--device", "host").returncode == 0
+    missing = command("inspect", site.url + "nothing.safetensors?sig=se-cret")
+    assert missing.returncode == 1
+    assert missing.stderr.count("\n") == 1
+    assert "nothing.safetensors?...: no such file: found 404 Not Found" in missing.stderr
+
+
+def test_a_vanished_checkpoint_is_not_found(site: Site) -> None:
+    """The error is the one of a missing file of this machine."""
+    site.files.clear()
+    with pytest.raises(ShardNotFoundError):
+        load(site.url)
