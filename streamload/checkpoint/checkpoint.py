@@ -297,7 +297,14 @@ def _missing(path: Location, names: Sequence[str], count: int, total: int) -> Sh
     )
 
 
-def _read_json_file(path: Location) -> bytes:
+def read_json_file(path: Location) -> bytes:
+    """The bytes of a file of JSON, no more than a header may have.
+
+    Raises:
+        ShardNotFoundError: it is gone.
+        HeaderError: it is longer than that.
+        CheckpointError: it cannot be read.
+    """
     if isinstance(path, Url):
         return remote.read_file(path, MAX_HEADER_NBYTES)
     with open_regular(path) as file:
@@ -319,7 +326,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
     """``config.json``, in the JSON that Python writes: models do have Infinity in theirs."""
     path = folder / "config.json"
     try:
-        raw = _read_json_file(path)
+        raw = read_json_file(path)
     except ShardNotFoundError:
         return {}
     try:
@@ -337,7 +344,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
 
 def _read_weight_map(index: Location) -> dict[str, str]:
     """Tensor names to file names of an index, each of a file in the index's own folder."""
-    document = parse_json_object(_read_json_file(index), index)
+    document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
         raise HeaderError(
             index,

@@ -1,0 +1,269 @@
+"""Digests of a checkpoint's tensors, in a sidecar: `streamload.json`, beside the files.
+
+They are of the bytes that a tensor has in its file, whichever file that is: shards may be renamed,
+cut and joined, and the digests stay right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+import xxhash
+
+from streamload.checkpoint.checkpoint import read_json_file
+from streamload.checkpoint.header import (
+    RepeatedNames,
+    describe,
+    is_text,
+    parse_json_object,
+)
+from streamload.checkpoint.url import Location, Url, is_url
+from streamload.dtypes import BY_CODE, DType
+from streamload.errors import HeaderError
+
+#: The sidecar's name, in the folder of the checkpoint.
+SIDECAR = "streamload.json"
+#: What new sidecars say that their digests are.
+ALGORITHM = "xxh3_128"
+
+_FORMAT = 1
+_MAX_U64 = 2**64 - 1
+
+
+class Hasher(Protocol):
+    """Bytes that come piece by piece become one digest."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take the next bytes; drops the GIL where there are many."""
+
+    def hexdigest(self) -> str:
+        """The digest of all bytes so far, in lower-case hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Algorithm:
+    make: Callable[[], Hasher]
+    pattern: re.Pattern[str]  # what its digests look like
+
+
+_ALGORITHMS = {ALGORITHM: _Algorithm(xxhash.xxh3_128, re.compile("[0-9a-f]{32}", re.ASCII))}
+
+
+def hasher(algorithm: str = ALGORITHM) -> Hasher:
+    """Begin a digest.
+
+    Raises:
+        KeyError: there is no such algorithm; `Digests.read` gives out only those that there are.
+    """
+    return _ALGORITHMS[algorithm].make()
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a tensor's bytes are.
+
+    Attributes:
+        name: the tensor.
+        dtype: its dtype.
+        shape: its shape.
+        nbytes: its bytes.
+        hex: their digest, in lower-case hexadecimal.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    nbytes: int
+    hex: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the name, as JSON has it."""
+        return {
+            "dtype": self.dtype.code,
+            "shape": list(self.shape),
+            "nbytes": self.nbytes,
+            "digest": self.hex,
+        }
+
+    @classmethod
+    def from_json(
+        cls, name: str, entry: object, path: Location, algorithm: str = ALGORITHM
+    ) -> Self:
+        """Read what `to_json` wrote; keys that are not known are passed over.
+
+        Args:
+            name: the tensor.
+            entry: the parsed JSON.
+            path: its file, for errors.
+            algorithm: what the digest is; one that there is.
+
+        Raises:
+            HeaderError: it is not that.
+        """
+
+        def fail(problem: str, expected: object, found: object) -> HeaderError:
+            return HeaderError(path, problem, tensor=name, expected=expected, found=found)
+
+        if type(entry) is not dict:
+            if isinstance(entry, RepeatedNames):
+                raise fail("a key is not unique", "each key once", f"{describe(entry.name)} twice")
+            raise fail("the entry is not an object", "an object", describe(entry))
+        if not is_text(name):
+            raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
+        code, shape, nbytes, digest = (entry.get(k) for k in ("dtype", "shape", "nbytes", "digest"))
+        dtype = BY_CODE.get(code) if type(code) is str else None
+        if dtype is None:
+            raise fail("unknown dtype", f"one of {', '.join(BY_CODE)}", describe(code))
+        if type(shape) is not list:
+            raise fail("the shape is not a list", "a list", describe(shape))
+        numel = 1
+        for dim in shape:
+            if type(dim) is not int or dim < 0 or (numel := numel * dim) > _MAX_U64:
+                raise fail("the shape is not valid", "at most 2**64 - 1 elements", describe(dim))
+        if type(nbytes) is not int or nbytes != dtype.nbytes(numel):
+            raise fail("nbytes and the shape do not agree", dtype.nbytes(numel), describe(nbytes))
+        if type(digest) is not str or not _ALGORITHMS[algorithm].pattern.fullmatch(digest):
+            raise fail("the digest is not valid", f"one of {algorithm}", describe(digest))
+        return cls(name, dtype, tuple(shape), nbytes, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What `streamload.json` says.
+
+    Attributes:
+        tensors: the digests by name.
+        source: what was converted, and in which state it was: plain JSON values.
+        options: how it was converted: plain JSON values.
+        algorithm: what the digests are.
+    """
+
+    tensors: Mapping[str, Digest] = field(repr=False)
+    source: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: str = ALGORITHM
+
+    @classmethod
+    def of(
+        cls,
+        digests: Iterable[Digest],
+        *,
+        source: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Self:
+        """Put digests together; of two of one name, the later counts."""
+        return cls({digest.name: digest for digest in digests}, source, options)
+
+    def to_json(self) -> str:
+        """The sidecar's text."""
+        document = {
+            "format": _FORMAT,
+            "algorithm": self.algorithm,
+            "source": dict(self.source),
+            "options": dict(self.options),
+            "tensors": {name: digest.to_json() for name, digest in self.tensors.items()},
+        }
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str] | Url) -> Self:
+        """Read a sidecar.
+
+        Args:
+            path: the file, or the folder that it is in; of a URL, one that ends with ``/``.
+
+        Raises:
+            ShardNotFoundError: there is none.
+            HeaderError: it is not what `to_json` writes, or is of a format or an algorithm that
+                this version does not know.
+            CheckpointError: it cannot be read.
+        """
+        if isinstance(path, Url) or is_url(os.fsdecode(path)):
+            url = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
+            url = url if url.name else url / SIDECAR
+            return cls.from_json(read_json_file(url), url)
+        found = Path(path)
+        if found.is_dir():
+            found /= SIDECAR
+        return cls.from_json(read_json_file(found), found)
+
+    @classmethod
+    def from_json(cls, raw: bytes, path: Location) -> Self:
+        """Read a sidecar's text.
+
+        Args:
+            raw: the text, in UTF-8.
+            path: its file, for errors.
+
+        Raises:
+            HeaderError: see `read`.
+        """
+
+        def fail(problem: str, expected: object, found: object) -> HeaderError:
+            return HeaderError(path, problem, expected=expected, found=found)
+
+        document = _unique(parse_json_object(raw, path), path, "the sidecar")
+        version = document.get("format")
+        if type(version) is not int or version < 1:
+            raise fail("is no sidecar of streamload", '"format": 1', describe(version))
+        if version > _FORMAT:
+            raise fail("was written by a newer streamload", f"format {_FORMAT}", version)
+        algorithm = document.get("algorithm")
+        if type(algorithm) is not str or algorithm not in _ALGORITHMS:
+            raise fail("unknown algorithm", " or ".join(_ALGORITHMS), describe(algorithm))
+        source, options, tensors = (
+            _unique(document.get(key), path, key) for key in ("source", "options", "tensors")
+        )
+        digests = {
+            name: Digest.from_json(name, entry, path, algorithm) for name, entry in tensors.items()
+        }
+        return cls(digests, source, options, algorithm)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
+
+        Args:
+            path: the file, or the folder that it is to be in.
+
+        Raises:
+            OSError: it cannot be written; what was there still is.
+        """
+        target = Path(path)
+        if target.is_dir():
+            target /= SIDECAR
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _unique(value: object, path: Location, what: str) -> dict[str, Any]:
+    """A JSON object in which no name occurs twice."""
+    if type(value) is dict:
+        return value
+    found = describe(value)
+    if isinstance(value, RepeatedNames):
+        found = f"{describe(value.name)} more than once"
+    raise HeaderError(
+        path, f"{what} is not valid", expected="an object, each name once", found=found
+    )
