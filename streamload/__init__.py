@@ -11,6 +11,9 @@ from typing import Any
 from streamload import errors
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.compare import Comparison, Verification, diff, verify_checkpoint
+from streamload.convert.convert import ConvertReport
+from streamload.convert.convert import convert as _convert
 from streamload.load import load_state_dict
 from streamload.load import plan as _plan
 from streamload.plan.budget import Budget
@@ -18,8 +21,9 @@ from streamload.plan.partition import Node
 from streamload.plan.plan import Plan, RowRange
 from streamload.report import LoadReport
 
-# after the imports above: the package streamload.plan gives its name to the function
+# after the imports above: the packages of these names give them to the functions
 plan = _plan
+convert = _convert
 
 __version__ = "0.1.0"
 
@@ -35,13 +39,19 @@ __all__ = [
     "Budget",
     "CastCounts",
     "Checkpoint",
+    "Comparison",
+    "ConvertReport",
     "LoadReport",
     "Node",
     "Plan",
     "RowRange",
+    "Verification",
     "__version__",
+    "convert",
+    "diff",
     "errors",
     "load_state_dict",
     "open_checkpoint",
     "plan",
+    "verify_checkpoint",
 ]

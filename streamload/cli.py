@@ -1,4 +1,4 @@
-"""The commands: inspect, plan, load, devices, bench.
+"""The commands: inspect, plan, load, devices, bench, verify, diff, convert.
 
 Exit codes: 0 done, 1 bad input or a failure, 2 wrong usage, 3 does not fit, 130 Ctrl-C. Errors are
 one line on stderr.
@@ -21,13 +21,17 @@ from typing import Annotated, Any, cast
 import typer
 
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.convert.convert import DEFAULT_SHARD_SIZE
+from streamload.convert.convert import convert as convert_checkpoint
+from streamload.convert.planning import RenamePatterns
 from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
-from streamload.mapping import MAPPINGS
+from streamload.mapping import MAPPINGS, Rename
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.partition import Node
+from streamload.progress import Progress
 from streamload.units import format_bytes, format_table
 
 app = typer.Typer(
@@ -89,8 +93,8 @@ PathArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A .safetensors file, a folder, an index.json, or org/name in the local Hugging Face "
-        "cache.",
+        help="A .safetensors file, a folder, an index.json, the URL of one of these (of a folder: "
+        "ending in /), or org/name in the local Hugging Face cache.",
         show_default=False,
     ),
 ]
@@ -570,6 +574,228 @@ def bench(
     _print(*found.lines())
     if OURS not in found.loaders:
         raise typer.Exit(1)
+
+
+SelectOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Only tensors whose name matches, such as 'model.layers.*'; repeatable.",
+        show_default=False,
+    ),
+]
+ExcludeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN", help="Not tensors whose name matches; repeatable.", show_default=False
+    ),
+]
+BecameOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="What the floats of the first are cast to before they are compared: float16, or "
+        "PATTERN=DTYPE by tensor name; repeatable. Default: nothing is cast.",
+        show_default=False,
+    ),
+]
+RenamedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="FROM=TO",
+        help="What names of the first are in the second, with * for any text; repeatable.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def verify(
+    path: PathArgument,
+    converted: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONVERTED",
+            help="What PATH was converted to. Without it, PATH is checked against its "
+            "streamload.json.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: BecameOption = None,
+    out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
+    rename: RenamedOption = None,
+    select: SelectOption = None,
+    exclude: ExcludeOption = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a checkpoint's digests, or a conversion.
+
+    Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
+    """
+    from streamload.compare import Comparison, Verification, diff, verify_checkpoint
+
+    progress: Progress = False if no_progress else "auto"
+    found: Comparison | Verification
+    if converted is not None:
+        found = diff(
+            path,
+            converted,
+            dtype=_dtype(dtype),
+            out_of_range=out_of_range.value,
+            rename=_renames(rename),
+            select=select or (),
+            exclude=exclude or (),
+            progress=progress,
+        )
+    elif dtype or rename or out_of_range is not OutOfRangeChoice.inf:
+        raise typer.BadParameter("--dtype, --out-of-range and --rename need CONVERTED")
+    else:
+        found = verify_checkpoint(
+            path, select=select or (), exclude=exclude or (), progress=progress
+        )
+    *lines, verdict = found.lines()
+    if as_json:
+        _print(found.to_json())
+    else:
+        _print(*lines, *[verdict] * found.ok)
+    if not found.ok:
+        _complain(verdict)
+        raise typer.Exit(1)
+
+
+@app.command("diff")
+def show_differences(
+    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    dtype: BecameOption = None,
+    out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
+    rename: RenamedOption = None,
+    select: SelectOption = None,
+    exclude: ExcludeOption = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List what differs between two checkpoints.
+
+    Names, dtypes, shapes and values, whatever files the tensors are in. The exit code is 0 where
+    nothing differs and 1 where something does.
+    """
+    from streamload.compare import diff
+
+    found = diff(
+        first,
+        second,
+        dtype=_dtype(dtype),
+        out_of_range=out_of_range.value,
+        rename=_renames(rename),
+        select=select or (),
+        exclude=exclude or (),
+        progress=False if no_progress else "auto",
+    )
+    if as_json:
+        _print(found.to_json())
+    else:
+        _print(*found.lines())
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _renames(values: list[str] | None) -> Rename | None:
+    return RenamePatterns.parse(values) if values else None
+
+
+@app.command()
+def convert(
+    path: PathArgument,
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
+    ],
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="What floats become: float16, checkpoint (as it is there), or PATTERN=DTYPE by "
+            "tensor name, such as '*norm*=float32'; repeatable, the first that matches decides. "
+            "Default: nothing is cast.",
+            show_default=False,
+        ),
+    ] = None,
+    out_of_range: OutOfRangeOption = OutOfRangeChoice.inf,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Most bytes of a file, unless one tensor is larger."),
+    ] = DEFAULT_SHARD_SIZE,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|NAMES",
+            help="One folder for each node, with the layers that fit it: how many, or their names "
+            "separated by commas.",
+            show_default=False,
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="With --nodes: most bytes that a node holds, one size for all or one for each "
+            "(3GB,3GB,6GB).",
+            show_default=False,
+        ),
+    ] = None,
+    select: SelectOption = None,
+    exclude: ExcludeOption = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FROM=TO",
+            help="What a name becomes, with * for any text: 'model.*=*'; repeatable, the first "
+            "that matches decides.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue what was left unfinished there.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, when all is written.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read back what was written, before it is published.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be written; write nothing.")
+    ] = False,
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint in other dtypes, files or names.
+
+    Or split over nodes; in little memory, whatever its size. A conversion that was interrupted
+    continues with --resume.
+    """
+    if budget is not None and nodes is None and "," not in budget:
+        raise typer.BadParameter("--budget needs --nodes")
+    report = convert_checkpoint(
+        path,
+        destination,
+        dtype=_dtype(dtype),
+        out_of_range=out_of_range.value,
+        max_shard_size=max_shard_size,
+        nodes=_nodes(nodes, budget, None),
+        select=select or (),
+        exclude=exclude or (),
+        rename=_renames(rename),
+        resume=resume,
+        overwrite=overwrite,
+        verify=verify,
+        dry_run=dry_run,
+        progress=False if no_progress else "auto",
+    )
+    _print(*([report.to_json()] if as_json else str(report).splitlines()))
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from safetensors_files import header_bytes, write_safetensors
 import streamload
 from streamload.cli import main
 
-COMMANDS = ("inspect", "plan", "load", "devices")
+COMMANDS = ("inspect", "plan", "load", "devices", "verify", "diff", "convert")
 
 
 def run(*arguments: object, env: Mapping[str, str] | None = None, code: int = 0) -> tuple[str, str]:

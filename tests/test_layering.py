@@ -12,12 +12,15 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "dtypes"),
-    ("bench", "cast", "checkpoint", "devices", "plan"),  # their __init__.py: a docstring
+    ("errors", "units", "dtypes", "selection"),
+    ("bench", "cast", "checkpoint", "convert", "devices", "plan"),  # their __init__.py: a docstring
+    ("checkpoint.url",),
     ("checkpoint.header",),
+    ("checkpoint.remote",),
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
     ("checkpoint.readers",),
+    ("digests",),
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),
@@ -38,12 +41,16 @@ LAYERS = (
     ("worker",),
     ("stream",),
     ("report",),
-    ("verify",),
+    ("verify", "compare"),
     ("target",),
     ("lookup",),
     ("match",),
     ("load",),
     ("transformers",),
+    ("convert.planning",),
+    ("convert.journal",),
+    ("convert.writing",),
+    ("convert.convert",),
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
     ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
@@ -58,9 +65,10 @@ FRAMEWORKS = {
     "torch": ("devices.torch", "transformers", "bench.loaders"),
     "transformers": ("transformers",),
     "accelerate": ("transformers",),
+    "httpx2": ("checkpoint.remote",),
 }
-READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "devices.base")
-START_THREADS = ("stream", "bench.limits")  # of a process each
+READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base")
+START_THREADS = ("stream", "convert.writing", "bench.limits")  # of a process each
 STARTERS = {
     *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
     *("ProcessPoolExecutor", "to_thread", "run_in_executor"),
@@ -132,7 +140,7 @@ def test_a_framework_is_imported_in_its_own_file_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_threads_are_started_in_one_file_only(module: str) -> None:
-    """Only the stream starts threads; locks may be anywhere."""
+    """Only loads, conversions and benches start threads; locks may be anywhere."""
     started = _names(module) & STARTERS
     assert not started or module in START_THREADS, f"{module} uses {started}"
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench_parts.convert_section import convert
 from bench_parts.gpu_section import GPU_SECTIONS, GpuOptions
 from bench_parts.processes import SCRIPTS
 from bench_parts.sections import SECTIONS as OF_STREAMLOAD
@@ -24,7 +25,7 @@ from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
 from streamload.units import parse_bytes
 
-SECTIONS = {**OF_STREAMLOAD, "torch": torch_box}
+SECTIONS = {**OF_STREAMLOAD, "convert": convert, "torch": torch_box}
 KNOWN = (*SECTIONS, *GPU_SECTIONS)
 DEVICES = ("CL", "CPU", "host")
 DEFAULT_SIZE = "2.27GB"

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_parts import torch_jobs
+from bench_parts import convert_jobs, torch_jobs
 
 Result = dict[str, Any]
 Lap = dict[str, float]
@@ -278,6 +278,7 @@ JOBS: dict[str, Callable[..., Result]] = {
     "streamload": streamload,
     "tinygrad": tinygrad,
     "touch": touch,
+    **convert_jobs.JOBS,
     **torch_jobs.JOBS,
 }
 

@@ -1,0 +1,728 @@
+"""`streamload.convert`: a checkpoint becomes another one on disk, whole or not at all.
+
+Everything is written below ``.streamload`` in the destination. What is finished there is in a
+journal; when all is, the files get their names, the index last, and the folder is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from streamload.cast.table import CastCounts, OutOfRange
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.header import Header, unreadable
+from streamload.checkpoint.readers import fingerprint
+from streamload.checkpoint.url import Location
+from streamload.convert.journal import Began, Journal
+from streamload.convert.planning import (
+    INDEX,
+    SINGLE,
+    WORK,
+    ConvertPlan,
+    Options,
+    OutFile,
+    all_paths,
+    folder_of,
+    in_folder,
+    plan_conversion,
+)
+from streamload.convert.writing import Writer, check_written, unwritable
+from streamload.digests import SIDECAR, Digest, Digests
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.mapping import Rename
+from streamload.plan.partition import Node
+from streamload.plan.planner import DTypePolicy
+from streamload.progress import Progress, reporting
+from streamload.report import Clock
+from streamload.selection import Patterns, Selection
+from streamload.units import format_bytes, format_table, parse_bytes
+
+#: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
+DEFAULT_SHARD_SIZE = "5GB"
+
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
+# Given up where the disk is full, so that what is finished then can still be journaled.
+_RESERVE_NBYTES = 2**14
+_LINE_NBYTES = 128
+
+# Of a filesystem that has no locks, as some of networks: who writes there must see to it.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What a conversion did. Prints as a short table.
+
+    Attributes:
+        plan: what was planned.
+        seconds: wall time of the whole call.
+        read_nbytes: bytes of the source's data that this call read.
+        counts: of each tensor whose cast changed a value, by its name in the output.
+        digests: of each tensor's bytes, by its name in the output ("node/name" with nodes).
+        resumed: how many tensors had been finished before.
+        verified: the files were read back and compared.
+        dry_run: nothing was written.
+    """
+
+    plan: ConvertPlan
+    seconds: float
+    read_nbytes: int = 0
+    counts: Mapping[str, CastCounts] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict, repr=False)
+    resumed: int = 0
+    verified: bool = False
+    dry_run: bool = False
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes read over the time of the whole call, in GB/s."""
+        return self.read_nbytes / 1e9 / self.seconds if self.seconds else 0.0
+
+    def to_json(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(
+            {
+                "plan": json.loads(self.plan.to_json()),
+                "dry_run": self.dry_run,
+                "seconds": self.seconds,
+                "read_nbytes": self.read_nbytes,
+                "written_nbytes": 0 if self.dry_run else self.plan.written_nbytes,
+                "gigabytes_per_second": self.gigabytes_per_second,
+                "resumed": self.resumed,
+                "verified": self.verified,
+                "counts": {name: asdict(count) for name, count in self.counts.items()},
+                "digests": dict(self.digests),
+            }
+        )
+
+    def __str__(self) -> str:
+        if self.dry_run:
+            return str(self.plan)
+        files, total = self.plan.files, sum(self.counts.values(), CastCounts())
+        tensors = sum(len(file.tensors) for file in files)
+        rows = [
+            ("checkpoint", self.plan.path),
+            ("destination", str(self.plan.destination)),
+            (
+                "tensors",
+                f"{tensors} in {len(files)} file{'s' * (len(files) != 1)}"
+                + f", {self.resumed} of them finished before" * bool(self.resumed),
+            ),
+            (
+                "read",
+                f"{format_bytes(self.read_nbytes)} in {self.seconds:.2f} s, "
+                f"{self.gigabytes_per_second:.2f} GB/s",
+            ),
+            ("written", format_bytes(self.plan.written_nbytes)),
+        ]
+        if self.counts:
+            rows.append(
+                (
+                    "changed",
+                    f"in {len(self.counts)} tensors: {total.overflowed} overflowed, "
+                    f"{total.flushed} flushed to zero, {total.rounded} rounded",
+                )
+            )
+        if self.verified:
+            rows.append(("verified", f"{tensors} tensors, read back"))
+        rows += [("note", note) for note in self.plan.notes]
+        return "\n".join(format_table(rows[0], rows[1:], right=0))
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: str | DType | Mapping[str, str | DType] | None = None,
+    out_of_range: OutOfRange = "inf",
+    max_shard_size: float | str = DEFAULT_SHARD_SIZE,
+    nodes: Sequence[Node] | None = None,
+    select: Patterns = (),
+    exclude: Patterns = (),
+    rename: Rename | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    verify: bool = False,
+    dry_run: bool = False,
+    progress: Progress = "auto",
+) -> ConvertReport:
+    """Write a checkpoint anew: with other dtypes, files or names, or split over nodes.
+
+    It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
+    of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer), the
+    dtype in config.json as it is then, and the digests of all tensors in ``streamload.json``.
+
+    Nothing in the destination looks finished before all is: files are written in a folder
+    ``.streamload`` there, and named at the end, the index last. After a failure, or when the
+    process was killed, that folder holds what was finished, and ``resume=True`` does the rest.
+
+    Args:
+        source: the checkpoint, as in `open_checkpoint`.
+        destination: a folder; it is made where there is none.
+        dtype: a dtype for all floats, or patterns of names (the first that matches decides):
+            ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
+            in the checkpoint.
+        out_of_range: what becomes of finite values that a dtype cannot represent: infinity
+            ("inf"), the largest finite value ("clamp"), or an error ("error").
+        max_shard_size: most bytes of a file, unless one tensor alone is larger.
+        nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
+        select: patterns of the tensors to be converted, by their names in the checkpoint; none
+            stands for all.
+        exclude: patterns of those that are not.
+        rename: what names become: a dict (others stay), or a callable that returns a name, or
+            None to leave the tensor out.
+        resume: continue what an earlier call with the same source and options left unfinished;
+            begin where there is nothing, and do nothing where all is finished.
+        overwrite: replace a finished checkpoint, or begin an unfinished one again. The old one
+            stays until the new one is whole.
+        verify: read all that was written back from the disk, before it gets its names.
+        dry_run: plan, and check all that can be checked without writing.
+        progress: as in `load_state_dict`.
+
+    Raises:
+        CheckpointError: the source is not what it should be; or the destination holds something
+            else, overlaps the source, is being written by another conversion, or cannot be
+            written.
+        PlanInfeasibleError: there is not enough room on the disk, or a node cannot hold its part.
+        UnsupportedCastError: a dtype cannot be cast, or must not be.
+        OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
+        ValueError: an argument is not what it should be.
+    """
+    clock = Clock()
+    if resume and overwrite:
+        raise ValueError("resume and overwrite exclude each other")
+    options = _options(dtype, out_of_range, max_shard_size, nodes, select, exclude, rename)
+    checkpoint = open_checkpoint(source)
+    plan = plan_conversion(checkpoint, Path(destination), options)
+    job = _Conversion(checkpoint, plan, options)
+    job.check_apart()
+    if dry_run:
+        job.check_destination(resume=resume, overwrite=overwrite)
+        job.check_room()
+        return ConvertReport(plan, clock.seconds, dry_run=True)
+    with _locked(plan.destination):
+        return job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
+
+
+def _options(
+    dtype: str | DType | Mapping[str, str | DType] | None,
+    out_of_range: OutOfRange,
+    max_shard_size: float | str,
+    nodes: Sequence[Node] | None,
+    select: Patterns,
+    exclude: Patterns,
+    rename: Rename | None,
+) -> Options:
+    if out_of_range not in get_args(OutOfRange):
+        raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+    max_nbytes = parse_bytes(max_shard_size)
+    if not max_nbytes:
+        raise ValueError("max_shard_size is at least 1 byte")
+    if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
+        raise ValueError("nodes is a list of Node, and each has a budget of its own")
+    return Options(
+        policy=DTypePolicy.parse(dtype),
+        out_of_range=out_of_range,
+        max_shard_nbytes=max_nbytes,
+        nodes=tuple(nodes or ()),
+        selection=Selection.parse(select, exclude),
+        rename=rename,
+    )
+
+
+def _state(header: Header) -> dict[str, Any]:
+    """What a file is known by: when it is another one, what was read of it counts no more."""
+    return {key: value for key, value in fingerprint(header).items() if key != "path"}
+
+
+class _Conversion:
+    """One call of `convert`, planned."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: ConvertPlan, options: Options) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._options = options
+        used = {t.info.shard for file in plan.files for t in file.tensors}
+        self._shards = [header for header in checkpoint.shards if header.path in used]
+        self._tensors = [(file, t) for file in plan.files for t in file.tensors]
+        self._source = {header.path.name: _state(header) for header in self._shards}
+        self._modes: dict[Location, int] = {
+            header.path: header.path.stat().st_mode
+            for header in self._shards
+            if isinstance(header.path, Path)
+        }
+        self._began = Began(plan.digest, plan.options, self._source)
+        self._work = plan.destination / WORK
+        self._out = self._work / "out"
+        self._journal_path = self._work / "journal"
+        self._reserve = self._work / "reserve"
+
+    # --- before anything is written ---------------------------------------------------------------
+
+    def check_apart(self) -> None:
+        """Refuse a destination that is where the source is.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        written = [self._plan.destination, self._work, self._out]
+        written += [self._plan.destination / folder for folder in self._plan.folders if folder]
+        local = [h.path for h in self._shards if isinstance(h.path, Path)]
+        read = {folder for path in local for folder in _folders_of(path)}
+        for folder in written:
+            if os.path.realpath(folder) in read or any(_same(folder, other) for other in read):
+                raise CheckpointError(folder, "the source is in the folder that would be written")
+        for path in all_paths(self._plan):
+            for shard in local:
+                if _same(self._plan.destination / path, shard):
+                    raise CheckpointError(
+                        self._plan.destination / path,
+                        "a file of the source would be written",
+                        found=shard,
+                    )
+
+    def check_destination(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuse a destination that holds what is not to be touched.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        destination = self._plan.destination
+        if self._journal_path.exists():
+            if not (resume or overwrite):
+                raise CheckpointError(
+                    destination,
+                    "holds an unfinished conversion",
+                    expected="resume, which continues it, or overwrite, which begins again",
+                )
+            return
+        there = self._there()
+        if there and not overwrite and not (resume and self._finished_digests() is not None):
+            raise CheckpointError(
+                destination,
+                "holds a checkpoint already"
+                if not resume
+                else "holds a checkpoint that is not of this source and these options",
+                expected="overwrite, or another destination",
+                found=", ".join(there[:8]) + f" and {len(there) - 8} more" * (len(there) > 8),
+            )
+
+    def check_room(self) -> None:
+        """Refuse a disk that cannot take all of it.
+
+        Raises:
+            PlanInfeasibleError: there is too little free space.
+        """
+        folder = self._plan.destination
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        try:
+            found = os.statvfs(folder)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        free_nbytes = found.f_bavail * found.f_frsize
+        # what an earlier call left is taken already
+        free_nbytes += sum(
+            (Path(root) / name).stat().st_blocks * 512
+            for root, _, names in os.walk(self._work)
+            for name in names
+        )
+        needed_nbytes = self._plan.needed_nbytes + self._reserve_nbytes
+        if needed_nbytes > free_nbytes:
+            raise PlanInfeasibleError(
+                str(self._plan.destination), needed_nbytes, free_nbytes, limit="free space"
+            )
+
+    def _there(self) -> list[str]:
+        """What of a checkpoint is in the destination under names that count."""
+        planned = [p for p in all_paths(self._plan) if (self._plan.destination / p).exists()]
+        return list(dict.fromkeys((*planned, *self._old())))
+
+    def _old(self) -> list[str]:
+        """Files of a checkpoint in the destination: an index comes first."""
+        found = []
+        for folder in self._plan.folders:
+            where = self._plan.destination / folder
+            try:
+                names = sorted(os.listdir(where))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise unwritable(where, error) from error
+            shards = [name for name in names if name == SINGLE or _SHARD.fullmatch(name)]
+            found += [in_folder(folder, name) for name in [INDEX] * (INDEX in names) + shards]
+        return sorted(found, key=lambda path: not path.endswith(INDEX))
+
+    @property
+    def _reserve_nbytes(self) -> int:
+        return _RESERVE_NBYTES + _LINE_NBYTES * len(self._tensors)
+
+    def _finished_digests(self) -> dict[str, str] | None:
+        """The digests of a destination that this very conversion finished before, else None."""
+        out = {}
+        for folder in self._plan.folders:
+            try:
+                found = Digests.read(self._plan.destination / folder / SIDECAR)
+            except CheckpointError:
+                return None
+            if (found.source, found.options) != (self._origin(), _plain(self._plan.options)):
+                return None
+            out.update({in_folder(folder, name): d.hex for name, d in found.tensors.items()})
+        wanted = {self._key(file, t.name) for file, t in self._tensors}
+        sizes = {file.path: file.nbytes for file in self._plan.files}
+        for path in all_paths(self._plan):
+            with suppress(OSError):
+                found_nbytes = (self._plan.destination / path).stat().st_size
+                if found_nbytes == sizes.get(path, found_nbytes):
+                    continue
+            return None
+        return out if out.keys() == wanted else None
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def run(
+        self, clock: Clock, progress: Progress, *, resume: bool, overwrite: bool, verify: bool
+    ) -> ConvertReport:
+        """Write what is not finished, and publish all; the destination is locked."""
+        self.check_destination(resume=resume, overwrite=overwrite)
+        if resume and not self._journal_path.exists():
+            digests = self._finished_digests()
+            if digests is not None:
+                if verify:
+                    self._verify(digests, self._plan.destination, progress)
+                return ConvertReport(
+                    self._plan,
+                    clock.seconds,
+                    digests=digests,
+                    resumed=len(digests),
+                    verified=verify,
+                )
+        journal = self._journal(resume=resume, overwrite=overwrite)
+        try:
+            resumed = len(journal.finished)
+            read_nbytes, verified = 0, False
+            if not journal.publishing:
+                read_nbytes = self._write(journal, progress)
+                if verify:
+                    self._verify(self._digests(journal), self._out, progress)
+                    verified = True
+                self._prepare(journal)
+                journal.publish()
+            self._publish(replaces=journal.replaces or overwrite)
+            finished = {
+                self._key(file, t.name): journal.finished[i]
+                for i, (file, t) in enumerate(self._tensors)
+            }
+        except OSError as error:
+            raise unwritable(error.filename or self._plan.destination, error) from error
+        finally:
+            journal.close()
+        self._clean()
+        self._warn_of_overflow({key: one.counts.overflowed for key, one in finished.items()})
+        return ConvertReport(
+            self._plan,
+            clock.seconds,
+            read_nbytes=read_nbytes,
+            counts={name: one.counts for name, one in finished.items() if one.counts.total},
+            digests={name: one.digest for name, one in finished.items()},
+            resumed=resumed,
+            verified=verified,
+        )
+
+    def _warn_of_overflow(self, overflowed: Mapping[str, int]) -> None:
+        over = [name for name, count in overflowed.items() if count]
+        if over:
+            clamped = self._options.out_of_range == "clamp"
+            warnings.warn(
+                f"{self._plan.path}: {sum(overflowed.values())} finite values "
+                f"{'were clamped' if clamped else 'became infinite'} in {len(over)} tensors: "
+                f"{', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    @staticmethod
+    def _key(file: OutFile, name: str) -> str:
+        return in_folder(folder_of(file.path), name)
+
+    def _origin(self) -> dict[str, Any]:
+        return {"path": self._plan.path, "files": self._source}
+
+    def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
+        """The journal to go on with, or a new one in an empty folder."""
+        try:
+            journal = Journal.resume(self._journal_path, self._began) if resume else None
+            if journal is not None:
+                if not journal.publishing:
+                    self._forget_lost(journal)
+                    self.check_room()
+                return journal
+            self._journal_path.unlink(missing_ok=True)
+            if self._out.exists():
+                shutil.rmtree(self._out)
+            self.check_room()
+            for folder in ("", *self._plan.folders):
+                (self._out / folder).mkdir(parents=True, exist_ok=True)
+            _write_file(self._reserve, [bytes(self._reserve_nbytes)])
+            journal = Journal.begin(self._journal_path, self._began, replaces=overwrite)
+            _sync_folder(self._work)
+            _sync_folder(self._plan.destination)
+            return journal
+        except OSError as error:
+            raise unwritable(self._plan.destination, error) from error
+
+    def _forget_lost(self, journal: Journal) -> None:
+        """Do tensors again whose file is not there any more, or has become shorter."""
+        for i, (file, tensor) in enumerate(self._tensors):
+            try:
+                found_nbytes = (self._out / file.path).stat().st_size
+            except FileNotFoundError:
+                found_nbytes = 0
+            if found_nbytes < tensor.stop:
+                journal.finished.pop(i, None)
+
+    def _write(self, journal: Journal, progress: Progress) -> int:
+        writer = Writer(
+            self._plan,
+            self._checkpoint,
+            self._out,
+            journal,
+            self._options.out_of_range,
+            self._reserve,
+        )
+        with reporting(progress, writer.unread_nbytes, "converted") as tell:
+            writer.run(tell)
+        for header in self._shards:
+            now = _state(header)
+            if now != self._source[header.path.name]:
+                raise CheckpointError(
+                    header.path,
+                    "has changed while it was read",
+                    expected=self._source[header.path.name],
+                    found=now,
+                )
+        return writer.read_nbytes
+
+    def _digests(self, journal: Journal) -> dict[str, str]:
+        return {
+            self._key(file, t.name): journal.finished[i].digest
+            for i, (file, t) in enumerate(self._tensors)
+        }
+
+    def _verify(self, digests: Mapping[str, str], folder: Path, progress: Progress) -> None:
+        """Compare the files in a folder with the digests that their bytes had."""
+        before = 0
+        with reporting(progress, sum(t.nbytes for _, t in self._tensors), "checked") as tell:
+            for file in self._plan.files:
+                own = {t.name: digests[self._key(file, t.name)] for t in file.tensors}
+                check_written(file, folder / file.path, own, _from(before, tell))
+                before += file.nbytes - len(file.header)
+
+    # --- publishing -------------------------------------------------------------------------------
+
+    def _prepare(self, journal: Journal) -> None:
+        """Write all that is small, with its permissions, and bring every name to the disk."""
+        for document in (*self._plan.documents, *self._plan.indexes):
+            _write_file(self._out / document.path, [document.data], document.mode)
+        for copied in self._plan.copied:
+            _write_file(self._out / copied.path, _pieces(copied.source), copied.mode)
+        for folder in self._plan.folders:
+            digests = [
+                Digest(t.name, t.dtype, t.info.shape, t.nbytes, journal.finished[i].digest)
+                for i, (file, t) in enumerate(self._tensors)
+                if folder_of(file.path) == folder
+            ]
+            sidecar = Digests.of(digests, source=self._origin(), options=_plain(self._plan.options))
+            sidecar.write(self._out / folder / SIDECAR)
+        for file in self._plan.files:
+            path = self._out / file.path
+            # nobody may read what he could not read at the source; the owner may write
+            allowed = 0o777
+            for shard in {t.info.shard for t in file.tensors}:
+                allowed &= self._modes.get(shard, allowed) | stat.S_IWUSR
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
+        for folder in ("", *self._plan.folders):
+            _sync_folder(self._out / folder)
+
+    def _publish(self, *, replaces: bool) -> None:
+        """Give every file its name; again, where that was begun before.
+
+        An old checkpoint goes first, its index before all: at no time is there one of old files
+        and new.
+        """
+        destination = self._plan.destination
+        waiting = [path for path in all_paths(self._plan) if (self._out / path).exists()]
+        done = set(all_paths(self._plan)) - set(waiting)
+        for path in done:
+            if not (destination / path).exists():
+                raise CheckpointError(destination / path, "has gone while it was published")
+        old = [path for path in self._old() if path not in done]
+        there = [path for path in waiting if (destination / path).exists()]
+        if (old or there) and not replaces:
+            raise CheckpointError(
+                destination,
+                "holds a checkpoint that was not there before",
+                expected="its own files only",
+                found=", ".join((old or there)[:8]),
+            )
+        for path in old:
+            (destination / path).unlink()
+        for folder in self._plan.folders:
+            (destination / folder).mkdir(exist_ok=True)
+            _sync_folder(destination / folder)
+        lasts = {index.path for index in self._plan.indexes}
+        for path in waiting:
+            if path not in lasts:
+                os.replace(self._out / path, destination / path)
+        self._sync_folders()
+        for path in waiting:
+            if path in lasts:
+                os.replace(self._out / path, destination / path)
+        self._sync_folders()
+
+    def _sync_folders(self) -> None:
+        for folder in dict.fromkeys(("", *self._plan.folders)):
+            _sync_folder(self._plan.destination / folder)
+
+    def _clean(self) -> None:
+        """Remove what only an unfinished conversion has; the journal goes last."""
+        try:
+            shutil.rmtree(self._out, ignore_errors=True)
+            self._reserve.unlink(missing_ok=True)
+            self._journal_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(self._work, error) from error
+
+
+def _from(before: int, tell: Callable[[int], None]) -> Callable[[int], None]:
+    return lambda done: tell(before + done)
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON has it when it is read back."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return plain
+
+
+def _folders_of(path: Path) -> set[str]:
+    """The folder that a file is in by its name, and the one that it is in by its links."""
+    return {os.path.realpath(path.parent), os.path.dirname(os.path.realpath(path))}
+
+
+def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:  # one of them is not there
+        return False
+
+
+def _write_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -> None:
+    with open(path, "wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    if mode is not None:
+        path.chmod(mode)
+
+
+def _pieces(source: Path) -> Iterator[bytes]:
+    """A file's bytes, a few at a time."""
+    try:
+        with open(source, "rb") as file:
+            while piece := file.read(2**20):
+                yield piece
+    except OSError as error:
+        raise unreadable(source, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a filesystem whose folders cannot be
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _locked(destination: Path) -> Iterator[None]:
+    """Keep others out of a destination, which is made where it is not there.
+
+    What was made and is empty is removed again.
+
+    Raises:
+        CheckpointError: another conversion is in it, or it cannot be written.
+    """
+    made = [p for p in (destination, *destination.parents) if not p.exists()]
+    work = destination / WORK
+    try:
+        fd = _lock(work)
+    except OSError as error:
+        with suppress(OSError):
+            _remove_empty(made)
+        raise unwritable(destination, error) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if os.listdir(work) == ["lock"]:
+                (work / "lock").unlink()
+                work.rmdir()
+                _remove_empty(made)
+        os.close(fd)
+
+
+def _lock(work: Path) -> int:
+    """The descriptor that holds the lock."""
+    while True:
+        work.parent.mkdir(parents=True, exist_ok=True)
+        # nobody reads there what he might not read when it is finished
+        work.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # another one has just finished and cleaned up
+            continue
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+            if _is_at(fd, work / "lock"):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            raise CheckpointError(
+                work.parent, "another conversion is being written there"
+            ) from None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is the one of that name; not where it was removed meanwhile."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        folder.rmdir()

@@ -1,0 +1,213 @@
+"""What a conversion has finished, so that it can be continued: one line of JSON each.
+
+The first line says what is converted, and how. A line for a tensor is written when its bytes are on
+the disk, and never before: what is in the journal need not be done again. A last line that is torn
+was never written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from streamload.cast.table import CastCounts
+from streamload.errors import CheckpointError
+
+_FORMAT = 1
+
+#: Bring a file's bytes to the disk.
+sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+_WHAT = {"options": "option", "source": "state of the source's"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A tensor whose bytes are on the disk.
+
+    Attributes:
+        index: its place among the tensors of the plan, over all files.
+        digest: of its bytes, in hexadecimal.
+        counts: what its cast did not keep.
+    """
+
+    index: int
+    digest: str
+    counts: CastCounts
+
+    def to_json(self) -> list[Any]:
+        """As plain JSON values."""
+        c = self.counts
+        return [self.index, self.digest, c.overflowed, c.flushed, c.rounded]
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """What a conversion was begun with.
+
+    Attributes:
+        plan: the plan's digest.
+        options: of the conversion.
+        source: the state of each file that is read, by its name.
+    """
+
+    plan: str
+    options: Mapping[str, Any]
+    source: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "format": _FORMAT,
+            "plan": self.plan,
+            "options": dict(self.options),
+            "source": dict(self.source),
+        }
+
+    def changed_from(self, earlier: Mapping[str, Any]) -> str | None:
+        """What is not as it was in another conversion's first line, in words; None for nothing."""
+        now = json.loads(json.dumps(self.to_json()))
+        for what in _WHAT:
+            before = earlier.get(what)
+            before = before if isinstance(before, dict) else {}
+            for key in dict.fromkeys((*now[what], *before)):
+                if before.get(key) != now[what].get(key):
+                    return f"{_WHAT[what]} {key!r}"
+        if earlier.get("format") != _FORMAT or earlier.get("plan") != self.plan:
+            return "layout of the files, by another version of streamload"
+        return None
+
+
+class Journal:
+    """The journal of one conversion, open for more.
+
+    Attributes:
+        finished: what it says is finished, by index.
+        publishing: whether all was finished, and files had begun to get their names.
+        replaces: whether a checkpoint that is there may be replaced.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.finished: dict[int, Finished] = {}
+        self.publishing = False
+        self.replaces = False
+        self._fd = fd
+        self._path = path
+
+    @classmethod
+    def begin(cls, path: Path, began: Began, *, replaces: bool) -> Self:
+        """Make a new one; what was there is gone.
+
+        Args:
+            path: where.
+            began: what is begun.
+            replaces: a checkpoint that is there may be replaced.
+        """
+        fd = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
+        )
+        made = cls(fd, path)
+        try:
+            made._write([began.to_json() | {"replaces": replaces}])
+            made.replaces = replaces
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @classmethod
+    def resume(cls, path: Path, began: Began) -> Self | None:
+        """Open the journal of a conversion that did not finish.
+
+        Returns:
+            None where there is none, or its first line was never whole: nothing was begun.
+
+        Raises:
+            CheckpointError: it is of another conversion.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        made = cls(fd, path)
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                raw = file.read()
+            whole = _whole_lines(raw)
+            if not whole:
+                made.close()
+                return None
+            changed = began.changed_from(whole[0][0])
+            if changed is not None:
+                raise CheckpointError(
+                    path.parent.parent,
+                    "the unfinished conversion there cannot be continued",
+                    expected="the same source and options (overwrite begins again)",
+                    found=f"another {changed}",
+                )
+            made.replaces = whole[0][0].get("replaces") is True
+            os.ftruncate(fd, whole[-1][1])
+            for line, _ in whole[1:]:
+                made._take(line)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def add(self, finished: Sequence[Finished]) -> None:
+        """Write tensors whose bytes are on the disk, and see to it that this is, too.
+
+        Raises:
+            OSError: it cannot be written; what was in the journal still is.
+        """
+        self._write({"tensor": one.to_json()} for one in finished)
+        self.finished.update((one.index, one) for one in finished)
+
+    def publish(self) -> None:
+        """Note that all is finished, and files will get their names."""
+        if not self.publishing:
+            self._write([{"publish": True}])
+            self.publishing = True
+
+    def close(self) -> None:
+        """Close it; may be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if "tensor" in line:
+            index, digest, *counts = line["tensor"]
+            self.finished[index] = Finished(index, digest, CastCounts(*counts))
+        self.publishing |= "publish" in line
+
+    def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        before = os.fstat(self._fd).st_size
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+            sync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, before)  # a full disk may have taken half a line
+            raise
+
+
+def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
+    """The lines up to the first that is torn, each with the byte at which it ends."""
+    out: list[tuple[dict[str, Any], int]] = []
+    end = 0
+    for line in raw.splitlines(keepends=True):
+        end += len(line)
+        try:
+            read = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            read = None
+        if type(read) is not dict:
+            break
+        out.append((read, end))
+    return out

@@ -1,0 +1,691 @@
+"""The streaming pass of a conversion: windows of the source, cast into blocks of the output.
+
+A few threads take one block of an output file after the other: its bytes are read and cast into
+memory of the thread's own, digested in the order of each tensor, and written at their place. The
+calling thread brings what is finished to the disk and into the journal, and tells how far it is.
+
+Written bytes leave memory behind the cursor: the disk begins with them at once, and is waited for a
+few blocks later. So dirty pages never fill a small machine, and the last fsync has little to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.page_cache import PageCache, ShardCache
+from streamload.checkpoint.readers import Reader, direct_memory, open_reader
+from streamload.checkpoint.url import Location, Url
+from streamload.convert.journal import Finished, Journal, sync
+from streamload.convert.planning import ConvertPlan, OutFile, OutTensor
+from streamload.digests import Hasher, hasher
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
+from streamload.interrupt import deferred_interrupt
+from streamload.plan.budget import available_cpus, available_host_nbytes
+
+# Of an output file, written at once; and most of a source that is read at once. Tried with 4 and 8
+# MiB: no difference beyond the noise, with memory of two such for each thread.
+BLOCK_NBYTES = 2**22
+# More threads wait for the disk, or take memory; one would not read while it writes.
+_THREADS = range(2, 5)
+_REMOTE_THREADS = 8  # each waits for a server most of the time
+# Blocks that the disk is busy with before one is waited for and dropped.
+_BEHIND = 6
+# Of the time that a conversion takes, the part that goes into making finished tensors last: the
+# next time comes after what the last one took, divided by this.
+_COMMIT_SHARE = 0.05
+_LATEST_COMMIT_S = 5.0
+_TICK_S = 0.02
+
+# Source: sync_file_range(2).
+_WRITE = 2
+_WRITE_AND_WAIT = 1 | 2 | 4
+
+# Of errors of writing: the disk, or what one may have of it, is full.
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    """What stands in the way of writing to a path, as one of our errors."""
+    if error.errno in _NO_ROOM:
+        problem = "no room is left; what is finished is kept, and resume continues"
+        return CheckpointError(path, problem, found=error.strerror)
+    expected = "a smaller maximum for files" if error.errno == errno.EFBIG else None
+    return CheckpointError(path, "cannot be written", expected=expected, found=error.strerror)
+
+
+# --- what is done at once -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of one tensor, in the source and in its output file.
+
+    Attributes:
+        index: of the tensor, among all of the plan.
+        read: first byte, counted from the start of the source file.
+        read_stop: last byte, exclusive.
+        start: first byte, counted from the start of the output file.
+        stop: last byte, exclusive.
+    """
+
+    index: int
+    read: int
+    read_stop: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Window:
+    """Contiguous bytes of one source file, and the parts that they are.
+
+    Attributes:
+        shard: the file.
+        start: first byte.
+        stop: last byte, exclusive.
+        parts: one after the other, without a gap.
+    """
+
+    shard: Location
+    start: int
+    stop: int
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Block:
+    """What is written at once: at most `BLOCK_NBYTES`, within a multiple of that.
+
+    Attributes:
+        file: index of the output file.
+        start: first byte of the block in the file, a multiple of `BLOCK_NBYTES`.
+        runs: (first byte, last byte exclusive) of what is written of it.
+        windows: what is read for it.
+    """
+
+    file: int
+    start: int
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+
+
+def cut(plan: ConvertPlan, finished: Mapping[int, Finished]) -> Iterator[Block]:
+    """Cut what is not finished into blocks, in the order in which it is written.
+
+    Headers are written in any case: they are in no journal.
+    """
+    index = 0
+    for number, file in enumerate(plan.files):
+        block = Block(number, 0)
+        for first, stop in _steps(0, len(file.header)):
+            if first // BLOCK_NBYTES * BLOCK_NBYTES != block.start:
+                yield block
+                block = Block(number, first)
+            block.runs.append((first, stop))
+        for tensor in file.tensors:
+            if index not in finished:
+                for first, stop in _steps(tensor.start, tensor.stop):
+                    base = first // BLOCK_NBYTES * BLOCK_NBYTES
+                    if base != block.start:
+                        yield block
+                        block = Block(number, base)
+                    _add(block, tensor, index, first, stop)
+            index += 1
+        yield block
+
+
+def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A range of a file, cut where blocks end."""
+    while start < stop:
+        end = min(stop, (start // BLOCK_NBYTES + 1) * BLOCK_NBYTES)
+        yield start, end
+        start = end
+
+
+def _add(block: Block, tensor: OutTensor, index: int, first: int, stop: int) -> None:
+    """Add bytes of a tensor to a block."""
+    if block.runs and block.runs[-1][1] == first:
+        block.runs[-1] = (block.runs[-1][0], stop)
+    else:
+        block.runs.append((first, stop))
+    info = tensor.info
+    # where nothing is cast bytes are bytes, also of dtypes below one
+    same = info.dtype is tensor.dtype
+    src, dst = (1, 1) if same else (info.dtype.itemsize, tensor.dtype.itemsize)
+    step = BLOCK_NBYTES // src * dst
+    for start in range(first, stop, step):
+        end = min(start + step, stop)
+        read = info.start + (start - tensor.start) // dst * src
+        read_stop = read + (end - start) // dst * src
+        last = block.windows[-1] if block.windows else None
+        if (
+            last is None
+            or last.shard != info.shard
+            or last.stop != read
+            or read_stop - last.start > BLOCK_NBYTES
+        ):
+            last = Window(info.shard, read, read)
+            block.windows.append(last)
+        last.stop = read_stop
+        last.parts.append(Part(index, read, read_stop, start, end))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+class _Output:
+    """A file that is written at known places by several threads.
+
+    Raises:
+        OSError: from each method, as the system said it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._lock = threading.Lock()
+        self._behind: deque[tuple[int, int]] = deque()
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Write, let the disk begin with it, and wait for what was written a while ago."""
+        nbytes = data.nbytes
+        done = 0
+        while done < nbytes:
+            with data[done:] as rest:
+                done += os.pwrite(self._fd, rest, start + done)
+        if not _can_write_behind():
+            return
+        _sync_file_range(self._fd, start, nbytes, _WRITE)
+        with self._lock:
+            self._behind.append((start, nbytes))
+            old = self._behind.popleft() if len(self._behind) > _BEHIND else None
+        if old is not None:
+            self._drop(*old)
+
+    def sync(self) -> None:
+        """Bring all that was written to the disk."""
+        sync(self._fd)
+
+    def close(self) -> None:
+        """Close it; may be called twice."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+            behind, self._behind = self._behind, deque()
+        if fd < 0:
+            return
+        try:
+            for start, nbytes in behind:
+                with suppress(OSError):  # only advice
+                    os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    def _drop(self, start: int, nbytes: int) -> None:
+        _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT)
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _can_write_behind() -> bool:
+    return _range_syncer() is not None and hasattr(os, "posix_fadvise")
+
+
+@cache
+def _range_syncer() -> Callable[[int, int, int, int], int] | None:
+    """Linux's call that brings a part of a file to the disk; drops the GIL."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "sync_file_range"):
+        return None
+    call = library.sync_file_range
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call.restype = ctypes.c_int
+    found: Callable[[int, int, int, int], int] = call
+    return found
+
+
+def _sync_file_range(fd: int, start: int, nbytes: int, flags: int) -> None:
+    call = _range_syncer()
+    if call is None or call(fd, start, nbytes, flags) == 0:
+        return
+    code = ctypes.get_errno()
+    # a filesystem that does not know of it; an error of the disk is not to be lost: it is told once
+    if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP):
+        raise OSError(code, os.strerror(code))
+
+
+class _Sources:
+    """The files that are read, each open from its first window to its last."""
+
+    def __init__(self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int]) -> None:
+        self._lengths = {header.path: header.file_nbytes for header in checkpoint.shards}
+        self._left = dict(left_nbytes)
+        self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
+        self._lock = threading.Lock()
+        self._cache = PageCache(
+            "auto", to_read_nbytes=sum(left_nbytes.values()), available=_available_nbytes
+        )
+
+    @contextmanager
+    def window(self, window: Window, raw: Callable[[], memoryview]) -> Iterator[memoryview]:
+        """The bytes of a window, valid inside the with.
+
+        Args:
+            window: which.
+            raw: gives memory to read them into, where they are not mapped.
+        """
+        reader, pages = self._reader(window.shard)
+        if reader.mapped:
+            with reader.view(window.start, window.stop) as view:
+                yield view
+        else:
+            with raw()[: window.stop - window.start] as view:
+                reader.read_into(window.start, view)
+                yield view
+        if pages is not None:
+            pages.done(window.start, window.stop)
+        with self._lock:
+            self._left[window.shard] -= window.stop - window.start
+            if not self._left[window.shard]:
+                self._close(window.shard)
+
+    def stop(self) -> None:
+        """Let nobody wait for a server any longer."""
+        with self._lock:
+            for reader, _ in self._open.values():
+                reader.stop()
+
+    def close(self) -> None:
+        """Close all."""
+        with self._lock:
+            for shard in list(self._open):
+                self._close(shard)
+
+    def _reader(self, shard: Location) -> tuple[Reader, ShardCache | None]:
+        with self._lock:
+            if shard not in self._open:
+                pages = self._cache.open(shard) if isinstance(shard, Path) else None
+                try:
+                    reader = open_reader(shard, self._lengths[shard])
+                except BaseException:
+                    if pages is not None:
+                        pages.close()
+                    raise
+                self._open[shard] = (reader, pages)
+            return self._open[shard]
+
+    def _close(self, shard: Location) -> None:
+        reader, pages = self._open.pop(shard)
+        reader.close()
+        if pages is not None:
+            pages.close()
+
+
+def _available_nbytes() -> int | None:
+    try:
+        return available_host_nbytes()
+    except DeviceError:
+        return None
+
+
+# --- the pass -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor that is being written."""
+
+    file: int
+    tensor: OutTensor
+    digested: int  # up to this byte of the file
+    left_nbytes: int
+    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
+    digest: str = ""
+    counts: CastCounts = ZERO
+
+
+class Writer:
+    """Writes all that a journal does not have as finished.
+
+    Attributes:
+        read_nbytes: bytes of the source that were read.
+    """
+
+    def __init__(
+        self,
+        plan: ConvertPlan,
+        checkpoint: Checkpoint,
+        out: Path,
+        journal: Journal,
+        out_of_range: OutOfRange,
+        reserve: Path,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            plan: what is written.
+            checkpoint: what is read.
+            out: the folder that the plan's paths are in until they are published.
+            journal: what is finished.
+            out_of_range: what becomes of values that do not fit.
+            reserve: a file that is given up for the journal where the disk is full.
+
+        Raises:
+            UnsupportedCastError: this machine cannot do a cast.
+        """
+        self.read_nbytes = 0
+        self._plan = plan
+        self._out = out
+        self._journal = journal
+        self._reserve = reserve
+        self._out_of_range = out_of_range
+        pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
+        self._casts: dict[tuple[DType, DType], Cast] = {
+            pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
+        }
+        self._tensors: dict[int, _Tensor] = {}
+        self._unread: dict[Location, int] = {}
+        self._unwritten: dict[int, int] = {}
+        index = 0
+        for number, file in enumerate(plan.files):
+            self._unwritten[number] = len(file.header)
+            for t in file.tensors:
+                if index not in journal.finished:
+                    self._unwritten[number] += t.nbytes
+                    self._tensors[index] = _Tensor(number, t, t.start, t.nbytes)
+                    shard = t.info.shard
+                    self._unread[shard] = self._unread.get(shard, 0) + t.info.nbytes
+                index += 1
+        self._sources = _Sources(checkpoint, self._unread)
+        self._blocks = cut(plan, journal.finished)
+        self._outputs: dict[int, _Output] = {}
+        self._whole: list[int] = []  # files with nothing left to be written
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._running = 0
+        self._written: list[int] = []
+        for i, state in self._tensors.items():
+            if not state.left_nbytes:
+                state.digest = hasher().hexdigest()
+                self._written.append(i)
+        self._next_commit = time.monotonic()
+
+    @property
+    def unread_nbytes(self) -> int:
+        """Bytes of the source that are to be read, before anything was."""
+        return sum(self._unread.values())
+
+    def run(self, tell: Callable[[int], None]) -> None:
+        """Write; when this returns, all is on the disk and in the journal.
+
+        Whatever happens, what was finished is in the journal then.
+
+        Args:
+            tell: told how many bytes were read so far.
+
+        Raises:
+            CheckpointError: the source is not what its headers said, or cannot be read; the
+                destination cannot be written.
+            OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
+        """
+        count = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
+        if any(isinstance(shard, Url) for shard in self._unread):
+            count = _REMOTE_THREADS
+        threads = [
+            threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
+            for i in range(count)
+        ]
+        failed = True
+        with deferred_interrupt() as interrupt:
+            try:
+                tell(0)
+                self._running = count
+                for thread in threads:
+                    thread.start()
+                while self._running:
+                    with self._changed:
+                        self._changed.wait(_TICK_S)
+                    interrupt.check()
+                    tell(self.read_nbytes)
+                    if time.monotonic() >= self._next_commit:
+                        self._commit()
+                failed = False
+            finally:
+                with self._changed:
+                    self._stopped = True
+                    self._changed.notify_all()
+                if failed or self._error is not None:
+                    self._sources.stop()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                try:
+                    self._end(failed)
+                finally:
+                    self._sources.close()
+                    for output in self._outputs.values():
+                        output.close()
+            tell(self.read_nbytes)
+
+    def _end(self, failed: bool) -> None:
+        """Bring the rest to the disk, and raise what a thread met.
+
+        Args:
+            failed: an error of the calling thread is on its way: nothing else is raised.
+        """
+        if failed or self._error is not None:
+            with suppress(OSError):  # room for the journal, where the disk is full
+                self._reserve.unlink()
+            with suppress(CheckpointError):  # the first error is the one to be told
+                self._commit()
+            if not failed and self._error is not None:
+                raise self._error
+            return
+        self._commit()
+
+    def _commit(self) -> None:
+        """Bring what was finished to the disk, and then into the journal."""
+        with self._changed:
+            batch, self._written = self._written, []
+            whole, self._whole = self._whole, []
+        if not batch and not whole:
+            return
+        try:
+            self._keep(batch, whole)
+        except BaseException:
+            with self._changed:
+                self._written += batch  # there may be room for it later
+            raise
+
+    def _keep(self, batch: Sequence[int], whole: Sequence[int]) -> None:
+        begun = time.monotonic()
+        for number in dict.fromkeys((*whole, *(self._tensors[i].file for i in batch))):
+            if number in self._outputs:  # not where its tensors have no bytes
+                self._at(number, lambda output: output.sync())
+        finished = [
+            Finished(i, self._tensors[i].digest, self._tensors[i].counts) for i in sorted(batch)
+        ]
+        try:
+            self._journal.add(finished)
+        except OSError as error:
+            raise unwritable(self._plan.destination, error) from error
+        for number in whole:
+            with self._changed:
+                output = self._outputs.pop(number)
+            output.close()
+        took = time.monotonic() - begun
+        self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
+
+    def _at(self, number: int, do: Callable[[_Output], None]) -> None:
+        """Do something to an output file."""
+        try:
+            do(self._output(number))
+        except OSError as error:
+            path = self._plan.destination / self._plan.files[number].path
+            raise unwritable(path, error) from error
+
+    def _output(self, number: int) -> _Output:
+        with self._changed:
+            if number not in self._outputs:
+                path = self._out / self._plan.files[number].path
+                self._outputs[number] = _Output(path)
+            return self._outputs[number]
+
+    def _work_through(self) -> None:
+        """Take block after block: what a thread does."""
+        block_memory = direct_memory(BLOCK_NBYTES)
+        raw_memory: list[memoryview] = []
+
+        def raw() -> memoryview:
+            if not raw_memory:
+                raw_memory.append(direct_memory(BLOCK_NBYTES))
+            return raw_memory[0]
+
+        try:
+            while not self._stopped:
+                with self._changed:
+                    block = next(self._blocks, None)
+                if block is None:
+                    return
+                self._fill(block, block_memory, raw)
+                self._put(block, block_memory)
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._stopped = True
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _fill(self, block: Block, memory: memoryview, raw: Callable[[], memoryview]) -> None:
+        header = self._plan.files[block.file].header
+        piece = header[block.start : block.start + BLOCK_NBYTES]
+        memory[: len(piece)] = piece
+        for window in block.windows:
+            at = window.parts[0]
+            try:
+                with self._sources.window(window, raw) as view:
+                    for at in window.parts:
+                        with (
+                            view[at.read - window.start : at.read_stop - window.start] as data,
+                            memory[at.start - block.start : at.stop - block.start] as out,
+                        ):
+                            self._cast(at, data, out)
+            except CheckpointError as error:
+                if error.tensor is None:
+                    name = self._tensors[at.index].tensor.info.name
+                    raise error.of_tensor(name) from error
+                raise
+        for window in block.windows:
+            for part in window.parts:
+                with memory[part.start - block.start : part.stop - block.start] as out:
+                    self._digest(part, out)
+
+    def _cast(self, part: Part, data: memoryview, out: memoryview) -> None:
+        state = self._tensors[part.index]
+        info, dtype = state.tensor.info, state.tensor.dtype
+        counts = self._casts[info.dtype, dtype](data, out)
+        if counts is ZERO:
+            return
+        if counts.overflowed and self._out_of_range == "error":
+            raise OutOfRangeError(
+                info.name, info.shard, info.dtype.name, dtype.name, counts.overflowed
+            )
+        with self._changed:
+            state.counts += counts
+
+    def _digest(self, part: Part, out: memoryview) -> None:
+        """Add to a tensor's digest when what comes before was added.
+
+        Blocks are handed out in their order, so whoever has that is not waiting for this one.
+        """
+        state = self._tensors[part.index]
+        if state.digested != part.start:
+            with self._changed:
+                while state.digested != part.start:
+                    if self._stopped:
+                        raise _StoppedError
+                    self._changed.wait()
+        running = state.hasher = state.hasher or hasher()
+        running.update(out)
+        if part.stop == state.tensor.stop:
+            state.digest, state.hasher = running.hexdigest(), None
+        with self._changed:
+            state.digested = part.stop
+            if part.stop != state.tensor.stop:
+                self._changed.notify_all()
+
+    def _put(self, block: Block, memory: memoryview) -> None:
+        for start, stop in block.runs:
+            with memory[start - block.start : stop - block.start] as data:
+                self._write(block.file, start, data)
+        with self._changed:
+            for window in block.windows:
+                self.read_nbytes += window.stop - window.start
+                for part in window.parts:
+                    state = self._tensors[part.index]
+                    state.left_nbytes -= part.stop - part.start
+                    if not state.left_nbytes:
+                        self._written.append(part.index)
+            self._unwritten[block.file] -= sum(stop - start for start, stop in block.runs)
+            if not self._unwritten[block.file]:
+                self._whole.append(block.file)
+
+    def _write(self, number: int, start: int, data: memoryview) -> None:
+        self._at(number, lambda output: output.write(start, data))
+
+
+class _StoppedError(Exception):
+    """Another thread has failed: never seen outside, since its error came first."""
+
+
+def check_written(
+    file: OutFile, path: Path, digests: Mapping[str, str], tell: Callable[[int], None]
+) -> None:
+    """Read a file that was written, past the page cache where that can be, and compare.
+
+    Args:
+        file: what was planned.
+        path: where it is now.
+        digests: by tensor.
+        tell: told how many bytes were read so far.
+
+    Raises:
+        CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
+    """
+    done = 0
+    with open_reader(path, file.nbytes, "direct") as reader:
+        memory = direct_memory(BLOCK_NBYTES)
+        with memory[: min(len(file.header), BLOCK_NBYTES)] as head:
+            reader.read_into(0, head)
+            if head != file.header[: head.nbytes]:
+                raise CheckpointError(path, "the header on the disk is not the one written")
+        for tensor in file.tensors:
+            digest = hasher()
+            for start in range(tensor.start, tensor.stop, BLOCK_NBYTES):
+                with memory[: min(BLOCK_NBYTES, tensor.stop - start)] as data:
+                    reader.read_into(start, data)
+                    digest.update(data)
+                    done += data.nbytes
+                tell(done)
+            if digest.hexdigest() != digests[tensor.name]:
+                raise CheckpointError(
+                    path,
+                    "the bytes on the disk are not those that were written",
+                    tensor=tensor.name,
+                    expected=f"digest {digests[tensor.name]}",
+                    found=digest.hexdigest(),
+                )
