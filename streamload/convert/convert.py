@@ -22,9 +22,9 @@ from typing import Any, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.header import Header, unreadable
+from streamload.checkpoint.header import Header, read_header, unreadable
 from streamload.checkpoint.readers import fingerprint
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
 from streamload.convert.journal import Began, Journal
 from streamload.convert.planning import (
     INDEX,
@@ -206,6 +206,8 @@ def convert(
         raise ValueError("resume and overwrite exclude each other")
     options = _options(dtype, out_of_range, max_shard_size, nodes, select, exclude, rename)
     checkpoint = open_checkpoint(source)
+    if is_url(os.fsdecode(destination)) or lost_a_slash(os.fsdecode(destination)):
+        raise ValueError(f"a conversion is written to a folder, not to {os.fsdecode(destination)}")
     plan = plan_conversion(checkpoint, Path(destination), options)
     job = _Conversion(checkpoint, plan, options)
     job.check_apart()
@@ -259,6 +261,9 @@ class _Conversion:
         self._shards = [header for header in checkpoint.shards if header.path in used]
         self._tensors = [(file, t) for file in plan.files for t in file.tensors]
         self._source = {header.path.name: _state(header) for header in self._shards}
+        for header in self._shards:  # what they are known by is of the files that were planned for
+            if isinstance(header.path, Path) and read_header(header.path) != header:
+                raise CheckpointError(header.path, "has changed since its header was read")
         self._modes: dict[Location, int] = {
             header.path: header.path.stat().st_mode
             for header in self._shards
@@ -280,12 +285,16 @@ class _Conversion:
         """
         written = [self._plan.destination, self._work, self._out]
         written += [self._plan.destination / folder for folder in self._plan.folders if folder]
-        local = [h.path for h in self._shards if isinstance(h.path, Path)]
+        # also those of which nothing is read: they are the source's, and what is old goes
+        local = [h.path for h in self._checkpoint.shards if isinstance(h.path, Path)]
+        for shard in local:
+            if Path(os.path.realpath(self._work)) in Path(os.path.realpath(shard)).parents:
+                raise CheckpointError(self._work, "the source is in the folder that would be made")
         read = {folder for path in local for folder in _folders_of(path)}
         for folder in written:
             if os.path.realpath(folder) in read or any(_same(folder, other) for other in read):
                 raise CheckpointError(folder, "the source is in the folder that would be written")
-        for path in all_paths(self._plan):
+        for path in dict.fromkeys((*all_paths(self._plan), *self._old())):
             for shard in local:
                 if _same(self._plan.destination / path, shard):
                     raise CheckpointError(
@@ -422,6 +431,9 @@ class _Conversion:
                 self._prepare(journal)
                 journal.publish()
             self._publish(replaces=journal.replaces or overwrite)
+            if verify and not verified:  # an earlier call had begun to publish
+                self._verify(self._digests(journal), self._plan.destination, progress)
+                verified = True
             finished = {
                 self._key(file, t.name): journal.finished[i]
                 for i, (file, t) in enumerate(self._tensors)
@@ -464,6 +476,8 @@ class _Conversion:
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
         """The journal to go on with, or a new one in an empty folder."""
         try:
+            if resume:
+                self._check_versions()
             journal = Journal.resume(self._journal_path, self._began) if resume else None
             if journal is not None:
                 if not journal.publishing:
@@ -484,15 +498,31 @@ class _Conversion:
         except OSError as error:
             raise unwritable(self._plan.destination, error) from error
 
+    def _check_versions(self) -> None:
+        """Refuse to go on with what a server may have replaced meanwhile without a word."""
+        for header in self._shards:
+            if isinstance(header.path, Url) and not header.path.version:
+                raise CheckpointError(
+                    header.path,
+                    "a conversion of it cannot be continued",
+                    expected="a server that says which version of the file it has",
+                    found="neither ETag nor Last-Modified",
+                )
+
     def _forget_lost(self, journal: Journal) -> None:
-        """Do tensors again whose file is not there any more, or has become shorter."""
+        """Do tensors again whose file is not there any more, or has become shorter.
+
+        The journal says so before anything is written: the file will be long enough again.
+        """
+        lost = []
         for i, (file, tensor) in enumerate(self._tensors):
             try:
                 found_nbytes = (self._out / file.path).stat().st_size
             except FileNotFoundError:
                 found_nbytes = 0
-            if found_nbytes < tensor.stop:
-                journal.finished.pop(i, None)
+            if found_nbytes < tensor.stop and i in journal.finished:
+                lost.append(i)
+        journal.forget(lost)
 
     def _write(self, journal: Journal, progress: Progress) -> int:
         writer = Writer(
@@ -630,6 +660,7 @@ def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
 
 
 def _write_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -> None:
+    path.unlink(missing_ok=True)  # of an earlier run, and perhaps not to be written to
     with open(path, "wb") as file:
         file.writelines(pieces)
         file.flush()

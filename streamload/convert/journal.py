@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from streamload.cast.table import CastCounts
 from streamload.errors import CheckpointError
 
 _FORMAT = 1
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 #: Bring a file's bytes to the disk.
 sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
@@ -149,9 +151,14 @@ class Journal:
                     found=f"another {changed}",
                 )
             made.replaces = whole[0][0].get("replaces") is True
-            os.ftruncate(fd, whole[-1][1])
-            for line, _ in whole[1:]:
-                made._take(line)
+            end = whole[0][1]
+            for line, line_end in whole[1:]:
+                try:
+                    made._take(line)
+                except (TypeError, ValueError):  # damaged: what comes after it counts no more
+                    break
+                end = line_end
+            os.ftruncate(fd, end)
         except BaseException:
             made.close()
             raise
@@ -165,6 +172,17 @@ class Journal:
         """
         self._write({"tensor": one.to_json()} for one in finished)
         self.finished.update((one.index, one) for one in finished)
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """Note that tensors are not finished after all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if indices:
+            self._write([{"lost": list(indices)}])
+            for index in indices:
+                self.finished.pop(index, None)
 
     def publish(self) -> None:
         """Note that all is finished, and files will get their names."""
@@ -181,7 +199,15 @@ class Journal:
     def _take(self, line: Mapping[str, Any]) -> None:
         if "tensor" in line:
             index, digest, *counts = line["tensor"]
+            if not (
+                all(type(n) is int and n >= 0 for n in (index, *counts))
+                and len(counts) == len(fields(CastCounts))
+                and _DIGEST.fullmatch(digest)
+            ):
+                raise ValueError(f"not a finished tensor: {line}")
             self.finished[index] = Finished(index, digest, CastCounts(*counts))
+        for index in line.get("lost", ()):
+            self.finished.pop(index, None)
         self.publishing |= "publish" in line
 
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -205,7 +231,7 @@ def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
         end += len(line)
         try:
             read = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
+        except (ValueError, RecursionError):
             read = None
         if type(read) is not dict:
             break

@@ -47,6 +47,7 @@ _BEHIND = 6
 # next time comes after what the last one took, divided by this.
 _COMMIT_SHARE = 0.05
 _LATEST_COMMIT_S = 5.0
+_MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 
 # Source: sync_file_range(2).
@@ -197,6 +198,7 @@ class _Output:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._lock = threading.Lock()
         self._behind: deque[tuple[int, int]] = deque()
+        self._lost: OSError | None = None
 
     def write(self, start: int, data: memoryview) -> None:
         """Write, let the disk begin with it, and wait for what was written a while ago."""
@@ -215,8 +217,21 @@ class _Output:
             self._drop(*old)
 
     def sync(self) -> None:
-        """Bring all that was written to the disk."""
-        sync(self._fd)
+        """Bring all that was written to the disk.
+
+        After an error always the same one: the system tells that pages were lost once, and the
+        next time says that all is well.
+        """
+        self._told(lambda: sync(self._fd))
+
+    def _told(self, bring: Callable[[], None]) -> None:
+        if self._lost is None:
+            try:
+                bring()
+            except OSError as error:
+                self._lost = error
+        if self._lost is not None:
+            raise OSError(self._lost.errno, self._lost.strerror)
 
     def close(self) -> None:
         """Close it; may be called twice."""
@@ -233,7 +248,7 @@ class _Output:
             os.close(fd)
 
     def _drop(self, start: int, nbytes: int) -> None:
-        _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT)
+        self._told(lambda: _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
         with suppress(OSError):  # only advice
             os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -459,7 +474,8 @@ class Writer:
                         self._changed.wait(_TICK_S)
                     interrupt.check()
                     tell(self.read_nbytes)
-                    if time.monotonic() >= self._next_commit:
+                    # files are closed there: a process may have 1,024, and this one others too
+                    if time.monotonic() >= self._next_commit or len(self._whole) >= _MOST_WHOLE:
                         self._commit()
                 failed = False
             finally:
@@ -500,6 +516,7 @@ class Writer:
         with self._changed:
             batch, self._written = self._written, []
             whole, self._whole = self._whole, []
+            self._changed.notify_all()
         if not batch and not whole:
             return
         try:
@@ -556,6 +573,8 @@ class Writer:
         try:
             while not self._stopped:
                 with self._changed:
+                    while len(self._whole) >= 2 * _MOST_WHOLE and not self._stopped:
+                        self._changed.wait()  # for them to be closed
                     block = next(self._blocks, None)
                 if block is None:
                     return
@@ -643,6 +662,8 @@ class Writer:
             self._unwritten[block.file] -= sum(stop - start for start, stop in block.runs)
             if not self._unwritten[block.file]:
                 self._whole.append(block.file)
+                if len(self._whole) == _MOST_WHOLE:
+                    self._changed.notify_all()
 
     def _write(self, number: int, start: int, data: memoryview) -> None:
         self._at(number, lambda output: output.write(start, data))
