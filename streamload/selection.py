@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Self
 
 #: Patterns of tensor names, as `fnmatch.fnmatchcase` has them: one, or several.
 Patterns = str | Sequence[str]
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
+    """Hold every pattern to match something: one that does not is a slip of the pen.
+
+    Raises:
+        ValueError: a pattern matches none of the names; "*" may, of none.
+    """
+    for pattern in patterns:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +52,8 @@ class Selection:
         Raises:
             ValueError: a pattern matches none of them.
         """
-        for what, patterns in (("select", self.select), ("exclude", self.exclude)):
-            for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
+        check_patterns("select", self.select, names)
+        check_patterns("exclude", self.exclude, names)
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensor of this name is meant."""

@@ -18,6 +18,7 @@ import streamload
 from streamload.convert import convert as module
 from streamload.convert import writing
 from streamload.convert.journal import sync as real_sync
+from streamload.convert.planning import RenamePatterns
 from streamload.errors import CheckpointError
 
 
@@ -224,3 +225,21 @@ def test_what_may_not_be_written_is_copied_once_more(source: Path, tmp_path: Pat
         _convert(source, out, resume=True)
         # another file: root could have written to that one as well
         assert (out / "config.json").stat().st_ino != os.fstat(before.fileno()).st_ino
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": {"nomatch*": "float16", "*": "float32"}},
+        {"rename": {"nope": "x"}},
+        {"rename": RenamePatterns.parse(["model.*=*"])},
+        {"select": "nope*"},
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_a_slip(
+    source: Path, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """Whatever it is for: it would be passed over without a word."""
+    with pytest.raises(ValueError, match="no tensor's name matches"):
+        streamload.convert(source, tmp_path / "out", progress=False, **arguments)
+    assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from streamload.load import plan as plan_load
 from streamload.mapping import Rename, sources
 from streamload.plan.partition import Node
 from streamload.plan.planner import DTypePolicy
-from streamload.selection import Selection
+from streamload.selection import Selection, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
 INDEX = "model.safetensors.index.json"
@@ -111,11 +111,16 @@ class RenamePatterns:
             rules.append((before, after))
         return cls(tuple(rules))
 
+    @staticmethod
+    def match(before: str, name: str) -> re.Match[str] | None:
+        """How a name matches what stands before a "="; a group for each ``*``."""
+        pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
+        return re.fullmatch(pattern, name, re.DOTALL)
+
     def __call__(self, name: str) -> str:
         """What a name becomes."""
         for before, after in self.rules:
-            pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
-            match = re.fullmatch(pattern, name, re.DOTALL)
+            match = self.match(before, name)
             if match:
                 first, *rest = after.split("*")
                 texts = zip(match.groups(), rest, strict=False)
@@ -386,6 +391,8 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
     chosen = _chosen(checkpoint, options.selection)
+    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
+    _check_rename(options.rename, checkpoint.tensors)
     renamed, _, _ = sources(chosen, None, options.rename)
     wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
     if not wanted:
@@ -449,6 +456,22 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
 
 
 # --- which tensors, as what -----------------------------------------------------------------------
+
+
+def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
+    """Hold every rule to rename something, as far as rules are known.
+
+    Raises:
+        ValueError: one is of no tensor.
+    """
+    unmatched = None
+    if isinstance(rename, RenamePatterns):
+        rules = (before for before, _ in rename.rules)
+        unmatched = next((b for b in rules if not any(rename.match(b, n) for n in names)), None)
+    elif isinstance(rename, Mapping):
+        unmatched = next((name for name in rename if name not in names), None)
+    if unmatched is not None:
+        raise ValueError(f"rename: no tensor's name matches {unmatched!r}")
 
 
 def _chosen(checkpoint: Checkpoint, selection: Selection) -> Checkpoint:
