@@ -12,10 +12,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -163,7 +162,7 @@ def verify_checkpoint(
     done = nbytes = 0
     with (
         reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
-        _Files(checkpoint) as files,
+        closing(_Files(checkpoint)) as files,
     ):
         for info in listed:
             expected = digests.tensors[info.name]
@@ -415,8 +414,8 @@ def diff(
     nbytes = 0
     with (
         reporting(progress, total, "compared") as tell,
-        _Files(first) as files_a,
-        _Files(second) as files_b,
+        closing(_Files(first)) as files_a,
+        closing(_Files(second)) as files_b,
     ):
         done = 0
         for left, right, wanted in pairs:
@@ -681,15 +680,8 @@ class _Files:
         self._open[shard] = reader
         return reader
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close all."""
         while self._open:
             self._open.popitem()[1].close()
 

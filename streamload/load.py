@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-from streamload.cast.table import CastCounts, OutOfRange, cast_engine, supported
+from streamload.cast.table import OutOfRange, cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import (
@@ -67,7 +65,7 @@ from streamload.plan.planner import (
     make_plan,
 )
 from streamload.progress import Progress, reporting
-from streamload.report import Clock, LoadReport, Meter, device_map
+from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes, parse_bytes
@@ -702,7 +700,7 @@ class _Load:
             for index, count in sorted(stats.counts.items())
             if count.total
         }
-        _warn_of_overflow(self.checkpoint, made, counts)
+        warn_of_overflow(self.checkpoint.path, counts, made.out_of_range)
         names = [*(d.device for d in made.devices), STAGING]
         tensors = target.state_dict
         return LoadReport(
@@ -771,26 +769,6 @@ def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> list[Want]:
     if problems:
         raise StateDictMismatchError(checkpoint.path, problems=problems)
     return [want_of(checkpoint, name, source) for name, source in fill.items()]
-
-
-def _warn_of_overflow(checkpoint: Checkpoint, made: Plan, counts: Mapping[str, CastCounts]) -> None:
-    over = [name for name, count in counts.items() if count.overflowed]
-    if over:
-        became = "were clamped" if made.out_of_range == "clamp" else "became infinite"
-        warnings.warn(
-            f"{checkpoint.path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
-            f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
-            RuntimeWarning,
-            stacklevel=_callers_level(),
-        )
-
-
-def _callers_level() -> int:
-    """The ``stacklevel`` at which `_warn_of_overflow` names the line that called streamload."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
-        level, frame = level + 1, frame.f_back
-    return level - 1
 
 
 def _host_cast(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamload.cast.table import CastCounts
+from streamload.cast.table import CastCounts, OutOfRange
 from streamload.devices.base import Device
 from streamload.plan.plan import Plan
 from streamload.units import format_bytes
@@ -208,6 +210,29 @@ def _modules_around(name: str) -> list[str]:
 def _accelerate_name(device: str) -> str | int:
     kind, _, index = device.partition(":")
     return int(index) if kind == "cuda" and index else device
+
+
+def warn_of_overflow(
+    path: object, counts: Mapping[str, CastCounts], out_of_range: OutOfRange
+) -> None:
+    """Warn of finite values that a cast could not keep, in the line that called streamload."""
+    over = [name for name, count in counts.items() if count.overflowed]
+    if over:
+        became = "were clamped" if out_of_range == "clamp" else "became infinite"
+        warnings.warn(
+            f"{path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
+            f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
+            RuntimeWarning,
+            stacklevel=_callers_level(),
+        )
+
+
+def _callers_level() -> int:
+    """The ``stacklevel`` at which `warn_of_overflow` names the line that called streamload."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
+        level, frame = level + 1, frame.f_back
+    return level - 1
 
 
 class Clock:

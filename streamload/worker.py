@@ -22,7 +22,7 @@ from streamload.devices.base import Copy, Read, Staging, Ticket, populate
 from streamload.errors import AllocationError, CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
 from streamload.plan.chunks import Chunk, Run, split
-from streamload.plan.plan import STAGING_SLOTS, Placement, Plan, slot_nbytes
+from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.units import round_up
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
@@ -168,18 +168,25 @@ class Worker:
     def _parts(self, unit: Unit, start: int | None) -> list[Unit]:
         """What is left of a unit, in units that fit into a slot."""
         plan = self._job.plan
-        if start is None and _slot_nbytes(unit, plan) <= plan.slot_nbytes:
-            return [unit]
+        if start is None:
+            sizes = (_slot_nbytes(chunk, plan.placements[chunk.placement]) for chunk in unit)
+            # what is not handed out in bulk was cut to fit: there may be very many of these
+            bulk = self._job.is_bulk(plan.placements[unit[0].placement])
+            if not bulk or sum(sizes) <= plan.slot_nbytes:
+                return [unit]
         parts: list[Unit] = []
-        part: Unit = ()
+        part: list[Chunk] = []
+        size = 0
         for chunk in unit:
             placement = plan.placements[chunk.placement]
             for piece in split(chunk, placement, plan.chunk_nbytes, start or 0):
-                if part and _slot_nbytes((*part, piece), plan) > plan.slot_nbytes:
-                    parts.append(part)
-                    part = ()
-                part = (*part, piece)
-        return [*parts, part] if part else parts
+                grows = _slot_nbytes(piece, placement)
+                if part and size + grows > plan.slot_nbytes:
+                    parts.append(tuple(part))
+                    part, size = [], 0
+                part.append(piece)
+                size += grows
+        return [*parts, tuple(part)] if part else parts
 
     def run_batch(self, reader: Reader, batch: Sequence[Unit]) -> Iterator[Outcome]:
         """Place units, many in one call where that can be; yields those finished by now."""
@@ -591,12 +598,9 @@ def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy]) -> Read
     return Read(first, round_up(stop, alignment) - first, stop - first, tuple(copies))
 
 
-def _slot_nbytes(unit: Unit, plan: Plan) -> int:
-    """Bytes that a unit takes up in a slot."""
-    return sum(
-        slot_nbytes(max(chunk.staged_nbytes(plan.placements[chunk.placement]), chunk.read_nbytes))
-        for chunk in unit
-    )
+def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:
+    """Bytes that a chunk takes up in a slot."""
+    return slot_nbytes(max(chunk.staged_nbytes(placement), chunk.read_nbytes))
 
 
 def _at_fault(unit: Unit, error: CheckpointError) -> Chunk:

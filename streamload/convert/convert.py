@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -46,7 +45,7 @@ from streamload.mapping import Rename
 from streamload.plan.partition import Node
 from streamload.plan.planner import DTypePolicy
 from streamload.progress import Progress, reporting
-from streamload.report import Clock
+from streamload.report import Clock, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
 
@@ -443,28 +442,17 @@ class _Conversion:
         finally:
             journal.close()
         self._clean()
-        self._warn_of_overflow({key: one.counts.overflowed for key, one in finished.items()})
+        counts = {name: one.counts for name, one in finished.items() if one.counts.total}
+        warn_of_overflow(self._plan.path, counts, self._options.out_of_range)
         return ConvertReport(
             self._plan,
             clock.seconds,
             read_nbytes=read_nbytes,
-            counts={name: one.counts for name, one in finished.items() if one.counts.total},
+            counts=counts,
             digests={name: one.digest for name, one in finished.items()},
             resumed=resumed,
             verified=verified,
         )
-
-    def _warn_of_overflow(self, overflowed: Mapping[str, int]) -> None:
-        over = [name for name, count in overflowed.items() if count]
-        if over:
-            clamped = self._options.out_of_range == "clamp"
-            warnings.warn(
-                f"{self._plan.path}: {sum(overflowed.values())} finite values "
-                f"{'were clamped' if clamped else 'became infinite'} in {len(over)} tensors: "
-                f"{', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     @staticmethod
     def _key(file: OutFile, name: str) -> str:

@@ -206,7 +206,8 @@ class BulkCopier(Protocol):
         """What `Copy.kernel` is for a cast, compiled once; any thread may ask.
 
         Raises:
-            UnsupportedCastError: it cannot be compiled, or the driver does not take it.
+            UnsupportedCastError: it cannot be compiled.
+            DeviceError: the driver does not take it.
         """
 
     def window(self, fd: int, file_nbytes: int) -> Staging:

@@ -54,11 +54,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     ),
     "cuMemAlloc_v2": (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t),
     "cuMemFree_v2": (ctypes.c_uint64,),
-    "cuMemHostGetDevicePointer_v2": (
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.c_void_p,
-        ctypes.c_uint,
-    ),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuMemcpyDtoHAsync_v2": (
