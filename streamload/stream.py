@@ -279,7 +279,6 @@ class _Crew:
                 finished = []
             if failed:  # of its slots nothing is known any more
                 return
-            del item, reader, batch  # a file that is closed meanwhile is not to stay mapped
 
 
 def _insist(wait: Callable[[], object]) -> None:
