@@ -1,4 +1,4 @@
-"""Ctrl-C, kept for a point where the books are straight."""
+"""Ctrl-C, and being told to stop by another thread, kept for a point where the books are straight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from types import FrameType
 
 
 class Interrupt:
-    """Ctrl-C, kept until the books are straight."""
+    """Ctrl-C or a cancellation, kept until the books are straight."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], object] | None) -> None:
         self.wake: Callable[[], None] = nothing
         self._handler = handler
         self._pending = 0
+        self._error: BaseException | None = None
 
     def check(self) -> None:
-        """Let the handler that was in place have what was kept; Python's raises."""
+        """Raise what `cancel` was given; let the handler in place have its signal, which raises."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         while self._pending and self._handler is not None:
             self._pending -= 1
             self._handler(signal.SIGINT, None)
@@ -28,9 +32,17 @@ class Interrupt:
         self._pending += 1
         self.wake()
 
+    def cancel(self, error: BaseException) -> None:
+        """Have the thread of this interrupt raise an error; from any thread."""
+        self._error = error
+        self.wake()
+
 
 def nothing() -> None:
     """Wake nobody."""
+
+
+_OUTERMOST = threading.local()
 
 
 @contextmanager
@@ -40,24 +52,25 @@ def deferred_interrupt() -> Iterator[Interrupt]:
     In the main thread, the handler in place (Python's or the application's) is called from
     `Interrupt.check` instead of between any two instructions, and once more at the end of a block
     that succeeds. One that comes while an error is on its way is dropped: the block is ending
-    already. Blocks nest; the outermost decides. A process that ignores SIGINT, or leaves it to
-    the kernel, is left alone.
+    already. Blocks of a thread nest; the outermost decides. A process that ignores SIGINT, or
+    leaves it to the kernel, is left alone. In other threads there is `Interrupt.cancel` alone.
     """
+    outer: Interrupt | None = getattr(_OUTERMOST, "interrupt", None)
+    if outer is not None:
+        yield outer
+        return
     handler = None
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGINT)
-    outer = getattr(handler, "__self__", None)
-    if isinstance(outer, Interrupt):
-        yield outer
-        return
     interrupt = Interrupt(handler if callable(handler) else None)
-    if not callable(handler):
-        yield interrupt
-        return
-    signal.signal(signal.SIGINT, interrupt.handle)
+    if callable(handler):
+        signal.signal(signal.SIGINT, interrupt.handle)
+    _OUTERMOST.interrupt = interrupt
     try:
         yield interrupt
     finally:
-        if signal.getsignal(signal.SIGINT) == interrupt.handle:  # nobody else's since
+        _OUTERMOST.interrupt = None
+        # nobody else's since
+        if callable(handler) and signal.getsignal(signal.SIGINT) == interrupt.handle:
             signal.signal(signal.SIGINT, handler)
     interrupt.check()

@@ -832,7 +832,7 @@ class TorchFramework:
         if kind == "meta":
             raise DeviceNotFoundError(name, "it holds no values")
         try:
-            torch.empty(1, device=name)
+            torch.empty(0, device=name)  # opens it, and takes no memory of it
         except (RuntimeError, AssertionError, ImportError) as error:
             raise DeviceNotFoundError(name, _first_line(error)) from error
         return _WAYS.get(kind, TorchDevice)(name)
