@@ -22,6 +22,7 @@ from streamload.checkpoint.readers import (
     reader_for,
 )
 from streamload.devices.base import (
+    Framework,
     Parameter,
     environment_fp16_cast,
     framework,
@@ -187,7 +188,7 @@ def load_state_dict(
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    options = _Options.read(
+    options = Options.read(
         budget,
         dtype,
         out_of_range,
@@ -201,8 +202,11 @@ def load_state_dict(
     )
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
-    with _uncollected():
-        load = _Load.prepare(model, _opened(path), options, device, rename, mapping, strict)
+    with uncollected():
+        checkpoint = opened_checkpoint(path)
+        found = sources(checkpoint, mapping, rename)
+        place = Place.look(model, options, device)
+        load = Load.prepare(place, checkpoint, options, found, strict)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return load.run(progress, clock)
@@ -214,7 +218,7 @@ def load_state_dict(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Keep Python from looking for garbage cycles, where it does: a load makes none.
 
     It makes a dozen objects for each tensor, which stay until it ends. Looking through them again
@@ -282,7 +286,7 @@ def plan(
     """
     if sum(given is not None for given in (device, devices, nodes)) > 1:
         raise ValueError("device, devices and nodes exclude each other")
-    options = _Options.read(
+    options = Options.read(
         budget,
         dtype,
         out_of_range,
@@ -299,7 +303,7 @@ def plan(
         raise ValueError(f"devices is a list of names, not {devices!r}")
     if nodes is not None and (budget is not None or not all(isinstance(n, Node) for n in nodes)):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
-    checkpoint = _opened(path)
+    checkpoint = opened_checkpoint(path)
     if nodes is not None:
         names = [node.name for node in nodes]
     else:
@@ -334,7 +338,8 @@ def plan(
     return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
 
 
-def _opened(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+def opened_checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    """The checkpoint at a path, or the one that was given."""
     if isinstance(path, Checkpoint):
         return path
     if not isinstance(path, (str, os.PathLike)):
@@ -353,7 +358,7 @@ def _check_names(budget: Budget, names: Iterable[str], device: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
     """The arguments of a load that are numbers and names, read and checked."""
 
     budget: Budget
@@ -380,7 +385,7 @@ class _Options:
         chunk_nbytes: int | None,
         threads: int | None,
         reserve: float | str = 0,
-    ) -> _Options:
+    ) -> Options:
         """Read the arguments; raises ValueError for one that is not what it should be."""
         for name, value, choices in (
             ("out_of_range", out_of_range, get_args(OutOfRange)),
@@ -546,7 +551,67 @@ def _host_moves(made: Plan, specs: Iterable[DeviceSpec]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class Place:
+    """What a load fills and where it goes, looked at and not touched.
+
+    Attributes:
+        owner: the framework of the model; None for a load without one.
+        parameters: the model's.
+        unstored: tensors of the model that no checkpoint has, and where they are.
+        held: bytes that the model holds, by device.
+        keep: devices on which a parameter that is there stays.
+        devices: those of the load, open.
+    """
+
+    owner: Framework | None
+    parameters: Sequence[Parameter]
+    unstored: Mapping[str, str]
+    held: Mapping[str, int]
+    keep: frozenset[str]
+    devices: Devices
+
+    @classmethod
+    def look(cls, model: Any, options: Options, device: str | Sequence[str] | None) -> Place:
+        """Look at a model, and open the devices."""
+        owner = None
+        parameters: Sequence[Parameter] = ()
+        if model is not None:
+            owner = framework(framework_of(model) or "tinygrad")
+            parameters = owner.parameters(model)
+        held: dict[str, int] = {}
+        for parameter in parameters:
+            if parameter.device is not None:
+                held[parameter.device] = held.get(parameter.device, 0) + parameter.nbytes
+        devices = open_devices(device, owner, held)
+        _check_names(options.budget, devices.opened, device)
+        keep = frozenset(devices.opened) if device is None else frozenset()
+        unstored = owner.unstored(model) if owner is not None else {}
+        return cls(owner, parameters, unstored, held, keep, devices)
+
+    def specs(
+        self, options: Options, *, bf16_undecided: bool, over: Devices | None = None
+    ) -> list[DeviceSpec]:
+        """Describe the devices to the planner.
+
+        Args:
+            options: those of the load.
+            bf16_undecided: whether some dtype depends on what a device computes in natively.
+            over: other devices than those that were opened.
+        """
+        return options.casting(
+            (over or self.devices).specs(
+                options.budget,
+                options.policy,
+                options.cast,
+                self.held,
+                bf16_undecided=bf16_undecided,
+                reserve_nbytes=options.reserve_nbytes,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
     """One call: everything decided, nothing moved yet."""
 
     checkpoint: Checkpoint
@@ -559,33 +624,30 @@ class _Load:
     @classmethod
     def prepare(
         cls,
-        model: Any,
+        place: Place,
         checkpoint: Checkpoint,
-        options: _Options,
-        device: str | Sequence[str] | None,
-        rename: Rename | None,
-        mapping: MappingArgument | None,
+        options: Options,
+        found: tuple[Mapping[str, Source], list[str], Mapping[str, str]],
         strict: bool,
-    ) -> _Load:
-        """Match and plan."""
-        owner = None
-        parameters: list[Parameter] = []
-        if model is not None:
-            owner = framework(framework_of(model) or "tinygrad")
-            parameters = owner.parameters(model)
-        held: dict[str, int] = {}
-        for parameter in parameters:
-            if parameter.device is not None:
-                held[parameter.device] = held.get(parameter.device, 0) + parameter.nbytes
-        fill, skipped, tied = sources(checkpoint, mapping, rename)
-        devices = open_devices(device, owner, held)
-        _check_names(options.budget, devices.opened, device)
+    ) -> Load:
+        """Match and plan.
+
+        Args:
+            place: the model, and where it goes.
+            checkpoint: the headers.
+            options: those of the load.
+            found: what fills each parameter; see `sources`.
+            strict: whether model and checkpoint must have the same names and shapes.
+        """
+        devices = place.devices
+        fill, _, tied = found
         match = None
-        if model is None:
+        if place.owner is None:
             wants = _wants(checkpoint, fill)
         else:
-            keep = frozenset(devices.opened) if device is None else frozenset()
-            match = match_parameters(checkpoint, parameters, fill, tied, keep, options.policy)
+            match = match_parameters(
+                checkpoint, place.parameters, fill, tied, place.keep, options.policy
+            )
             match.check(checkpoint.path, strict)
             wants = match.wants
             tied = {}  # the model says what is tied
@@ -593,16 +655,7 @@ class _Load:
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
         def planned(over: Devices) -> Plan:
-            specs = options.casting(
-                over.specs(
-                    options.budget,
-                    options.policy,
-                    options.cast,
-                    held,
-                    bf16_undecided=undecided,
-                    reserve_nbytes=options.reserve_nbytes,
-                )
-            )
+            specs = place.specs(options, bf16_undecided=undecided, over=over)
             specs, refused = over.compile_casts(
                 specs,
                 wants,
@@ -632,15 +685,14 @@ class _Load:
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes]
         loaded = {r.tensor for want in wants for r in want.source}
         skipped = [name for name in checkpoint.tensors if name not in loaded]
-        unstored = owner.unstored(model) if owner is not None else {}
-        notes += on_unstored(unstored, made)
+        notes += on_unstored(place.unstored, made)
         return cls(
             checkpoint,
             replace(made, notes=tuple(notes)),
             devices,
             match,
             tuple(skipped),
-            tuple(unstored),
+            tuple(place.unstored),
         )
 
     def _device_map(self) -> dict[str, str | int]:
@@ -772,7 +824,7 @@ def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> list[Want]:
 
 
 def _host_cast(
-    checkpoint: Checkpoint, wants: Iterable[Want], options: _Options, native_bf16: Set[bool]
+    checkpoint: Checkpoint, wants: Iterable[Want], options: Options, native_bf16: Set[bool]
 ) -> tuple[CastChoice, list[str]]:
     """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled.
 

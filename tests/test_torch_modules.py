@@ -780,7 +780,7 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     """What the host only reads takes more of them than its casts do; what is asked for is had."""
-    from streamload.load import _Options, _wants
+    from streamload.load import Options, _wants
     from streamload.lookup import unseen_spec
     from streamload.mapping import sources
 
@@ -789,7 +789,7 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     spec = unseen_spec("cuda:0", 10**9)
 
     def threads(dtype: str, count: int | None, cast: Any = "llvm") -> int:
-        options = _Options.read(None, dtype, "inf", cast, "pread", "auto", "staged", 2**23, count)
+        options = Options.read(None, dtype, "inf", cast, "pread", "auto", "staged", 2**23, count)
         specs = options.casting([spec])
         return options.plan(checkpoint, wants, specs, {}, "llvm").threads
 
