@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import email.utils
 import hashlib
-import re
 import socket
 import ssl
 import struct
@@ -14,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from range_server import RangeHandler
 
 Act = Callable[["Handler", bytes], None]
 
@@ -108,18 +109,10 @@ class Redirect:
         )
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(RangeHandler):
     """One connection."""
 
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     server: _Server
-
-    @property
-    def wanted(self) -> tuple[int, int] | None:
-        """The range that is asked for; the stop is exclusive."""
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        return (int(found[1]), int(found[2]) + 1) if found else None
 
     def do_GET(self) -> None:
         """Note the request, and do what was planned for it."""
@@ -157,9 +150,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
 
 
 class _Server(ThreadingHTTPServer):

@@ -63,6 +63,36 @@ class NoBoxesError(Exception):
     """Memory cgroups cannot be made here; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A memory cgroup.
+
+    Attributes:
+        folder: of the cgroup.
+        files: the names in there.
+    """
+
+    folder: Path
+    files: _Files
+
+    @property
+    def procs(self) -> Path:
+        """Where a process writes its id to enter."""
+        return self.folder / "cgroup.procs"
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        """The most that was charged, page cache included; None where the kernel does not say."""
+        peak = self.folder / self.files.peak
+        return int(peak.read_text()) if peak.exists() else None
+
+    @property
+    def oom_killed(self) -> bool:
+        """Whether the kernel killed a process of the box for memory."""
+        lines = (self.folder / self.files.events).read_text().splitlines()
+        return int(dict(line.split() for line in lines).get("oom_kill", 0)) > 0
+
+
 class Boxes:
     """Makes memory cgroups below this process's own (v1), or beside or below it (v2)."""
 
@@ -71,11 +101,25 @@ class Boxes:
         for files, parent in _parents():
             try:
                 self._files, self._parent = files, parent
-                with self._box(2**30):
-                    return
+                remove(self.make(2**30).folder)
+                return
             except OSError as error:
                 problems.append(f"{parent}: {error.strerror}")
         raise NoBoxesError("no memory cgroup can be made: " + ("; ".join(problems) or "no mount"))
+
+    def make(self, limit_nbytes: int) -> Box:
+        """Make one of ``limit_nbytes`` of memory without swap, to be removed by `remove`."""
+        folder = self._parent / f"streamload-{os.getpid()}-{next(_SEQUENCE)}"
+        folder.mkdir()
+        try:
+            (folder / self._files.limit).write_text(str(limit_nbytes))
+            swap = folder / self._files.limit_with_swap
+            if swap.exists():  # not where the kernel does not account for swap
+                swap.write_text("0" if self._files is _V2 else str(limit_nbytes))
+        except BaseException:
+            remove(folder)
+            raise
+        return Box(folder, self._files)
 
     def run(
         self,
@@ -87,38 +131,23 @@ class Boxes:
         timeout_s: float = 300,
     ) -> BoxRun:
         """Run a command, and all that it starts, in ``limit_nbytes`` of memory without swap."""
-        # files, not pipes: a process left behind would hold a pipe open
-        with self._box(limit_nbytes) as box, TemporaryFile() as out, TemporaryFile() as err:
-            done = subprocess.run(
-                ["sh", "-c", 'echo $$ >"$0" && exec "$@"', box / "cgroup.procs", *argv],
-                env=env,
-                cwd=cwd,
-                timeout=timeout_s,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-            peak = box / self._files.peak
-            return BoxRun(
-                done.returncode,
-                _text(out),
-                _text(err),
-                int(peak.read_text()) if peak.exists() else None,
-                _oom_kills(box / self._files.events) > 0,
-            )
-
-    @contextlib.contextmanager
-    def _box(self, limit_nbytes: int) -> Iterator[Path]:
-        box = self._parent / f"streamload-{os.getpid()}-{next(_SEQUENCE)}"
-        box.mkdir()
+        box = self.make(limit_nbytes)
         try:
-            (box / self._files.limit).write_text(str(limit_nbytes))
-            swap = box / self._files.limit_with_swap
-            if swap.exists():  # not where the kernel does not account for swap
-                swap.write_text("0" if self._files is _V2 else str(limit_nbytes))
-            yield box
+            # files, not pipes: a process left behind would hold a pipe open
+            with TemporaryFile() as out, TemporaryFile() as err:
+                done = subprocess.run(
+                    ["sh", "-c", 'echo $$ >"$0" && exec "$@"', box.procs, *argv],
+                    env=env,
+                    cwd=cwd,
+                    timeout=timeout_s,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                )
+                said, complaints = _text(out), _text(err)
+                return BoxRun(done.returncode, said, complaints, box.peak_nbytes, box.oom_killed)
         finally:
-            _remove(box)
+            remove(box.folder)
 
 
 def _parents() -> Iterator[tuple[_Files, Path]]:
@@ -150,26 +179,22 @@ def _below(mount: Path, root: str, path: str) -> Path:
     return mount if relative.startswith("..") else mount / relative
 
 
-def _oom_kills(events: Path) -> int:
-    counts = dict(line.split() for line in events.read_text().splitlines())
-    return int(counts.get("oom_kill", 0))
-
-
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
 
 
-def _remove(box: Path) -> None:
+def remove(folder: Path) -> None:
+    """Remove a box, and end what runs in it."""
     for _ in range(100):
         with contextlib.suppress(OSError):
-            for pid in (box / "cgroup.procs").read_text().split():
+            for pid in (folder / "cgroup.procs").read_text().split():
                 os.kill(int(pid), signal.SIGKILL)  # what the command left behind
         with contextlib.suppress(OSError):
-            box.rmdir()
+            folder.rmdir()
             return
         time.sleep(0.05)  # the kernel is still taking its processes apart
-    box.rmdir()
+    folder.rmdir()
 
 
 def forget(path: Path) -> None:

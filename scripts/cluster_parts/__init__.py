@@ -1,0 +1,1 @@
+"""Several hosts on this machine; see `scripts/cluster`."""

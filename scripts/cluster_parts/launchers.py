@@ -1,0 +1,178 @@
+"""Starting one program on all hosts of a cluster, as clusters do it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster_parts.hosts import ENTER, Cluster, NoClusterError
+
+MASTER_PORT = 29500
+_RENDEZVOUS = f"node-0:{MASTER_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A process that was started: a rank, or what has started some.
+
+    Attributes:
+        host: where it runs.
+        process: it.
+    """
+
+    host: int
+    process: subprocess.Popen[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be started.
+
+    Attributes:
+        cluster: on which hosts.
+        argv: the program that each rank is, and its arguments.
+        per_host: ranks of a host.
+        env: more environment variables.
+        options: of `subprocess.Popen`.
+    """
+
+    cluster: Cluster
+    argv: Sequence[str | os.PathLike[str]]
+    per_host: int
+    env: Mapping[str, str]
+    options: Mapping[str, Any]
+
+    def start(
+        self, host: int, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str]
+    ) -> Program:
+        """Start one program."""
+        process = self.cluster.exec(host, argv, env={**env, **self.env}, **self.options)
+        return Program(host, process)
+
+
+def launch(
+    cluster: Cluster,
+    launcher: str,
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> list[Program]:
+    """Start a program on all hosts.
+
+    Args:
+        cluster: the hosts.
+        launcher: one of `LAUNCHERS`.
+        argv: the program and its arguments.
+        per_host: how often on each host.
+        env: more environment variables.
+        **options: of `subprocess.Popen`.
+
+    Returns:
+        What was started: with "env" every rank, with "torchrun" a torchrun a host, with "mpirun"
+        one on the first host.
+
+    Raises:
+        NoClusterError: the launcher is not installed.
+    """
+    return LAUNCHERS[launcher](Job(cluster, argv, per_host, env or {}, options))
+
+
+def _bare(job: Job) -> list[Program]:
+    """Environment variables; the names are those of torch.distributed's ``env://``."""
+    count = len(job.cluster.hosts)
+    common = {
+        "WORLD_SIZE": str(count * job.per_host),
+        "LOCAL_WORLD_SIZE": str(job.per_host),
+        "MASTER_ADDR": job.cluster.hosts[0].name,
+        "MASTER_PORT": str(MASTER_PORT),
+    }
+    return [
+        job.start(
+            host,
+            job.argv,
+            {**common, "RANK": str(host * job.per_host + local), "LOCAL_RANK": str(local)},
+        )
+        for host in range(count)
+        for local in range(job.per_host)
+    ]
+
+
+def _torchrun(job: Job) -> list[Program]:
+    """The ranks follow from the names of the hosts, as text: node-10 comes before node-2."""
+    return _torchrun_with(
+        job, lambda _: ("--rdzv-backend=c10d", f"--rdzv-endpoint={_RENDEZVOUS}", "--rdzv-id=job")
+    )
+
+
+def _torchrun_static(job: Job) -> list[Program]:
+    """The ranks are those of the hosts."""
+    name = job.cluster.hosts[0].name
+    where = (f"--master-addr={name}", f"--master-port={MASTER_PORT}")
+    return _torchrun_with(job, lambda host: (f"--node-rank={host}", *where))
+
+
+def _torchrun_with(job: Job, options: Callable[[int], Sequence[str]]) -> list[Program]:
+    count = len(job.cluster.hosts)
+    shape = (f"--nnodes={count}", f"--nproc-per-node={job.per_host}", "--no-python")
+    run = (sys.executable, "-m", "torch.distributed.run")
+    return [job.start(host, [*run, *shape, *options(host), *job.argv], {}) for host in range(count)]
+
+
+# No binding to cores, since each host takes all of the machine's for its own; names of ranks at the
+# begin of lines; and namespaces are made by root.
+_OF_OPEN_MPI = ("--bind-to", "none", "--tag-output", "--allow-run-as-root")
+
+#: How each family of mpirun is told: words of what it says of its version, its option for hosts and
+#: others, and the environment that has it call `ENTER` in place of ssh, with its arguments.
+#: Sources: mpirun(1) of Open MPI 4.1 and 5.0, mpiexec.hydra --help of MPICH 4.
+_MPIRUNS: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
+    (
+        r"\(Open MPI\) [1-4]\.",
+        ("--host", *_OF_OPEN_MPI),
+        {"OMPI_MCA_plm_rsh_agent": str(ENTER)},
+    ),
+    (
+        r"\(Open MPI\)",
+        ("--host", *_OF_OPEN_MPI),
+        {"PRTE_MCA_plm_ssh_agent": str(ENTER)},
+    ),
+    (
+        r"HYDRA|MPICH|Intel",
+        ("-hosts", "-prepend-rank"),
+        {"HYDRA_LAUNCHER": "rsh", "HYDRA_LAUNCHER_EXEC": str(ENTER)},
+    ),
+)
+
+#: What mpirun puts before a line: "[1,3]<stderr>: ", "[prterun-node-0-17@1,3]<stdout>: ", "[3] ".
+MPI_TAG = re.compile(rb"\[(?:[^\]\s]*,)?(\d+)\](?:<(stdout|stderr)>:)? ?")
+
+
+def _mpirun(job: Job) -> list[Program]:
+    """The ranks are those of the hosts; their daemons are started by `ENTER`."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        raise NoClusterError("not installed: mpirun (Debian: openmpi-bin)")
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    for known, (hosts_option, *more), env in _MPIRUNS:
+        if re.search(known, said):
+            hosts = ",".join(f"{host.name}:{job.per_host}" for host in job.cluster.hosts)
+            ranks = str(len(job.cluster.hosts) * job.per_host)
+            options = ["-n", ranks, hosts_option, hosts, *more]
+            return [job.start(0, [mpirun, *options, *job.argv], env)]
+    raise NoClusterError(f"an mpirun that is not known: {said.strip()[:100]}")
+
+
+LAUNCHERS: dict[str, Callable[[Job], list[Program]]] = {
+    "env": _bare,
+    "torchrun": _torchrun,
+    "torchrun-static": _torchrun_static,
+    "mpirun": _mpirun,
+}
