@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,10 @@ ALGORITHM = "xxh3_128"
 
 _FORMAT = 1
 _MAX_U64 = 2**64 - 1
+
+
+#: Values that overflowed, that became zero, and that changed in any other way.
+Counts = tuple[int, int, int]
 
 
 class Hasher(Protocol):
@@ -144,12 +148,17 @@ class Digests:
         source: what was converted, and in which state it was: plain JSON values.
         options: how it was converted: plain JSON values.
         algorithm: what the digests are.
+        files: names of all that was written into the folder, the sidecar included.
+        counts: of each tensor that a cast changed, how many values overflowed, how many became
+            zero, and how many changed in any other way.
     """
 
     tensors: Mapping[str, Digest] = field(repr=False)
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     algorithm: str = ALGORITHM
+    files: tuple[str, ...] = ()
+    counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -158,20 +167,30 @@ class Digests:
         *,
         source: Mapping[str, Any] = MappingProxyType({}),
         options: Mapping[str, Any] = MappingProxyType({}),
+        files: Sequence[str] = (),
+        counts: Mapping[str, Counts] = MappingProxyType({}),
     ) -> Self:
         """Put digests together; of two of one name, the later counts."""
-        return cls({digest.name: digest for digest in digests}, source, options)
+        tensors = {digest.name: digest for digest in digests}
+        return cls(tensors, source, options, ALGORITHM, tuple(files), dict(counts))
 
     def to_json(self) -> str:
         """The sidecar's text."""
+        return "".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        """The text, a line for each tensor: there may be very many."""
         document = {
             "format": _FORMAT,
             "algorithm": self.algorithm,
             "source": dict(self.source),
             "options": dict(self.options),
-            "tensors": {name: digest.to_json() for name, digest in self.tensors.items()},
+            "files": list(self.files),
         }
-        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+        yield json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}")
+        yield from _object("counts", self.counts.items())
+        yield from _object("tensors", ((n, digest.to_json()) for n, digest in self.tensors.items()))
+        yield "\n}\n"
 
     @classmethod
     def read(cls, path: str | os.PathLike[str] | Url) -> Self:
@@ -191,8 +210,9 @@ class Digests:
             url = url if url.name else url / SIDECAR
             return cls.from_json(read_json_file(url), url)
         found = Path(path)
-        if found.is_dir():
-            found /= SIDECAR
+        with suppress(OSError):  # one may not look: so says who reads it
+            if found.is_dir():
+                found /= SIDECAR
         return cls.from_json(read_json_file(found), found)
 
     @classmethod
@@ -225,7 +245,25 @@ class Digests:
         digests = {
             name: Digest.from_json(name, entry, path, algorithm) for name, entry in tensors.items()
         }
-        return cls(digests, source, options, algorithm)
+        files = document.get("files", [])
+        if type(files) is not list or not all(type(name) is str for name in files):
+            raise fail("files is not valid", "a list of names", describe(files))
+        counts = _unique(document.get("counts", {}), path, "counts")
+        for name, found in counts.items():
+            if (
+                type(found) is not list
+                or len(found) != 3
+                or not all(type(count) is int and count >= 0 for count in found)
+            ):
+                raise fail("counts are not valid", "three of 0 or more", describe(name))
+        return cls(
+            digests,
+            source,
+            options,
+            algorithm,
+            tuple(files),
+            {name: tuple(found) for name, found in counts.items()},
+        )
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
@@ -242,7 +280,7 @@ class Digests:
         partial = target.with_name(f".{target.name}.partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
+                file.writelines(self._lines())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
@@ -255,6 +293,16 @@ class Digests:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _object(name: str, items: Iterable[tuple[str, object]]) -> Iterator[str]:
+    """A member of the sidecar that is an object, a line for each of its own."""
+    yield f',\n "{name}": {{'
+    before = "\n  "
+    for key, value in items:
+        yield f"{before}{json.dumps(key)}: {json.dumps(value)}"
+        before = ",\n  "
+    yield "\n }"
 
 
 def _unique(value: object, path: Location, what: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.convert.convert import convert
-from streamload.convert.planning import INDEX, SINGLE, WORK, RenamePatterns
+from streamload.convert.planning import INDEX, SINGLE, WORK, OutFile, RenamePatterns
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
 from streamload.errors import (
@@ -125,6 +126,32 @@ def test_files_are_no_larger_than_asked(source: Path, tmp_path: Path) -> None:
     count = len(checkpoint.shards)
     wanted = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     assert [header.path.name for header in checkpoint.shards] == wanted
+
+
+def test_a_size_that_fits_exactly_is_enough(tmp_path: Path) -> None:
+    """Of any number of tensors: a file is as long as was asked for, and one byte less is not."""
+    rng = np.random.default_rng(3)
+    tensors = {f"t{i}": ("F32", (n,), rng.bytes(4 * n)) for i, n in enumerate([5000, *[16, 3] * 9])}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_safetensors(folder / SINGLE, tensors)
+    whole = quiet(folder, tmp_path / "out", dry_run=True).plan.written_nbytes
+    for less, count in ((0, 1), (1, 2)):
+        plan = quiet(folder, tmp_path / "out", dry_run=True, max_shard_size=whole - less).plan
+        assert len(plan.files) == count
+    for nbytes in range(500, 4000, 61):
+        files = quiet(folder, tmp_path / "out", dry_run=True, max_shard_size=nbytes).plan.files
+        for file, following in pairwise(files):
+            assert file.nbytes <= nbytes or len(file.tensors) == 1
+            names = {t.info.name for t in file.tensors} | {_first_in(folder, following)}
+            one = quiet(folder, tmp_path / "out", dry_run=True, select=sorted(names)).plan
+            assert one.written_nbytes > nbytes  # another one would not have fitted
+
+
+def _first_in(folder: Path, file: OutFile) -> str:
+    """Of a file's tensors the one that comes first in the source."""
+    order = list(open_checkpoint(folder).tensors)
+    return min((t.info.name for t in file.tensors), key=order.index)
 
 
 def test_metadata_is_carried_over(tmp_path: Path) -> None:

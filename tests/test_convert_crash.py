@@ -5,18 +5,25 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
 
-from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.readers import Reader
+from streamload.checkpoint.url import Location
+from streamload.convert import convert as conversion
+from streamload.convert import writing
 from streamload.convert.planning import WORK
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
@@ -88,6 +95,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
 
 
 Start = Callable[[Path, Path, dict[str, object]], tuple[int, Callable[[], int]]]
+Reads = list[tuple[str, int, int]]  # file, first byte, last byte exclusive
 
 
 def await_beginning(out: Path) -> None:
@@ -105,30 +113,56 @@ def journaled(out: Path) -> list[int]:
     return [json.loads(line)["tensor"][0] for line in lines if '"tensor"' in line]
 
 
-def spoil(source: Path, names: set[str]) -> Callable[[], None]:
-    """Overwrite tensors in their files, which look as before; returns what undoes it."""
-    undo = []
-    for info in open_checkpoint(source).tensors.values():
-        assert isinstance(info.shard, Path)
-        if info.name in names:
-            before = info.shard.stat()
-            with open(info.shard, "r+b") as file:
-                file.seek(info.start)
-                data = file.read(info.nbytes)
-                file.seek(info.start)
-                file.write(b"\xff" * info.nbytes)
-            undo.append((info, data))
-            os.utime(info.shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+@contextmanager
+def recorded() -> Iterator[Reads]:
+    """Notes each range that a conversion of this process reads of its source.
 
-    def restore() -> None:
-        for info, data in undo:
-            before = os.stat(info.shard)
-            with open(info.shard, "r+b") as file:
-                file.seek(info.start)
-                file.write(data)
-            os.utime(info.shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    What it reads of its own output, within a context, is not noted.
+    """
+    reads: Reads = []
+    real = writing.open_reader
 
-    return restore
+    def recording(path: Location, *arguments: Any) -> Reader:
+        return RecordingReader(real(path, *arguments), reads)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(writing, "open_reader", recording)
+        yield reads
+
+
+class RecordingReader:
+    """A reader, and what is asked of it."""
+
+    def __init__(self, reader: Reader, reads: Reads) -> None:
+        self._reader, self._reads = reader, reads
+
+    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        """See `Reader.view`."""
+        self._reads.append((self._reader.path.name, start, stop))
+        return self._reader.view(start, stop)
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See `Reader.read_into`."""
+        self._reads.append((self._reader.path.name, start, start + out.nbytes))
+        self._reader.read_into(start, out)
+
+    def __enter__(self) -> Reader:
+        return self._reader.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._reader.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
+def read_again(reads: Reads, infos: Iterable[TensorInfo]) -> list[str]:
+    """Which of these tensors have bytes in what was read."""
+    return [
+        info.name
+        for info in infos
+        if any(n == info.shard.name and a < info.stop and info.start < z for n, a, z in reads)
+    ]
 
 
 def kill_and_resume(
@@ -141,8 +175,7 @@ def kill_and_resume(
 ) -> None:
     """Kill a conversion at random, and every resumption but the last one.
 
-    Before that one, all that is in the journal is spoilt in the source: who reads any of it again
-    does not get the files of an undisturbed conversion.
+    The last one reads nothing of what is in the journal then.
     """
     for _ in range(chance.randint(1, 3)):
         pid, wait = start(source, out, OPTIONS | {"resume": True})
@@ -158,14 +191,13 @@ def kill_and_resume(
         for name in shown:
             assert (out / name).read_bytes() == whole[name]
     plan = quiet(source, out.with_name("nowhere"), **OPTIONS, dry_run=True).plan
-    tensors = [t.info.name for file in plan.files for t in file.tensors]
-    restore = spoil(source, {tensors[index] for index in journaled(out)})
-    try:
+    tensors = [t.info for file in plan.files for t in file.tensors]
+    finished = [tensors[index] for index in journaled(out)]
+    with recorded() as reads:
         report = quiet(source, out, **OPTIONS, resume=True)
-    finally:
-        restore()
+    assert not read_again(reads, finished)
     assert files_of(out) == whole
-    assert report.digests.keys() == set(tensors)
+    assert report.digests.keys() == {info.name for info in tensors}
 
 
 def duration(start: Start, source: Path, out: Path) -> float:
@@ -201,9 +233,14 @@ class _StopError(Exception):
 
 
 def stop_later(done: int, total: int) -> None:
-    """End a conversion when it tells for the second time."""
-    if done:
+    """End a conversion when all is read."""
+    if done == total:
         raise _StopError
+
+
+def stop_now(*_: Any, **__: Any) -> None:
+    """End a conversion."""
+    raise _StopError
 
 
 def unfinished(source: Path, out: Path) -> None:
@@ -219,11 +256,9 @@ def test_an_error_of_the_caller_keeps_what_is_finished(
     out = tmp_path / "out"
     unfinished(source, out)
     assert not visible(out)
-    restore = spoil(source, set(open_checkpoint(source).tensors))
-    try:
+    with recorded() as reads:
         report = quiet(source, out, **OPTIONS, resume=True)
-    finally:
-        restore()
+    assert not reads
     assert (report.resumed, report.read_nbytes) == (60, 0)
     assert files_of(out) == whole
 
@@ -284,25 +319,26 @@ def test_killed_while_files_get_their_names(
 ) -> None:
     """From the first name to the last, the rest is published, and the source is not read."""
     shards = sorted(name for name in whole if name.endswith(".safetensors"))
+    prepared = tmp_path / "prepared"
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(_StopError):
+        patched.setattr(conversion._Conversion, "_publish", stop_now)
+        quiet(source, prepared, **OPTIONS)
+    journal = prepared / WORK / "journal"
     for count in range(len(shards) + 1):
         out = tmp_path / f"out{count}"
         quiet(source, out, **OPTIONS)
         # what a kill leaves: a journal that says so, and some files not yet named
         work = out / WORK / "out"
         work.mkdir(parents=True)
-        unfinished(source, tmp_path / f"other{count}")
-        journal = (tmp_path / f"other{count}" / WORK / "journal").read_bytes()
-        (out / WORK / "journal").write_bytes(journal + b'{"publish": true}\n')
+        shutil.copyfile(journal, out / WORK / "journal")
         index = next(name for name in whole if name.endswith("index.json"))
         for name in (*shards[count:], index):
             (out / name).rename(work / name)
         with pytest.raises(CheckpointError, match="unfinished"):
             quiet(source, out, **OPTIONS)
-        restore = spoil(source, set(open_checkpoint(source).tensors))
-        try:
+        with recorded() as reads:
             quiet(source, out, **OPTIONS, resume=True)
-        finally:
-            restore()
+        assert not reads
         assert files_of(out) == whole
 
 

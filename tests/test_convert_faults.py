@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,8 @@ def test_what_may_not_be_written_is_copied_once_more(source: Path, tmp_path: Pat
     prepared = out / ".streamload/out/config.json"
     assert prepared.stat().st_mode & 0o777 == 0o444
     journal = out / ".streamload/journal"
-    journal.write_text(journal.read_text().replace('{"publish": true}\n', ""))
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(line for line in lines if '"publish"' not in line))
     with open(prepared) as before:  # open, so that its inode is not given to the new one
         _convert(source, out, resume=True)
         # another file: root could have written to that one as well
@@ -243,3 +245,85 @@ def test_a_pattern_that_matches_nothing_is_a_slip(
     with pytest.raises(ValueError, match="no tensor's name matches"):
         streamload.convert(source, tmp_path / "out", progress=False, **arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_written_in_place_whose_time_was_set_back(source: Path, tmp_path: Path) -> None:
+    """A copy that restores times writes the same file: it is noticed, and nothing is mixed."""
+    out, path = tmp_path / "out", source / "model.safetensors"
+    with pytest.raises(RuntimeError, match="stop"):
+        _stopped_before_publishing(source, out)
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\1")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=r"another state of the source's 'model\.safetens"):
+        _convert(source, out, resume=True)
+    _convert(source, out, overwrite=True)
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\2")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match="not of this source"):
+        _convert(source, out, resume=True)
+
+
+def test_a_journal_of_an_earlier_version(source: Path, tmp_path: Path) -> None:
+    """It does not say enough to be continued: the error says what it is, and what helps."""
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="stop"):
+        _stopped_before_publishing(source, out)
+    journal = out / ".streamload/journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    header = json.loads(first) | {"format": 1}
+    for state in header["source"].values():
+        del state["ctime_ns"]
+    journal.write_text(json.dumps(header) + "\n" + "".join(rest))
+    with pytest.raises(CheckpointError, match=r"overwrite begins again.*format of the journal"):
+        _convert(source, out, resume=True)
+    _convert(source, out, overwrite=True)
+
+
+def test_a_finished_conversion_reports_what_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is asked for again: by any spelling of the source's path, and from another place."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    values = np.array([1e9, 1e-12, 1.0001, 1], "<f4")
+    write_safetensors(
+        folder / "model.safetensors",
+        {"a": ("F32", (4,), values.tobytes()), "b": ("F32", (1,), bytes(4))},
+    )
+    out = tmp_path / "out"
+    with pytest.warns(RuntimeWarning, match="1 finite values became infinite"):
+        first = _convert(folder, out)
+    assert set(first.counts) == {"a"}
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    for spelling in (folder, "model", "./model/", "link", tmp_path / "out" / ".." / "model"):
+        again = _convert(spelling, out, resume=True)
+        assert (again.counts, again.digests) == (first.counts, first.digests)
+        assert (again.resumed, again.read_nbytes) == (2, 0)
+    folder.rename(tmp_path / "moved")
+    assert _convert(tmp_path / "moved", out, resume=True).resumed == 2
+
+
+def test_very_many_tensors_need_little_memory_each(tmp_path: Path) -> None:
+    """Names, places and digests are held once: what is written of them is written line by line."""
+    peaks = []
+    for count in (1, 4000):
+        folder = tmp_path / f"in{count}"
+        folder.mkdir()
+        names = (f"model.layers.{i // 300}.mlp.experts.{i % 300}.weight" for i in range(count))
+        tensors = {name: ("F32", (4, 2), bytes(32)) for name in names}
+        write_safetensors(folder / "model.safetensors", tensors)
+        del tensors
+        tracemalloc.start()
+        try:
+            _convert(folder, tmp_path / f"out{count}")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    # reading the header takes most of it
+    assert peaks[1] - peaks[0] < 4000 * 1900

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +115,103 @@ def test_secrets_stay_out(folder: Path, site: Site, tmp_path: Path) -> None:
     assert "se-cret" not in report.to_json() + str(report)
     assert all(b"se-cret" not in data for data in files_of(tmp_path / "out").values())
     assert (tmp_path / "out" / SINGLE).exists()
+
+
+PAGE = b"<!doctype html><title>no such page, but here is a nice one</title>"
+
+
+def test_a_page_is_no_file_of_a_model(folder: Path, site: Site, tmp_path: Path) -> None:
+    """Where a server answers with HTML what it has not got, it is left out, and the report says so.
+
+    A table that is HTML by what the server says of it is none either; JSON must be JSON.
+    """
+    said = {"Content-Type": "text/html; charset=utf-8"}
+    site.always["/merges.txt"] = Answer(200, said, ranges=False, body=PAGE)
+    site.always["/vocab.json"] = Answer(200, said, ranges=False, body=b"{}")
+    for name in ("generation_config.json", "special_tokens_map.json"):
+        site.always[f"/{name}"] = Answer(200, ranges=False, body=PAGE)
+    site.always["/added_tokens.json"] = Answer(200, ranges=False, body=PAGE + b" " * 2**21)
+    report = convert(site.url, tmp_path / "out", dtype="float16", progress=False)
+    names = {path.name for path in (tmp_path / "out").glob("*")}
+    assert {"config.json", "tokenizer.json"} < names
+    assert not names & {"merges.txt", "vocab.json", "generation_config.json", "added_tokens.json"}
+    (note,) = report.plan.notes
+    assert "merges.txt (the server sends a page of HTML)" in note
+    assert "generation_config.json (the server sends something else than JSON)" in note
+
+
+def test_a_page_is_no_configuration(site: Site, tmp_path: Path) -> None:
+    """Without one the folder would not open: one clear error, and nothing is made."""
+    site.always["/config.json"] = Answer(200, ranges=False, body=PAGE)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        convert(site.url, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_long_files_beside_are_not_held(folder: Path, site: Site, tmp_path: Path) -> None:
+    """They pass through memory in pieces; a line that is cut is no end."""
+    table = json.dumps({"words": "x" * 60_000_000}).encode()
+    site.files["/tokenizer.json"] = site.files["/merges.txt"] = table
+    cut, cuts = Answer(cut=20_000_000, ranges=False), site.acts["/tokenizer.json"]
+    tracemalloc.start()
+    try:
+
+        def later(done: int, total: int) -> None:
+            cuts.extend([cut] * (not cuts))  # once
+
+        report = convert(site.url, tmp_path / "out", progress=later)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == table
+    assert (tmp_path / "out/merges.txt").read_bytes() == table
+    assert peak < 40_000_000  # a block for each thread, and what was seen of each
+    assert report.plan.needed_nbytes > 2 * len(table)
+
+
+def test_a_long_file_beside_that_changes(folder: Path, site: Site, tmp_path: Path) -> None:
+    """Between the look at it and its copy: an error, and the resumption takes the new one."""
+    out = tmp_path / "out"
+    site.files["/merges.txt"] = b"a b\n" * 2**19
+
+    def change(done: int, total: int) -> None:
+        site.files["/merges.txt"] = b"c d\n" * 2**19
+
+    with pytest.raises(CheckpointError, match=r"merges\.txt.*has changed"):
+        convert(site.url, out, progress=change)
+    assert not visible(out)
+    convert(site.url, out, resume=True, progress=False)
+    assert (out / "merges.txt").read_bytes() == site.files["/merges.txt"]
+
+
+def test_a_long_file_that_does_not_end_as_json(folder: Path, site: Site, tmp_path: Path) -> None:
+    """It is not published."""
+    site.files["/tokenizer.json"] = b'{"half": "' + b"x" * 2**21
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*is not JSON"):
+        convert(site.url, tmp_path / "out", progress=False)
+    assert not visible(tmp_path / "out")
+
+
+def test_files_beside_that_are_too_long_are_left(folder: Path, site: Site, tmp_path: Path) -> None:
+    """More than 256 MiB is no table of words: it is named in the report."""
+    said = {"Content-Length": str(2**28 + 1)}
+    site.always["/merges.txt"] = Answer(200, said, ranges=False, body=bytes(2**20 + 1), cut=2**21)
+    report = convert(site.url, tmp_path / "out", progress=False)
+    assert report.plan.notes == ("not copied: merges.txt",)
+
+
+def test_another_file_at_another_address(folder: Path, tmp_path: Path) -> None:
+    """A server that tells no versions: what was finished from there is not taken for this one."""
+    out = tmp_path / "out"
+    silent = Answer(headers={"ETag": None, "Last-Modified": None})
+    with serve(folder) as one, serve(folder) as other:
+        for site in (one, other):
+            for path in list(site.files):
+                site.always[path] = silent
+        convert(one.url, out, progress=False)
+        assert convert(one.url, out, resume=True, progress=False).resumed
+        with pytest.raises(CheckpointError, match="not of this source"):
+            convert(other.url, out, resume=True, progress=False)
 
 
 def _first(folder: Path) -> str:

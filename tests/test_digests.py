@@ -25,6 +25,8 @@ DIGESTS = Digests.of(
     ],
     source={"path": "there/model.safetensors", "shards": [{"nbytes": 3, "mtime_ns": 2**62}]},
     options={"dtype": {"*": "float16"}, "clamp": False, "nodes": None},
+    files=["config.json", "model.safetensors", SIDECAR],
+    counts={"w": (1, 0, 2**62)},
 )
 
 
@@ -117,6 +119,13 @@ def test_what_later_versions_may_add_is_passed_over() -> None:
         (text(tensors=None), "tensors is not valid"),
         (text(options=[]), "options is not valid"),
         (text(source="here"), "source is not valid"),
+        (text(files={"a": 1}), "files is not valid"),
+        (text(files=["a", 1]), "files is not valid"),
+        (text(counts=[]), "counts is not valid"),
+        (text(counts={"w": 3}), "counts are not valid: expected three of 0 or more, found 'w'"),
+        (text(counts={"w": [1, 2]}), "counts are not valid"),
+        (text(counts={"w": [1, 2, -1]}), "counts are not valid"),
+        (text(counts={"w": [1, 2, True]}), "counts are not valid"),
         (text().replace(b'"w": {', b'"w": {}, "w": {'), "'w' more than once"),
         (text(tensors={"w": 1}), "'w': the entry is not an object"),
         (text().replace(b'"nbytes"', b'"dtype"'), "a key is not unique"),

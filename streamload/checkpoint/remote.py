@@ -30,7 +30,7 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from http import HTTPStatus
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Self, TypeVar
 
 from streamload.checkpoint.header import (
     PREFIX_NBYTES,
@@ -156,6 +156,60 @@ def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> b
     """
     with connections():
         return _File(url, None, patience).read_all(most_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a server sends for a file, as far as was looked.
+
+    Attributes:
+        url: the file, with the version that was looked at.
+        nbytes: how long it is; None where the server does not say before its end.
+        content_type: what the server says that it is, in lower case, without parameters.
+        head: its first bytes.
+        whole: whether they are all of it.
+    """
+
+    url: Url
+    nbytes: int | None
+    content_type: str
+    head: bytes
+    whole: bool
+
+
+def look(url: Url, most_nbytes: int, patience: Patience | None = None) -> Look:
+    """Read the first bytes of a file that may be of any kind and length.
+
+    Args:
+        url: the file.
+        most_nbytes: how many; the rest is left where it is.
+        patience: how long the server is waited for.
+
+    Raises:
+        ShardNotFoundError: there is no such file.
+        CheckpointError: it cannot be read.
+    """
+    with connections():
+        return _File(url, None, patience).look(most_nbytes)
+
+
+def download(url: Url, out: BinaryIO, most_nbytes: int, patience: Patience | None = None) -> None:
+    """Write a whole file to ``out``, piece by piece, from its first byte on.
+
+    Args:
+        url: the file; of a version, where it has one.
+        out: what can be gone back in: a try that failed is begun anew.
+        most_nbytes: of a longer one nothing is wanted.
+        patience: how long the server is waited for.
+
+    Raises:
+        ShardNotFoundError: there is no such file.
+        HeaderError: it is longer.
+        CheckpointError: it cannot be read, or is of another version.
+        OSError: ``out`` cannot be written.
+    """
+    with connections():
+        _File(url, None, patience).download(out, most_nbytes)
 
 
 def exists(url: Url, patience: Patience | None = None) -> bool:
@@ -420,22 +474,62 @@ class _File:
         """The whole file."""
 
         def attempt() -> bytes:
-            with self._response(None) as response:
-                self._check_status(response, 200)
-                return b"".join(self._body(response, most_nbytes, too_long))
+            with self._whole() as response:
+                return b"".join(self._body(response, most_nbytes, self._longer_than(most_nbytes)))
 
-        def too_long(nbytes: int) -> CheckpointError:
-            return HeaderError(
-                self._url,
-                "the file is too long",
-                expected=f"at most {most_nbytes} bytes",
-                found=f"{nbytes} or more",
-            )
+        return self._insist(attempt, self._unread)
 
-        def gave_up(found: str) -> CheckpointError:
-            return CheckpointError(self._url, "cannot be read", found=found)
+    def look(self, most_nbytes: int) -> Look:
+        """The first bytes of the file, and what is said of it."""
 
-        return self._insist(attempt, gave_up)
+        def attempt() -> Look:
+            with self._whole() as response:
+                head, length = bytearray(), response.headers.get("Content-Length", "")
+                for data in self._body(response, None):
+                    head += data
+                    if len(head) > most_nbytes:
+                        break
+                return Look(
+                    self._url.of_version(_version(response.headers, "")),
+                    int(length) if _DIGITS.fullmatch(length) else None,
+                    response.headers.get("Content-Type", "").partition(";")[0].strip().lower(),
+                    bytes(head[:most_nbytes]),
+                    len(head) <= most_nbytes,
+                )
+
+        return self._insist(attempt, self._unread)
+
+    def download(self, out: BinaryIO, most_nbytes: int) -> None:
+        """Write the whole file to ``out``."""
+
+        def attempt() -> None:
+            out.seek(0)
+            out.truncate()
+            with self._whole() as response:
+                version = _version(response.headers, self.version)
+                if self.version and version != self.version:
+                    raise self._of_another_version(version)
+                for data in self._body(response, most_nbytes, self._longer_than(most_nbytes)):
+                    out.write(data)
+
+        self._insist(attempt, self._unread)
+
+    @contextmanager
+    def _whole(self) -> Iterator[httpx2.Response]:
+        with self._response(None) as response:
+            self._check_status(response, 200)
+            yield response
+
+    def _longer_than(self, most_nbytes: int) -> Callable[[int], CheckpointError]:
+        return lambda found: HeaderError(
+            self._url,
+            "the file is too long",
+            expected=f"at most {most_nbytes} bytes",
+            found=f"{found} or more",
+        )
+
+    def _unread(self, found: str) -> CheckpointError:
+        return CheckpointError(self._url, "cannot be read", found=found)
 
     def _insist(self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError]) -> T:
         """Try until it is done, or there is no use in it.
@@ -579,12 +673,7 @@ class _File:
         elif found[3] != "*" and int(found[3]) != self.nbytes:
             raise self._of_another_length(int(found[3]))
         elif self.version and version != self.version:
-            raise CheckpointError(
-                self._url,
-                "has changed since its header was read",
-                expected=describe(self.version),
-                found=describe(version) if version else "a response that does not say",
-            )
+            raise self._of_another_version(version)
         nbytes = int(found[2]) + 1 - start
         length = headers.get("Content-Length", str(nbytes))
         if length != str(nbytes):
@@ -595,6 +684,14 @@ class _File:
                 found=describe(length),
             )
         return nbytes
+
+    def _of_another_version(self, found: str) -> CheckpointError:
+        return CheckpointError(
+            self._url,
+            "has changed since its header was read",
+            expected=describe(self.version),
+            found=describe(found) if found else "a response that does not say",
+        )
 
     def _of_another_length(self, found: int) -> CheckpointError:
         assert self.nbytes is not None, "nothing to compare with"
@@ -612,14 +709,14 @@ class _File:
     def _body(
         self,
         response: httpx2.Response,
-        nbytes: int,
+        nbytes: int | None,
         too_long: Callable[[int], CheckpointError] | None = None,
     ) -> Iterator[bytes]:
-        """What a response brings, piece by piece; of at most ``nbytes``."""
+        """What a response brings, piece by piece; of at most ``nbytes``, where that is said."""
         begun, done = time.monotonic(), 0
         for data in response.iter_raw():
             done += len(data)
-            if done > nbytes:
+            if nbytes is not None and done > nbytes:
                 raise (too_long or self._sent_more)(done)
             yield data
             seconds = time.monotonic() - begun

@@ -13,32 +13,35 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 from streamload.cast.table import CastCounts, OutOfRange
+from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import Header, read_header, unreadable
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
 from streamload.convert.journal import Began, Journal
 from streamload.convert.planning import (
-    INDEX,
-    SINGLE,
+    CONFIG,
+    LARGEST_COPIED_NBYTES,
     WORK,
     ConvertPlan,
+    Copied,
     Options,
     OutFile,
+    OutTensor,
     all_paths,
     folder_of,
     in_folder,
     plan_conversion,
 )
 from streamload.convert.writing import Writer, check_written, unwritable
-from streamload.digests import SIDECAR, Digest, Digests
+from streamload.digests import SIDECAR, Digest, Digests, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.mapping import Rename
@@ -52,7 +55,11 @@ from streamload.units import format_bytes, format_table, parse_bytes
 #: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
 DEFAULT_SHARD_SIZE = "5GB"
 
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors", re.ASCII)
+# Of a checkpoint in a folder, whoever wrote it.
+_OF_A_CHECKPOINT = re.compile(
+    rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
+)
+_COPIED_AT_ONCE_NBYTES = 2**20
 # Given up where the disk is full, so that what is finished then can still be journaled.
 _RESERVE_NBYTES = 2**14
 _LINE_NBYTES = 128
@@ -168,6 +175,12 @@ def convert(
     ``.streamload`` there, and named at the end, the index last. After a failure, or when the
     process was killed, that folder holds what was finished, and ``resume=True`` does the rest.
 
+    A destination holds a checkpoint when there is, in it or in a folder that is written or that an
+    earlier conversion made there for a node: a ``*.safetensors``, an index of such, a config.json,
+    a sidecar or a file that the sidecar lists, or any file of a name that is written. Without
+    ``overwrite`` that is refused. With it, all of that is removed before the first new file gets
+    its name: what is there then is of one conversion. Nothing else in the destination is touched.
+
     Args:
         source: the checkpoint, as in `open_checkpoint`.
         destination: a folder; it is made where there is none.
@@ -185,8 +198,8 @@ def convert(
             None to leave the tensor out.
         resume: continue what an earlier call with the same source and options left unfinished;
             begin where there is nothing, and do nothing where all is finished.
-        overwrite: replace a finished checkpoint, or begin an unfinished one again. The old one
-            stays until the new one is whole.
+        overwrite: replace a finished checkpoint as said above, or begin an unfinished one again.
+            The old one stays until the new one is whole.
         verify: read all that was written back from the disk, before it gets its names.
         dry_run: plan, and check all that can be checked without writing.
         progress: as in `load_state_dict`.
@@ -205,17 +218,22 @@ def convert(
         raise ValueError("resume and overwrite exclude each other")
     options = _options(dtype, out_of_range, max_shard_size, nodes, select, exclude, rename)
     checkpoint = open_checkpoint(source)
+    states = _states(checkpoint)
     if is_url(os.fsdecode(destination)) or lost_a_slash(os.fsdecode(destination)):
         raise ValueError(f"a conversion is written to a folder, not to {os.fsdecode(destination)}")
     plan = plan_conversion(checkpoint, Path(destination), options)
-    job = _Conversion(checkpoint, plan, options)
+    job = _Conversion(checkpoint, plan, options, states)
     job.check_apart()
     if dry_run:
         job.check_destination(resume=resume, overwrite=overwrite)
         job.check_room()
         return ConvertReport(plan, clock.seconds, dry_run=True)
-    with _locked(plan.destination):
-        return job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
+    with ExitStack() as locks:
+        for folder in job.folders():
+            locks.enter_context(_locked(plan.destination / folder))
+        report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
+    job.remove_empty_folders()
+    return report
 
 
 def _options(
@@ -245,26 +263,68 @@ def _options(
 
 
 def _state(header: Header) -> dict[str, Any]:
-    """What a file is known by: when it is another one, what was read of it counts no more."""
-    return {key: value for key, value in fingerprint(header).items() if key != "path"}
+    """What a file is known by: when it is another one, what was read of it counts no more.
+
+    A local file is that wherever it is moved to and however it is called. Of its times one can be
+    set by hand, and the other cannot. (Its device is left out: many filesystems get another number
+    each time that they are mounted.) A file on a server is the one at its address.
+
+    Raises:
+        CheckpointError: nothing can be told of it.
+    """
+    state: dict[str, Any] = dict(fingerprint(header))
+    if isinstance(header.path, Path):
+        del state["path"]
+        state["ctime_ns"] = _status(header.path).st_ctime_ns
+    return state
+
+
+def _states(checkpoint: Checkpoint) -> dict[Location, dict[str, Any]]:
+    """What the files are known by whose headers were read.
+
+    Raises:
+        CheckpointError: one is another one already, or nothing can be told of it.
+    """
+    states = {}
+    for header in checkpoint.shards:
+        states[header.path] = _state(header)
+        if isinstance(header.path, Path) and read_header(header.path) != header:
+            raise _changed(header.path)
+    return states
+
+
+def _changed(path: Location) -> CheckpointError:
+    return CheckpointError(path, "has changed since its header was read")
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 class _Conversion:
     """One call of `convert`, planned."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ConvertPlan, options: Options) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: ConvertPlan,
+        options: Options,
+        states: Mapping[Location, dict[str, Any]],
+    ) -> None:
         self._checkpoint = checkpoint
         self._plan = plan
         self._options = options
         used = {t.info.shard for file in plan.files for t in file.tensors}
         self._shards = [header for header in checkpoint.shards if header.path in used]
-        self._tensors = [(file, t) for file in plan.files for t in file.tensors]
-        self._source = {header.path.name: _state(header) for header in self._shards}
-        for header in self._shards:  # what they are known by is of the files that were planned for
-            if isinstance(header.path, Path) and read_header(header.path) != header:
-                raise CheckpointError(header.path, "has changed since its header was read")
+        self._source = {header.path.name: states[header.path] for header in self._shards}
+        for header in self._shards:
+            if _state(header) != states[header.path]:
+                raise _changed(header.path)
         self._modes: dict[Location, int] = {
-            header.path: header.path.stat().st_mode
+            header.path: _status(header.path).st_mode
             for header in self._shards
             if isinstance(header.path, Path)
         }
@@ -273,6 +333,7 @@ class _Conversion:
         self._out = self._work / "out"
         self._journal_path = self._work / "journal"
         self._reserve = self._work / "reserve"
+        self._emptied: list[str] = []
 
     # --- before anything is written ---------------------------------------------------------------
 
@@ -293,13 +354,20 @@ class _Conversion:
         for folder in written:
             if os.path.realpath(folder) in read or any(_same(folder, other) for other in read):
                 raise CheckpointError(folder, "the source is in the folder that would be written")
-        for path in dict.fromkeys((*all_paths(self._plan), *self._old())):
-            for shard in local:
-                if _same(self._plan.destination / path, shard):
+        beside = [c.source for c in self._plan.copied if isinstance(c.source, Path)]
+        own: dict[tuple[int, int], Path] = {}
+        for path in (*local, *beside):
+            with suppress(OSError):  # gone: who reads it will tell
+                status = path.stat()
+                own[status.st_dev, status.st_ino] = path
+        for name in dict.fromkeys((*all_paths(self._plan), *self._old())):
+            with suppress(OSError):  # there is nothing of that name, or it is told by who writes
+                status = (self._plan.destination / name).stat()
+                if found := own.get((status.st_dev, status.st_ino)):
                     raise CheckpointError(
-                        self._plan.destination / path,
+                        self._plan.destination / name,
                         "a file of the source would be written",
-                        found=shard,
+                        found=found,
                     )
 
     def check_destination(self, *, resume: bool, overwrite: bool) -> None:
@@ -309,7 +377,14 @@ class _Conversion:
             CheckpointError: it does.
         """
         destination = self._plan.destination
-        if self._journal_path.exists():
+        for folder in filter(None, self._plan.folders):
+            if _exists(destination / folder / WORK / "journal"):
+                raise CheckpointError(
+                    destination / folder,
+                    "holds an unfinished conversion of its own",
+                    expected=f"a folder without one ({WORK} is what there is of it)",
+                )
+        if _exists(self._journal_path):
             if not (resume or overwrite):
                 raise CheckpointError(
                     destination,
@@ -317,14 +392,19 @@ class _Conversion:
                     expected="resume, which continues it, or overwrite, which begins again",
                 )
             return
+        for path in all_paths(self._plan):
+            if _is_folder(destination / path):
+                raise CheckpointError(
+                    destination / path, "a file would be written there", found="a folder"
+                )
         there = self._there()
-        if there and not overwrite and not (resume and self._finished_digests() is not None):
+        if there and not overwrite and not (resume and self._finished() is not None):
             raise CheckpointError(
                 destination,
                 "holds a checkpoint already"
                 if not resume
                 else "holds a checkpoint that is not of this source and these options",
-                expected="overwrite, or another destination",
+                expected="overwrite, which removes it, or another destination",
                 found=", ".join(there[:8]) + f" and {len(there) - 8} more" * (len(there) > 8),
             )
 
@@ -332,64 +412,122 @@ class _Conversion:
         """Refuse a disk that cannot take all of it.
 
         Raises:
+            CheckpointError: nothing may be written there.
             PlanInfeasibleError: there is too little free space.
         """
         folder = self._plan.destination
-        while not folder.exists() and folder != folder.parent:
+        while not _exists(folder) and folder != folder.parent:
             folder = folder.parent
         try:
             found = os.statvfs(folder)
         except OSError as error:
             raise unwritable(folder, error) from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(folder, "cannot be written", found="no leave to write there")
         free_nbytes = found.f_bavail * found.f_frsize
         # what an earlier call left is taken already
-        free_nbytes += sum(
-            (Path(root) / name).stat().st_blocks * 512
-            for root, _, names in os.walk(self._work)
-            for name in names
-        )
+        for root, _, names in os.walk(self._work):
+            for name in names:
+                with suppress(OSError):  # another conversion may be at its end
+                    free_nbytes += (Path(root) / name).stat().st_blocks * 512
         needed_nbytes = self._plan.needed_nbytes + self._reserve_nbytes
         if needed_nbytes > free_nbytes:
             raise PlanInfeasibleError(
                 str(self._plan.destination), needed_nbytes, free_nbytes, limit="free space"
             )
 
+    def folders(self) -> tuple[str, ...]:
+        """Where a checkpoint counts: the destination, what is written in it, and earlier nodes.
+
+        Raises:
+            CheckpointError: the destination cannot be read.
+        """
+        earlier = []
+        for name in self._listed(""):
+            found = None if name.startswith(".") else self._sidecar(name)
+            nodes = found.options.get("nodes") if found else None
+            # a folder with a sidecar may as well be the destination of another conversion
+            if isinstance(nodes, list) and any(
+                isinstance(node, list) and node[:1] == [name] for node in nodes
+            ):
+                earlier.append(name)
+        return tuple(dict.fromkeys(("", *self._plan.folders, *earlier)))
+
+    def remove_empty_folders(self) -> None:
+        """Remove what is left of the folders of nodes that there are no more."""
+        for folder in self._emptied:
+            with suppress(OSError):  # it holds something that is not ours
+                (self._plan.destination / folder).rmdir()
+
     def _there(self) -> list[str]:
         """What of a checkpoint is in the destination under names that count."""
-        planned = [p for p in all_paths(self._plan) if (self._plan.destination / p).exists()]
+        planned = [p for p in all_paths(self._plan) if _exists(self._plan.destination / p)]
         return list(dict.fromkeys((*planned, *self._old())))
 
     def _old(self) -> list[str]:
-        """Files of a checkpoint in the destination: an index comes first."""
+        """Files of a checkpoint in the destination, in the order in which they may go.
+
+        An index comes first, so that no set of shards looks whole, and what belongs to weights not
+        before them; a sidecar last, which says what else there is.
+        """
         found = []
-        for folder in self._plan.folders:
-            where = self._plan.destination / folder
-            try:
-                names = sorted(os.listdir(where))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise unwritable(where, error) from error
-            shards = [name for name in names if name == SINGLE or _SHARD.fullmatch(name)]
-            found += [in_folder(folder, name) for name in [INDEX] * (INDEX in names) + shards]
-        return sorted(found, key=lambda path: not path.endswith(INDEX))
+        for folder in self.folders():
+            names = self._listed(folder)
+            sidecar = self._sidecar(folder) if SIDECAR in names else None
+            written = sidecar.files if sidecar else ()
+            found += [
+                in_folder(folder, name)
+                for name in names
+                if (name in written or _OF_A_CHECKPOINT.fullmatch(name))
+                and not _is_folder(self._plan.destination / folder / name)
+            ]
+        ends = (".index.json", ".safetensors", "")
+
+        def place(path: str) -> tuple[bool, int]:
+            kind = next(i for i, end in enumerate(ends) if path.endswith(end))
+            return path.endswith(SIDECAR), kind
+
+        return sorted(found, key=place)
+
+    def _tensors(self) -> Iterator[tuple[OutFile, OutTensor]]:
+        """All that are written, in the order in which the journal counts them."""
+        for file in self._plan.files:
+            for tensor in file.tensors:
+                yield file, tensor
+
+    def _listed(self, folder: str) -> list[str]:
+        where = self._plan.destination / folder
+        try:
+            return sorted(os.listdir(where))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise unwritable(where, error) from error
+
+    def _sidecar(self, folder: str) -> Digests | None:
+        """A folder's sidecar; None where there is none that can be read."""
+        try:
+            return Digests.read(self._plan.destination / folder / SIDECAR)
+        except CheckpointError:
+            return None
 
     @property
     def _reserve_nbytes(self) -> int:
-        return _RESERVE_NBYTES + _LINE_NBYTES * len(self._tensors)
+        return _RESERVE_NBYTES + _LINE_NBYTES * sum(len(file.tensors) for file in self._plan.files)
 
-    def _finished_digests(self) -> dict[str, str] | None:
-        """The digests of a destination that this very conversion finished before, else None."""
-        out = {}
+    def _finished(self) -> dict[str, Digests] | None:
+        """The sidecars of a destination that this very conversion finished before, else None."""
+        sidecars = {}
         for folder in self._plan.folders:
-            try:
-                found = Digests.read(self._plan.destination / folder / SIDECAR)
-            except CheckpointError:
+            found = self._sidecar(folder)
+            if (
+                found is None
+                or found.source.get("files") != _plain(self._source)
+                or found.options != _plain(self._plan.options)
+            ):
                 return None
-            if (found.source, found.options) != (self._origin(), _plain(self._plan.options)):
-                return None
-            out.update({in_folder(folder, name): d.hex for name, d in found.tensors.items()})
-        wanted = {self._key(file, t.name) for file, t in self._tensors}
+            sidecars[folder] = found
+        wanted = {self._key(file, t.name) for file, t in self._tensors()}
         sizes = {file.path: file.nbytes for file in self._plan.files}
         for path in all_paths(self._plan):
             with suppress(OSError):
@@ -397,7 +535,32 @@ class _Conversion:
                 if found_nbytes == sizes.get(path, found_nbytes):
                     continue
             return None
-        return out if out.keys() == wanted else None
+        finished = {in_folder(f, name) for f, found in sidecars.items() for name in found.tensors}
+        return sidecars if finished == wanted else None
+
+    def _report_finished(
+        self, clock: Clock, progress: Progress, sidecars: Mapping[str, Digests], *, verify: bool
+    ) -> ConvertReport:
+        """What the report of a conversion says that had finished before."""
+        digests = {
+            in_folder(folder, name): digest.hex
+            for folder, found in sidecars.items()
+            for name, digest in found.tensors.items()
+        }
+        if verify:
+            self._verify(digests, self._plan.destination, progress)
+        return ConvertReport(
+            self._plan,
+            clock.seconds,
+            counts={
+                in_folder(folder, name): CastCounts(*counts)
+                for folder, found in sidecars.items()
+                for name, counts in found.counts.items()
+            },
+            digests=digests,
+            resumed=len(digests),
+            verified=verify,
+        )
 
     # --- the run ----------------------------------------------------------------------------------
 
@@ -406,36 +569,27 @@ class _Conversion:
     ) -> ConvertReport:
         """Write what is not finished, and publish all; the destination is locked."""
         self.check_destination(resume=resume, overwrite=overwrite)
-        if resume and not self._journal_path.exists():
-            digests = self._finished_digests()
-            if digests is not None:
-                if verify:
-                    self._verify(digests, self._plan.destination, progress)
-                return ConvertReport(
-                    self._plan,
-                    clock.seconds,
-                    digests=digests,
-                    resumed=len(digests),
-                    verified=verify,
-                )
+        if resume and not _exists(self._journal_path):
+            sidecars = self._finished()
+            if sidecars is not None:
+                return self._report_finished(clock, progress, sidecars, verify=verify)
         journal = self._journal(resume=resume, overwrite=overwrite)
         try:
             resumed = len(journal.finished)
             read_nbytes, verified = 0, False
-            if not journal.publishing:
+            if journal.published is None:
                 read_nbytes = self._write(journal, progress)
                 if verify:
                     self._verify(self._digests(journal), self._out, progress)
                     verified = True
-                self._prepare(journal)
-                journal.publish()
-            self._publish(replaces=journal.replaces or overwrite)
+                journal.publish(self._prepare(journal))
+            self._publish(journal, replaces=journal.replaces or overwrite)
             if verify and not verified:  # an earlier call had begun to publish
                 self._verify(self._digests(journal), self._plan.destination, progress)
                 verified = True
             finished = {
                 self._key(file, t.name): journal.finished[i]
-                for i, (file, t) in enumerate(self._tensors)
+                for i, (file, t) in enumerate(self._tensors())
             }
         except OSError as error:
             raise unwritable(error.filename or self._plan.destination, error) from error
@@ -458,9 +612,6 @@ class _Conversion:
     def _key(file: OutFile, name: str) -> str:
         return in_folder(folder_of(file.path), name)
 
-    def _origin(self) -> dict[str, Any]:
-        return {"path": self._plan.path, "files": self._source}
-
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
         """The journal to go on with, or a new one in an empty folder."""
         try:
@@ -468,12 +619,12 @@ class _Conversion:
                 self._check_versions()
             journal = Journal.resume(self._journal_path, self._began) if resume else None
             if journal is not None:
-                if not journal.publishing:
+                if journal.published is None:
                     self._forget_lost(journal)
                     self.check_room()
                 return journal
             self._journal_path.unlink(missing_ok=True)
-            if self._out.exists():
+            if _exists(self._out):
                 shutil.rmtree(self._out)
             self.check_room()
             for folder in ("", *self._plan.folders):
@@ -503,7 +654,7 @@ class _Conversion:
         The journal says so before anything is written: the file will be long enough again.
         """
         lost = []
-        for i, (file, tensor) in enumerate(self._tensors):
+        for i, (file, tensor) in enumerate(self._tensors()):
             try:
                 found_nbytes = (self._out / file.path).stat().st_size
             except FileNotFoundError:
@@ -537,13 +688,13 @@ class _Conversion:
     def _digests(self, journal: Journal) -> dict[str, str]:
         return {
             self._key(file, t.name): journal.finished[i].digest
-            for i, (file, t) in enumerate(self._tensors)
+            for i, (file, t) in enumerate(self._tensors())
         }
 
     def _verify(self, digests: Mapping[str, str], folder: Path, progress: Progress) -> None:
         """Compare the files in a folder with the digests that their bytes had."""
         before = 0
-        with reporting(progress, sum(t.nbytes for _, t in self._tensors), "checked") as tell:
+        with reporting(progress, sum(t.nbytes for _, t in self._tensors()), "checked") as tell:
             for file in self._plan.files:
                 own = {t.name: digests[self._key(file, t.name)] for t in file.tensors}
                 check_written(file, folder / file.path, own, _from(before, tell))
@@ -551,20 +702,21 @@ class _Conversion:
 
     # --- publishing -------------------------------------------------------------------------------
 
-    def _prepare(self, journal: Journal) -> None:
-        """Write all that is small, with its permissions, and bring every name to the disk."""
+    def _prepare(self, journal: Journal) -> dict[str, str]:
+        """Write all that is small, with its permissions, and bring every name to the disk.
+
+        Returns:
+            What `Journal.published` is.
+        """
         for document in (*self._plan.documents, *self._plan.indexes):
             _write_file(self._out / document.path, [document.data], document.mode)
         for copied in self._plan.copied:
-            _write_file(self._out / copied.path, _pieces(copied.source), copied.mode)
+            if isinstance(copied.source, Path):
+                _write_file(self._out / copied.path, _pieces(copied.source), copied.mode)
+            else:
+                _fetch(copied, self._out / copied.path)
         for folder in self._plan.folders:
-            digests = [
-                Digest(t.name, t.dtype, t.info.shape, t.nbytes, journal.finished[i].digest)
-                for i, (file, t) in enumerate(self._tensors)
-                if folder_of(file.path) == folder
-            ]
-            sidecar = Digests.of(digests, source=self._origin(), options=_plain(self._plan.options))
-            sidecar.write(self._out / folder / SIDECAR)
+            self._write_sidecar(folder, journal)
         for file in self._plan.files:
             path = self._out / file.path
             # nobody may read what he could not read at the source; the owner may write
@@ -574,21 +726,39 @@ class _Conversion:
             path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
         for folder in ("", *self._plan.folders):
             _sync_folder(self._out / folder)
+        large = {file.path for file in self._plan.files}
+        return {
+            path: "" if path in large else _digest_of(self._out / path)
+            for path in all_paths(self._plan)
+        }
 
-    def _publish(self, *, replaces: bool) -> None:
+    def _write_sidecar(self, folder: str, journal: Journal) -> None:
+        mine = [
+            (t, journal.finished[i])
+            for i, (file, t) in enumerate(self._tensors())
+            if folder_of(file.path) == folder
+        ]
+        Digests.of(
+            (Digest(t.name, t.dtype, t.info.shape, t.nbytes, one.digest) for t, one in mine),
+            source={"path": self._plan.path, "files": self._source},
+            options=_plain(self._plan.options),
+            files=[path.rpartition("/")[2] for path in self._plan.names(folder)],
+            counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
+        ).write(self._out / folder / SIDECAR)
+
+    def _publish(self, journal: Journal, *, replaces: bool) -> None:
         """Give every file its name; again, where that was begun before.
 
         An old checkpoint goes first, its index before all: at no time is there one of old files
         and new.
         """
         destination = self._plan.destination
-        waiting = [path for path in all_paths(self._plan) if (self._out / path).exists()]
-        done = set(all_paths(self._plan)) - set(waiting)
-        for path in done:
-            if not (destination / path).exists():
-                raise CheckpointError(destination / path, "has gone while it was published")
+        published = self._published(journal)
+        waiting = [path for path in published if _exists(self._out / path)]
+        done = list(published.keys() - waiting)
+        self._check_published(journal, done)
         old = [path for path in self._old() if path not in done]
-        there = [path for path in waiting if (destination / path).exists()]
+        there = [path for path in waiting if _exists(destination / path)]
         if (old or there) and not replaces:
             raise CheckpointError(
                 destination,
@@ -596,8 +766,11 @@ class _Conversion:
                 expected="its own files only",
                 found=", ".join((old or there)[:8]),
             )
+        self._emptied = [f for f in self.folders() if f not in ("", *self._plan.folders)]
         for path in old:
             (destination / path).unlink()
+        for folder in ("", *self._emptied):
+            _sync_folder(destination / folder)
         for folder in self._plan.folders:
             (destination / folder).mkdir(exist_ok=True)
             _sync_folder(destination / folder)
@@ -611,6 +784,48 @@ class _Conversion:
                 os.replace(self._out / path, destination / path)
         self._sync_folders()
 
+    def _published(self, journal: Journal) -> Mapping[str, str]:
+        """What the journal says is published; of a file beside the source, as it was then.
+
+        Raises:
+            CheckpointError: it is not of this conversion.
+        """
+        published = journal.published or {}
+        wanted = {in_folder(folder, SIDECAR) for folder in self._plan.folders}
+        wanted |= {file.path for file in self._plan.files}
+        wanted |= {index.path for index in self._plan.indexes}
+        whole = published.keys() >= wanted
+        if not whole or not {folder_of(path) for path in published} <= {*self._plan.folders}:
+            raise CheckpointError(
+                self._journal_path,
+                "is damaged",
+                expected="every file that is published (overwrite begins again)",
+                found=f"{len(published)} paths",
+            )
+        return published
+
+    def _check_published(self, journal: Journal, done: Collection[str]) -> None:
+        """Hold what an earlier call published to be what was prepared, byte for byte.
+
+        Raises:
+            CheckpointError: a file is gone, or is another one.
+        """
+        published, digests = journal.published or {}, self._digests(journal)
+        large = {file.path: file for file in self._plan.files}
+        for path in sorted(done):
+            where = self._plan.destination / path
+            try:
+                if file := large.get(path):
+                    own = {t.name: digests[self._key(file, t.name)] for t in file.tensors}
+                    check_written(file, where, own, lambda _: None)
+                    as_written = _status(where).st_size == file.nbytes
+                else:
+                    as_written = _digest_of(where) == published[path]
+            except CheckpointError as error:
+                raise _not_ours(where, error.problem) from error
+            if not as_written:
+                raise _not_ours(where, "other bytes")
+
     def _sync_folders(self) -> None:
         for folder in dict.fromkeys(("", *self._plan.folders)):
             _sync_folder(self._plan.destination / folder)
@@ -623,6 +838,15 @@ class _Conversion:
             self._journal_path.unlink(missing_ok=True)
         except OSError as error:
             raise unwritable(self._work, error) from error
+
+
+def _not_ours(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        path,
+        "has changed, or gone, since it was published, and other files were not yet",
+        expected="the file as it was (overwrite begins again)",
+        found=found,
+    )
 
 
 def _from(before: int, tell: Callable[[int], None]) -> Callable[[int], None]:
@@ -647,6 +871,27 @@ def _same(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
         return False
 
 
+def _exists(path: Path) -> bool:
+    """Whether there is something of that name, as far as one may know.
+
+    Raises:
+        CheckpointError: one may not, or the name is too long.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether there is a folder of that name; not where a link leads to one.
+
+    Raises:
+        CheckpointError: see `_exists`.
+    """
+    return _exists(path) and path.is_dir() and not path.is_symlink()
+
+
 def _write_file(path: Path, pieces: Iterable[bytes], mode: int | None = None) -> None:
     path.unlink(missing_ok=True)  # of an earlier run, and perhaps not to be written to
     with open(path, "wb") as file:
@@ -661,10 +906,34 @@ def _pieces(source: Path) -> Iterator[bytes]:
     """A file's bytes, a few at a time."""
     try:
         with open(source, "rb") as file:
-            while piece := file.read(2**20):
+            while piece := file.read(_COPIED_AT_ONCE_NBYTES):
                 yield piece
     except OSError as error:
         raise unreadable(source, error) from error
+
+
+def _digest_of(path: Path) -> str:
+    digest = hasher()
+    for piece in _pieces(path):
+        digest.update(memoryview(piece))
+    return digest.hexdigest()
+
+
+def _fetch(copied: Copied, path: Path) -> None:
+    """Write a file that a server has."""
+    assert isinstance(copied.source, Url), "others are on this machine"
+    path.unlink(missing_ok=True)
+    with open(path, "w+b") as file:
+        remote.download(copied.source, file, LARGEST_COPIED_NBYTES)
+        file.flush()
+        if copied.path.endswith(".json") and not _ends_as_json(file):
+            raise CheckpointError(copied.source, "is not JSON", found="another end")
+        os.fsync(file.fileno())
+
+
+def _ends_as_json(file: BinaryIO) -> bool:
+    file.seek(-min(file.seek(0, os.SEEK_END), _COPIED_AT_ONCE_NBYTES), os.SEEK_END)
+    return file.read().rstrip()[-1:] in (b"}", b"]")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -687,7 +956,7 @@ def _locked(destination: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another conversion is in it, or it cannot be written.
     """
-    made = [p for p in (destination, *destination.parents) if not p.exists()]
+    made = [p for p in (destination, *destination.parents) if not _exists(p)]
     work = destination / WORK
     try:
         fd = _lock(work)

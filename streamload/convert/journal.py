@@ -18,7 +18,7 @@ from typing import Any, Self
 from streamload.cast.table import CastCounts
 from streamload.errors import CheckpointError
 
-_FORMAT = 1
+_FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 #: Bring a file's bytes to the disk.
@@ -72,13 +72,15 @@ class Began:
     def changed_from(self, earlier: Mapping[str, Any]) -> str | None:
         """What is not as it was in another conversion's first line, in words; None for nothing."""
         now = json.loads(json.dumps(self.to_json()))
+        if earlier.get("format") != _FORMAT:
+            return f"format of the journal, {earlier.get('format')!r} and not {_FORMAT}"
         for what in _WHAT:
             before = earlier.get(what)
             before = before if isinstance(before, dict) else {}
             for key in dict.fromkeys((*now[what], *before)):
                 if before.get(key) != now[what].get(key):
                     return f"{_WHAT[what]} {key!r}"
-        if earlier.get("format") != _FORMAT or earlier.get("plan") != self.plan:
+        if earlier.get("plan") != self.plan:
             return "layout of the files, by another version of streamload"
         return None
 
@@ -88,13 +90,15 @@ class Journal:
 
     Attributes:
         finished: what it says is finished, by index.
-        publishing: whether all was finished, and files had begun to get their names.
+        published: every path that gets its name when all is finished, in that order, and the
+            digest of its bytes; "" for a file of tensors, which have digests of their own. None
+            before that.
         replaces: whether a checkpoint that is there may be replaced.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
         self.finished: dict[int, Finished] = {}
-        self.publishing = False
+        self.published: dict[str, str] | None = None
         self.replaces = False
         self._fd = fd
         self._path = path
@@ -184,11 +188,14 @@ class Journal:
             for index in indices:
                 self.finished.pop(index, None)
 
-    def publish(self) -> None:
-        """Note that all is finished, and files will get their names."""
-        if not self.publishing:
-            self._write([{"publish": True}])
-            self.publishing = True
+    def publish(self, files: Mapping[str, str]) -> None:
+        """Note that all is finished, and files will get their names.
+
+        Args:
+            files: what `published` is then.
+        """
+        self._write([{"publish": dict(files)}])
+        self.published = dict(files)
 
     def close(self) -> None:
         """Close it; may be called twice."""
@@ -208,7 +215,11 @@ class Journal:
             self.finished[index] = Finished(index, digest, CastCounts(*counts))
         for index in line.get("lost", ()):
             self.finished.pop(index, None)
-        self.publishing |= "publish" in line
+        if "publish" in line:
+            files = line["publish"]
+            if not (type(files) is dict and all(type(digest) is str for digest in files.values())):
+                raise ValueError(f"not what is published: {line}")
+            self.published = files
 
     def _write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)

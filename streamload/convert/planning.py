@@ -14,9 +14,9 @@ import json
 import os
 import re
 import stat
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +33,7 @@ from streamload.checkpoint.header import (
     unreadable,
 )
 from streamload.checkpoint.readers import ResolvedKind
-from streamload.checkpoint.url import Url
+from streamload.checkpoint.url import Location, Url
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError, UnsupportedCastError
@@ -51,12 +51,11 @@ NODE_PLAN = "plan.json"
 WORK = ".streamload"
 
 _ALIGNMENT = 64
-_CONFIG = "config.json"
+#: What the dtype of a model is in.
+CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 _BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
 _BOOK_NBYTES = 512  # of journal and sidecar, for each tensor
-# Of a header, what an entry takes beside its name and shape: keys, quotes, a dtype, two offsets.
-_ENTRY_NBYTES = 96
 
 # Beside a checkpoint, what is not copied: weights in any format, and their indexes.
 # fmt: off
@@ -65,7 +64,11 @@ _WEIGHTS = (
     ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth", ".tflite",
 )
 # fmt: on
-_LARGEST_COPIED_NBYTES = 2**28  # vocabularies and tables have tens of MB
+#: Longer files are left where they are: vocabularies and tables have tens of MB.
+LARGEST_COPIED_NBYTES = 2**28
+_HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
+_HTML = ("text/html", "application/xhtml+xml")
+_SPACE = b" \t\r\n"
 #: Beside a single file of any name, only what is known to belong to a model is.
 _OF_A_MODEL = re.compile(
     r"config\.json|generation_config\.json|(.*_)?tokenizer.*|special_tokens_map\.json|"
@@ -226,19 +229,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A file from beside the checkpoint that is copied with its permissions.
+    """A file from beside the checkpoint that is copied, with its permissions where it has any.
 
     Attributes:
         path: where to, below the destination.
         source: the file.
-        nbytes: its length.
-        mode: its permissions.
+        nbytes: its length; of one on a server that does not say, what was seen of it.
+        mode: its permissions; None for those of any new file.
     """
 
     path: str
-    source: Path
+    source: Location
     nbytes: int
-    mode: int
+    mode: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +304,12 @@ class ConvertPlan:
         """Of what is written where, from what: the same plan has the same."""
         digest = hasher()
         for file in self.files:
-            tensors = [
-                (t.name, t.info.name, t.info.dtype.code, t.info.shard.name, t.info.start, t.start)
-                for t in file.tensors
-            ]
-            for part in (json.dumps([file.path, tensors]).encode(), file.header):
-                digest.update(memoryview(part))
+            digest.update(memoryview(json.dumps(file.path).encode()))
+            digest.update(memoryview(file.header))
+            for t in file.tensors:
+                info = t.info
+                read = (t.name, info.name, info.dtype.code, info.shard.name, info.start, t.start)
+                digest.update(memoryview(json.dumps(read).encode()))
         return digest.hexdigest()
 
     def to_json(self) -> str:
@@ -393,8 +396,7 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
     chosen = _chosen(checkpoint, options.selection)
     check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
     _check_rename(options.rename, checkpoint.tensors)
-    renamed, _, _ = sources(chosen, None, options.rename)
-    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
+    wanted = _wanted(chosen, options.rename)
     if not wanted:
         raise ValueError("no tensor is left to be converted")
     for name, tensor in wanted.items():
@@ -412,7 +414,7 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
     if beside.left:
         more = f" and {len(beside.left) - 8} more" * (len(beside.left) > 8)
         notes.append(f"not copied: {', '.join(beside.left[:8])}{more}")
-    config = _followed(checkpoint, list(dtypes.items()))
+    config = _followed(checkpoint, dtypes)
     parts, node_plans = _parts(chosen, options, wanted)
     files: list[OutFile] = []
     documents: list[Document] = []
@@ -429,17 +431,17 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         if len(mine) > 1:
             indexes.append(_index(folder, mine))
         if config is not None:
-            mode = beside.local[_CONFIG].mode if _CONFIG in beside.local else None
-            documents.append(Document(in_folder(folder, _CONFIG), config, mode))
+            mode = beside.copied[CONFIG].mode if CONFIG in beside.copied else None
+            documents.append(Document(in_folder(folder, CONFIG), config, mode))
         documents += [
             Document(in_folder(folder, name), data)
-            for name, data in beside.fetched.items()
-            if name != _CONFIG or config is None
+            for name, data in beside.held.items()
+            if name != CONFIG or config is None
         ]
         copied += [
             replace(found, path=in_folder(folder, name))
-            for name, found in beside.local.items()
-            if name != _CONFIG or config is None
+            for name, found in beside.copied.items()
+            if name != CONFIG or config is None
         ]
         if folder in node_plans:
             documents.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
@@ -472,6 +474,12 @@ def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
         unmatched = next((name for name in rename if name not in names), None)
     if unmatched is not None:
         raise ValueError(f"rename: no tensor's name matches {unmatched!r}")
+
+
+def _wanted(chosen: Checkpoint, rename: Rename | None) -> dict[str, str]:
+    """The tensors that are left, by their new names."""
+    renamed, _, _ = sources(chosen, None, rename)
+    return {name: source.rows[0].tensor for name, source in renamed.items()}
 
 
 def _chosen(checkpoint: Checkpoint, selection: Selection) -> Checkpoint:
@@ -550,59 +558,88 @@ def _files(
     folder: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str], max_nbytes: int
 ) -> list[OutFile]:
     """Fill files one after the other, in the order given."""
-    base = 8 + _ALIGNMENT + len(_json({"__metadata__": dict(metadata)}))
-    shards: list[list[_Wanted]] = []
-    header_nbytes = data_nbytes = 0
-    for name, info, dtype in tensors:
-        entry = len(_json([name, list(info.shape)])) + _ENTRY_NBYTES
-        nbytes = dtype.nbytes(info.numel)
-        header_nbytes += entry
-        data_nbytes += nbytes
-        if (
-            not shards
-            or header_nbytes + data_nbytes > max_nbytes
-            or header_nbytes > MAX_HEADER_NBYTES
-        ):
-            shards.append([])
-            header_nbytes, data_nbytes = base + entry, nbytes
-        shards[-1].append((name, info, dtype))
-    single = len(shards) == 1
+    shards: list[Sequence[_Wanted]] = []
+    first = 0
+    while first < len(tensors):
+        count = _most(tensors, first, metadata, max_nbytes)
+        shards.append(tensors[first : first + count])
+        first += count
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     return [
-        _file(
-            in_folder(
-                folder,
-                SINGLE if single else f"model-{i:05}-of-{len(shards):05}.safetensors",
-            ),
-            shard,
-            metadata,
-        )
-        for i, shard in enumerate(shards, start=1)
+        _file(in_folder(folder, name), shard, metadata)
+        for name, shard in zip(names, shards, strict=True)
     ]
 
 
-def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
+def _most(
+    tensors: Sequence[_Wanted], first: int, metadata: Mapping[str, str], max_nbytes: int
+) -> int:
+    """How many tensors from one on go into a file; one does in any case.
+
+    How long a header is depends on the digits of all offsets, and so on the order that the tensors
+    have in the file. Where bounds on that do not decide, headers are made to see.
+    """
+    header_nbytes = len(_header((), metadata))
+    data_nbytes = sure = count = 0
+    for i in range(first, len(tensors)):
+        name, info, dtype = tensors[i]
+        # with offsets of one digit; where tensors are few the padding decides
+        header_nbytes += len(_entry(name, dtype, info.shape, 0, 0)) + 1
+        data_nbytes += dtype.nbytes(info.numel)
+        least = header_nbytes - _ALIGNMENT + 1
+        if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
+            break
+        count += 1
+        most = header_nbytes + _ALIGNMENT + 2 * count * len(str(data_nbytes))
+        if most + data_nbytes <= max_nbytes and most - 8 <= MAX_HEADER_NBYTES:
+            sure = count
+
+    def too_long(number: int) -> bool:
+        ordered = _ordered(tensors[first : first + number])
+        header = _header(ordered, metadata)
+        nbytes = len(header) + sum(dtype.nbytes(info.numel) for _, info, dtype in ordered)
+        return nbytes > max_nbytes or len(header) - 8 > MAX_HEADER_NBYTES
+
+    return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
+
+
+def _ordered(tensors: Sequence[_Wanted]) -> list[_Wanted]:
+    """The order that tensors have in a file."""
     # stable: but for the few of odd lengths, in the order in which they are read
-    ordered = sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
-    document: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offsets = []
+    return sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
+
+
+def _header(ordered: Iterable[_Wanted], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file with these tensors, one after the other."""
+    entries = [b'"__metadata__":' + _json(dict(metadata))]
     start = 0
     for name, info, dtype in ordered:
         stop = start + dtype.nbytes(info.numel)
-        document[name] = {
-            "dtype": dtype.code,
-            "shape": list(info.shape),
-            "data_offsets": [start, stop],
-        }
-        offsets.append((start, stop))
+        entries.append(_entry(name, dtype, info.shape, start, stop))
         start = stop
-    text = _json(document)
+    text = b"{" + b",".join(entries) + b"}"
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    out = tuple(
-        OutTensor(name, info, dtype, len(header) + first, len(header) + last)
-        for (name, info, dtype), (first, last) in zip(ordered, offsets, strict=True)
-    )
-    return OutFile(path, header, len(header) + start, out)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry(name: str, dtype: DType, shape: Sequence[int], start: int, stop: int) -> bytes:
+    """What a header says of a tensor."""
+    said = {"dtype": dtype.code, "shape": list(shape), "data_offsets": [start, stop]}
+    return _json(name) + b":" + _json(said)
+
+
+def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
+    ordered = _ordered(tensors)
+    header = _header(ordered, metadata)
+    out = []
+    start = len(header)
+    for name, info, dtype in ordered:
+        stop = start + dtype.nbytes(info.numel)
+        out.append(OutTensor(name, info, dtype, start, stop))
+        start = stop
+    return OutFile(path, header, start, tuple(out))
 
 
 def _divisor(nbytes: int) -> int:
@@ -610,8 +647,11 @@ def _divisor(nbytes: int) -> int:
     return min(nbytes & -nbytes or _ALIGNMENT, _ALIGNMENT)
 
 
+_encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
 def _json(document: object) -> bytes:
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    return _encoder.encode(document).encode()
 
 
 def _index(folder: str, files: Sequence[OutFile]) -> Document:
@@ -632,30 +672,31 @@ class _Beside:
     """What lies beside a checkpoint.
 
     Attributes:
-        local: files to be copied, by name.
-        fetched: the bytes of those that are not on this machine, by name.
+        copied: files to be copied, by name.
+        held: the bytes of small files that are not on this machine, by name.
         left: names of what is not copied and might have been expected.
     """
 
-    local: dict[str, Copied] = field(default_factory=dict)
-    fetched: dict[str, bytes] = field(default_factory=dict)
+    copied: dict[str, Copied] = field(default_factory=dict)
+    held: dict[str, bytes] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
 
 def _beside(checkpoint: Checkpoint) -> _Beside:
     path = checkpoint.path
     if isinstance(path, Url):
-        return _Beside(fetched=_fetched(path.parent) if checkpoint.config else {})
+        return _served(path.parent) if checkpoint.config else _Beside()
     belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
-    if path.is_dir() or path.name in (SINGLE, INDEX):
-        belongs = bool  # the folder is the model's own
-    folder = path if path.is_dir() else path.parent
     try:
+        is_folder = path.is_dir()
+        folder = path if is_folder else path.parent
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise unreadable(folder, error) from error
+        raise unreadable(path, error) from error
+    if is_folder or path.name in (SINGLE, INDEX):
+        belongs = bool  # the folder is the model's own
     found = _Beside()
-    if belongs is not bool and _CONFIG not in names:
+    if belongs is not bool and CONFIG not in names:
         return found
     for name in names:
         if name.startswith(".") or name in (SIDECAR, NODE_PLAN) or name.endswith(_WEIGHTS):
@@ -667,34 +708,62 @@ def _beside(checkpoint: Checkpoint) -> _Beside:
         except OSError:  # a symlink that leads nowhere
             found.left.append(name)
             continue
-        if stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_COPIED_NBYTES:
+        if stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
             mode = stat.S_IMODE(status.st_mode)
-            found.local[name] = Copied(name, folder / name, status.st_size, mode)
+            found.copied[name] = Copied(name, folder / name, status.st_size, mode)
         else:
             found.left.append(name + "/" * stat.S_ISDIR(status.st_mode))
     return found
 
 
-def _fetched(folder: Url) -> dict[str, bytes]:
-    """What a server has of the files that models have: it does not list its folders."""
-    found = {}
+def _served(folder: Url) -> _Beside:
+    """What a server has of the files that models have: it does not list its folders.
+
+    Some answer with a page where there is no file, and say that all is well: what cannot be the
+    file is left.
+    """
+    found = _Beside()
     with remote.connections():
         for name in _USUAL:
-            with suppress(ShardNotFoundError):
-                found[name] = remote.read_file(folder / name, _LARGEST_COPIED_NBYTES)
+            try:
+                seen = remote.look(folder / name, _HELD_NBYTES)
+            except ShardNotFoundError:
+                continue
+            nbytes = seen.nbytes or len(seen.head)
+            if seen.content_type in _HTML:
+                found.left.append(f"{name} (the server sends a page of HTML)")
+            elif name.endswith(".json") and not _is_json(seen.head, whole=seen.whole):
+                found.left.append(f"{name} (the server sends something else than JSON)")
+            elif nbytes > LARGEST_COPIED_NBYTES:
+                found.left.append(name)
+            elif seen.whole:
+                found.held[name] = seen.head
+            else:
+                found.copied[name] = Copied(name, seen.url, nbytes)
     return found
 
 
-def _followed(checkpoint: Checkpoint, dtypes: Sequence[tuple[str, DType]]) -> bytes | None:
+def _is_json(head: bytes, *, whole: bool) -> bool:
+    """Whether a file is JSON; of a longer one, whether it begins as such."""
+    if not whole:
+        return head.lstrip(_SPACE)[:1] in (b"{", b"[")
+    try:
+        json.loads(head)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _followed(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | None:
     """config.json with the dtypes that the tensors will have, or None where none changes."""
     became: dict[str, Counter[str]] = {}
     overall: Counter[str] = Counter()
-    for name, dtype in dtypes:
+    for name, dtype in dtypes.items():
         info = checkpoint.tensors[name]
         if dtype.kind == "float":
             became.setdefault(info.dtype.name, Counter())[dtype.name] += dtype.nbytes(info.numel)
             overall[dtype.name] += dtype.nbytes(info.numel)
-    if all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes):
+    if all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes.items()):
         return None
     (main, _), *_ = overall.most_common(1)
 

@@ -538,6 +538,9 @@ class Writer:
             self._journal.add(finished)
         except OSError as error:
             raise unwritable(self._plan.destination, error) from error
+        with self._changed:
+            for i in batch:  # there may be very many
+                del self._tensors[i]
         for number in whole:
             with self._changed:
                 output = self._outputs.pop(number)
