@@ -2,7 +2,7 @@
 
 `load_state_dict` moves a safetensors checkpoint to where it runs: in chunks, through one dtype
 cast, under a budget in bytes that it never exceeds. `streamload.transformers` does so for models of
-transformers, and is imported when it is asked for.
+transformers, `streamload.distributed` across nodes; they are imported when they are asked for.
 """
 
 import importlib
@@ -28,10 +28,14 @@ convert = _convert
 __version__ = "0.1.0"
 
 
+#: Modules that are imported when they are asked for: they need more than is always installed.
+_LATER = ("distributed", "transformers")
+
+
 def __getattr__(name: str) -> Any:
-    """Import `streamload.transformers`, which needs more than is always installed."""
-    if name == "transformers":
-        return importlib.import_module("streamload.transformers")
+    """Import a module that not everyone needs."""
+    if name in _LATER:
+        return importlib.import_module(f"streamload.{name}")
     raise AttributeError(f"module 'streamload' has no attribute {name!r}")
 
 

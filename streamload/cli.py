@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.convert.convert import DEFAULT_SHARD_SIZE
 from streamload.convert.convert import convert as convert_checkpoint
@@ -29,8 +31,10 @@ from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
 from streamload.mapping import MAPPINGS, Rename
+from streamload.nodes.launch import find_launch
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.partition import Node
+from streamload.plan.plan import Plan
 from streamload.progress import Progress
 from streamload.units import format_bytes, format_table
 
@@ -79,6 +83,14 @@ class PageCacheChoice(StrEnum):
     auto = "auto"
     keep = "keep"
     drop = "drop"
+
+
+class SplitChoice(StrEnum):
+    """``--split``."""
+
+    layers = "layers"
+    replicate = "replicate"
+    balanced = "balanced"
 
 
 class TransferChoice(StrEnum):
@@ -156,6 +168,33 @@ MappingOption = Annotated[
     typer.Option(
         metavar="FAMILY",
         help=f"Rename and reorder a family's tensors: {' or '.join(MAPPINGS)}.",
+        show_default=False,
+    ),
+]
+ReserveOption = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="What stays free on each device or node, of its budget: for activations and others.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Leave room for the KV cache of so many tokens, for the layers that a device or node "
+        "holds, as config.json tells.",
+        show_default=False,
+    ),
+]
+BatchOption = Annotated[
+    int, typer.Option(metavar="N", help="With --context: how many sequences at once.")
+]
+CacheDTypeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="With --context: the dtype of the cache. Default: that of the weights.",
         show_default=False,
     ),
 ]
@@ -244,6 +283,22 @@ def plan(
     page_cache: PageCacheOption = PageCacheChoice.auto,
     transfer: TransferOption = TransferChoice.auto,
     mapping: MappingOption = None,
+    reserve: ReserveOption = "0",
+    context: ContextOption = None,
+    batch: BatchOption = 1,
+    cache_dtype: CacheDTypeOption = None,
+    bars: Annotated[
+        bool | None,
+        typer.Option(
+            "--bars/--no-bars",
+            help="Draw a bar for each device or node. Default: where stdout is a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw an SVG chart there.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
@@ -262,11 +317,47 @@ def plan(
         page_cache=page_cache.value,
         transfer=transfer.value,
         mapping=mapping,
+        reserve=reserve,
+        context=context,
+        batch=batch,
+        cache_dtype=cache_dtype,
     )
+    if plot is not None:
+        total = f"{format_bytes(made.resident_nbytes)} of weights, {path}"
+        title = "What each device or node holds"
+        Path(plot).write_text(draw_stacks(title, _printable(total), _PARTS, _stacks(made)))
     if as_json:
         _print(made.to_json())
-    else:
-        _print(*str(made).splitlines())
+        return
+    _print(*str(made).splitlines())
+    if bars if bars is not None else sys.stdout is not None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        _print("", *draw_text(_PARTS, _stacks(made), width=width, marks=_marks()))
+
+
+#: The parts of a device's budget, from left to right.
+_PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
+
+
+def _stacks(made: Plan) -> list[Stack]:
+    """What becomes of the budget of each device; what a load takes meanwhile may be the cache's."""
+    stacks = []
+    for d in made.devices:
+        loading = d.needed_nbytes - d.run_nbytes
+        free = d.budget_nbytes - d.needed_nbytes
+        parts = (d.resident_nbytes, d.cache_nbytes, loading, d.reserve_nbytes, free)
+        label = f"{format_bytes(d.stated_nbytes - free)} of {format_bytes(d.stated_nbytes)}"
+        stacks.append(Stack(_printable(d.device), parts, label))
+    return stacks
+
+
+def _marks() -> str:
+    """What bars are drawn with, where stdout shows it."""
+    try:
+        BLOCKS.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return ASCII
+    return BLOCKS
 
 
 def _names(device: str | None) -> list[str]:
@@ -321,6 +412,10 @@ def load(
     page_cache: PageCacheOption = PageCacheChoice.auto,
     transfer: TransferOption = TransferChoice.auto,
     mapping: MappingOption = None,
+    reserve: ReserveOption = "0",
+    context: ContextOption = None,
+    batch: BatchOption = 1,
+    cache_dtype: CacheDTypeOption = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -328,37 +423,69 @@ def load(
             help="Read every tensor back and compare it with plain reads and the numpy cast.",
         ),
     ] = False,
+    split: Annotated[
+        SplitChoice,
+        typer.Option(help="Over nodes: layers to each, everything to all, or by bytes alone."),
+    ] = SplitChoice.layers,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Over nodes: how soon the loss of one is known."),
+    ] = 60.0,
     no_progress: Annotated[bool, typer.Option("--no-progress", help="Show no progress.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a checkpoint onto a device, and report what that took."""
-    split = _names(device)
-    report = load_state_dict(
-        None,
-        path,
-        budget=_budget(budget, split),
-        device=split if len(split) > 1 else device,
-        dtype=_dtype(dtype),
-        out_of_range=out_of_range.value,
-        cast=cast.value,
-        reader=reader.value,
-        page_cache=page_cache.value,
-        transfer=transfer.value,
-        mapping=mapping,
-        progress=False if no_progress else "auto",
-    )
+    """Load a checkpoint onto a device, and report what that took.
+
+    Under torchrun, mpirun or srun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+    environment, each rank loads its part, and rank 0 reports for all.
+    """
+    names = _names(device)
+    asked: dict[str, Any] = {
+        "budget": _budget(budget, names),
+        "dtype": _dtype(dtype),
+        "out_of_range": out_of_range.value,
+        "cast": cast.value,
+        "reader": reader.value,
+        "page_cache": page_cache.value,
+        "transfer": transfer.value,
+        "mapping": mapping,
+        "reserve": reserve,
+        "context": context,
+        "batch": batch,
+        "cache_dtype": cache_dtype,
+        "progress": False if no_progress else "auto",
+    }
+    launch = find_launch()
+    silent = False
+    if launch is not None and launch.size != 1:
+        if len(names) > 1:
+            raise ValueError("over nodes, each rank loads to one device: start a rank for each")
+        from streamload import distributed  # its engines are not always installed
+
+        report = distributed.load_state_dict(
+            None,
+            path,
+            device=device,
+            split=split.value,
+            timeout=timeout,
+            verify="none" if verify else "crc32",  # every byte is compared below
+            **asked,
+        )
+        silent = launch.rank > 0
+    else:
+        report = load_state_dict(None, path, device=names if len(names) > 1 else device, **asked)
     problems: list[str] = []
     if verify:
         from streamload.verify import verify as compare
 
         problems = [str(m) for m in compare(report, open_checkpoint(path))]
-    if as_json:
+    if as_json and not silent:
         data = json.loads(report.to_json())
         if verify:
             data["verified"] = not problems
             data["mismatches"] = problems
         _print_json(data)
-    else:
+    elif not silent:
         _print(*str(report).splitlines())
         if verify and not problems:
             _print(f"verified: {len(report.plan.placements)} tensors, byte by byte")
@@ -761,7 +888,13 @@ def convert(
         bool, typer.Option("--resume", help="Continue what was left unfinished there.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, when all is written.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace the checkpoint that is there, when all is written: every safetensors "
+            "file, index and config.json, what an earlier conversion copied, and its folders of "
+            "nodes. Or begin an unfinished conversion again.",
+        ),
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read back what was written, before it is published.")

@@ -7,20 +7,25 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol
+
+import numpy as np
 
 from streamload.cast.table import Cast, CastCounts, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import Header
 from streamload.checkpoint.page_cache import PageCache, ShardCache
-from streamload.checkpoint.readers import Reader, open_reader
+from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.device_casts import DeviceCasts
-from streamload.devices.base import Buffer, Device
+from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
 from streamload.errors import DeviceError, OutOfRangeError
 from streamload.plan.budget import available_host_nbytes
-from streamload.plan.chunks import Chunk, chunks
-from streamload.plan.plan import Placement, Plan, slot_nbytes
+from streamload.plan.chunks import Chunk, Pack, packs_and_chunks
+from streamload.plan.plan import SEGMENTS, Placement, Plan, slot_nbytes
 
 NO_COUNTS = CastCounts()
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
@@ -29,7 +34,10 @@ _BULK_NBYTES = 2**24
 _LEAST_SHARE = 16  # units for each worker, of a load that has them
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
-Unit = tuple[Chunk, ...]  # of one shard and one device, one after the other in the file
+Unit = tuple[Chunk, ...] | Pack  # of one shard and one device, one after the other in the file
+
+
+_Addresses = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Target(Protocol):
@@ -38,8 +46,20 @@ class Target(Protocol):
     def begin(self, index: int) -> Buffer:
         """Make room for placement ``index`` and return its buffer."""
 
+    def begin_range(self, indices: range) -> Sequence[Buffer]:
+        """Make room for placements of one device that follow each other."""
+
     def finish(self, index: int, counts: CastCounts) -> None:
         """All bytes of the placement are there; its buffer is written no more."""
+
+
+#: Opens a shard, in the way that the plan has for it.
+Opener = Callable[[Header, ResolvedKind], Reader]
+
+
+def open_shard(header: Header, kind: ResolvedKind) -> Reader:
+    """Open a shard's file by itself."""
+    return open_reader(header.path, header.file_nbytes, kind)
 
 
 @dataclass(slots=True)
@@ -77,6 +97,7 @@ class Job:
         target: Target,
         devices: Mapping[str, Device],
         progress: Callable[[int], None],
+        opener: Opener,
     ) -> None:
         self.plan = plan
         self.devices = devices
@@ -90,6 +111,14 @@ class Job:
         cast_there = {p.device for p in plan.placements if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
         self.staged = plan.transfer == "staged"
+        # of a buffer's first byte, for devices that tell
+        self._address: dict[str, Callable[[Buffer], int]] = {}
+        for name, device in devices.items():
+            if device.bulk is not None:
+                self._address[name] = device.bulk.address
+            elif isinstance(device, Addressed):
+                self._address[name] = device.address
+        self.joins = {name for name, info in infos.items() if info.allocator in SEGMENTS}
         self.casts: dict[str, DeviceCasts] = {}  # by device, of those that cast what they were sent
         share = sum(p.nbytes for p in plan.placements) // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: what is left over of each unit would be a small copy
@@ -98,6 +127,7 @@ class Job:
         self._checkpoint = checkpoint
         self._target = target
         self._progress = progress
+        self._open = opener
         self._left: Counter[int] = Counter()  # chunks to come, by placement
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
         self._compiling = threading.Lock()
@@ -110,8 +140,10 @@ class Job:
 
     def cut(self) -> list[tuple[int, list[Unit]]]:
         """Cut the plan into units, by shard, in the order in which they are read."""
-        cut = chunks(self.plan, self._checkpoint, self._chunk_nbytes)
-        self._left.update(chunk.placement for chunk in cut)
+        cut = packs_and_chunks(
+            self.plan, self._checkpoint, self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS
+        )
+        self._left.update(chunk.placement for chunk in cut if isinstance(chunk, Chunk))
         self.page_cache = PageCache(
             self.plan.page_cache,
             to_read_nbytes=_cached_nbytes(cut, self.plan),
@@ -124,9 +156,10 @@ class Job:
         """Open a shard's file."""
         assert self.page_cache is not None, "before the plan is cut"
         header = self._checkpoint.shards[shard]
-        reader = open_reader(header.path, header.file_nbytes, self.plan.readers[shard])
+        reader = self._open(header, self.plan.readers[shard])
         self._readers[shard] = reader
-        if isinstance(header.path, Url):  # nothing of it is in the page cache
+        # nothing of it is in the page cache, or it is others who read it
+        if not reader.has_file or isinstance(header.path, Url):
             return reader
         if self.plan.readers[shard] != "direct" or reader.fallback:
             self._caches[shard] = self.page_cache.open(header.path)
@@ -193,9 +226,21 @@ class Job:
     def begin(self, batch: Sequence[Unit]) -> None:
         """Make room for the parameters that units are the first to write."""
         for unit in batch:
+            if isinstance(unit, Pack):
+                buffers = self._target.begin_range(unit.placements)
+                self.buffers.update(zip(unit.placements, buffers, strict=True))
+                continue
             for chunk in unit:
                 if chunk.placement not in self.buffers:
                     self.buffers[chunk.placement] = self._target.begin(chunk.placement)
+
+    def addresses(self, pack: Pack) -> _Addresses | None:
+        """Where the parameters of a pack begin; None where the device does not tell."""
+        address = self._address.get(self.plan.placements[pack.first].device)
+        if address is None:
+            return None
+        buffers = map(self.buffers.__getitem__, pack.placements)
+        return np.fromiter(map(address, buffers), np.int64, len(pack))
 
     def tensor(self, chunk: Chunk) -> tuple[str, Location]:
         """The tensor that a chunk's first bytes are of, and its file."""
@@ -212,6 +257,13 @@ class Job:
     def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
         """Account for a unit whose bytes are in place."""
         before = self.stats.read_nbytes
+        if isinstance(unit, Pack):
+            self.stats.read_nbytes += unit.stop - unit.start
+            for index in unit.placements:
+                self._target.finish(index, NO_COUNTS)
+                del self.buffers[index]
+            self._account(unit, self.stats.read_nbytes - before)
+            return
         for chunk, count in zip(unit, counts, strict=True):
             index = chunk.placement
             p = self.plan.placements[index]
@@ -227,12 +279,16 @@ class Job:
                     self._refuse_overflow(chunk, p)
                 self._target.finish(index, self.stats.counts.get(index, NO_COUNTS))
                 del self.buffers[index]
+        self._account(unit, self.stats.read_nbytes - before)
+
+    def _account(self, unit: Unit, nbytes: int) -> None:
+        """Tell the page cache what has been read."""
         cache = self._caches.get(unit[0].shard)
         if cache is not None and cache.drops:
             for start, stop in file_ranges(unit):
                 cache.done(start, stop)
         elif cache is not None:  # it counts, and asks for no more: a unit may have many ranges
-            cache.done(0, self.stats.read_nbytes - before)
+            cache.done(0, nbytes)
 
     def _refuse_overflow(self, chunk: Chunk, p: Placement) -> None:
         """Look at what the device counted of a parameter, if it counts."""
@@ -247,38 +303,43 @@ class Job:
         self._progress(self.stats.read_nbytes)
 
 
-def _by_shard(cut: Sequence[Chunk], job: Job) -> Iterator[tuple[int, list[Unit]]]:
-    """Group chunks into units, small neighbours together, and units by shard."""
-    units: list[Unit] = []
+def _by_shard(cut: Sequence[Chunk | Pack], job: Job) -> Iterator[tuple[int, list[Unit]]]:
+    """Units by shard."""
+    for shard, pieces in groupby(cut, attrgetter("shard")):
+        yield shard, list(_units(pieces, job))
+
+
+def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
+    """Group chunks of a shard into units, small neighbours together; a pack is a unit."""
     unit: list[Chunk] = []
     size = most = 0
     for chunk in cut:
+        if isinstance(chunk, Pack):
+            if unit:
+                yield tuple(unit)
+                unit, size = [], 0
+            yield chunk
+            continue
         p = job.plan.placements[chunk.placement]
-        new_shard = bool(unit) and chunk.shard != unit[0].shard
         grows = slot_nbytes(max(chunk.stop - chunk.start, chunk.read_nbytes))
         if unit and (
-            new_shard
-            or size + grows > most
+            size + grows > most
             or len(unit) == _MAX_UNIT_CHUNKS
             or p.device != job.plan.placements[unit[0].placement].device
             or most != job.unit_nbytes(p)
         ):
-            units.append(tuple(unit))
-            if new_shard:
-                yield unit[0].shard, units
-                units = []
+            yield tuple(unit)
             unit, size = [], 0
         unit.append(chunk)
         size, most = size + grows, job.unit_nbytes(p)
     if unit:
-        units.append(tuple(unit))
-        yield unit[0].shard, units
+        yield tuple(unit)
 
 
-def _cached_nbytes(cut: Iterable[Chunk], plan: Plan) -> int:
+def _cached_nbytes(cut: Iterable[Chunk | Pack], plan: Plan) -> int:
     """File bytes that are read through the page cache."""
     cached = {i for i, kind in enumerate(plan.readers) if kind not in ("direct", "http")}
-    return sum(chunk.read_nbytes for chunk in cut if chunk.shard in cached)
+    return sum(piece.read_nbytes for piece in cut if piece.shard in cached)
 
 
 def _available_nbytes() -> int | None:
@@ -291,6 +352,9 @@ def _available_nbytes() -> int | None:
 
 def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:
     """The file bytes of a unit, those of neighbours together."""
+    if isinstance(unit, Pack):
+        yield unit.start, unit.stop
+        return
     start = stop = -1
     for chunk in unit:
         for run in chunk.runs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.interrupt import deferred_interrupt
+from streamload.job import Opener, open_shard
 from streamload.lookup import (
     CastArgument,
     Devices,
@@ -54,6 +54,7 @@ from streamload.plan.budget import (
     available_cpus,
     canonical_device,
 )
+from streamload.plan.kv_cache import CacheRequest, KvCache
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan, Transfer
 from streamload.plan.planner import (
@@ -115,6 +116,9 @@ def load_state_dict(
     strict: bool = True,
     progress: Progress = "auto",
     reserve: float | str = 0,
+    context: int | None = None,
+    batch: int = 1,
+    cache_dtype: str | DType | None = None,
     chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> LoadReport:
@@ -165,7 +169,12 @@ def load_state_dict(
             what matches is loaded and the report names the rest.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
         reserve: bytes, or a size, that stay free on each device beside what is loaded: for
-            activations, caches, other parameters. Taken off its budget and of what is free.
+            activations, other parameters. Taken off its budget and of what is free.
+        context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
+            each device for the layers that it holds, as ``config.json`` tells. Nothing is allocated
+            for it, and until the load is done its bytes may be the load's own.
+        batch: how many sequences of ``context`` tokens the cache is for.
+        cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
         chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped.
         threads: most streaming threads; None: the CPUs that this process may use (affinity, and
             the limit of its cgroup), at most 8.
@@ -199,6 +208,7 @@ def load_state_dict(
         chunk_nbytes,
         threads,
         reserve,
+        CacheRequest.read(context, batch, cache_dtype),
     )
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
@@ -235,6 +245,7 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+@uncollected()
 def plan(
     path: str | os.PathLike[str] | Checkpoint,
     *,
@@ -251,6 +262,9 @@ def plan(
     rename: Rename | None = None,
     mapping: MappingArgument | None = None,
     reserve: float | str = 0,
+    context: int | None = None,
+    batch: int = 1,
+    cache_dtype: str | DType | None = None,
     chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> Plan:
@@ -273,7 +287,10 @@ def plan(
         transfer: as in `load_state_dict`.
         rename: as in `load_state_dict`.
         mapping: as in `load_state_dict`.
-        reserve: as in `load_state_dict`; nodes have a budget alone.
+        reserve: as in `load_state_dict`; of the budget of each node, too.
+        context: as in `load_state_dict`.
+        batch: as in `load_state_dict`.
+        cache_dtype: as in `load_state_dict`.
         chunk_nbytes: as in `load_state_dict`.
         threads: as in `load_state_dict`.
 
@@ -297,6 +314,7 @@ def plan(
         chunk_nbytes,
         threads,
         reserve,
+        CacheRequest.read(context, batch, cache_dtype),
     )
     parsed, policy = options.budget, options.policy
     if isinstance(devices, str):
@@ -316,12 +334,16 @@ def plan(
     undecided = bf16_is_undecided(policy, checkpoint, checkpoint.tensors)
     if nodes is not None or (stated and cast != "device" and not undecided):
         sizes = {n.name: n.budget for n in nodes or ()}
+        reserved = options.reserve_nbytes
         specs = [
-            DeviceSpec(name, sizes[name])
+            DeviceSpec(name, max(sizes[name] - reserved, 0))
             if name in sizes
-            else unseen_spec(name, max(parsed.resolve(name, None) - options.reserve_nbytes, 0))
+            else unseen_spec(name, max(parsed.resolve(name, None) - reserved, 0))
             for name in names
         ]
+        if reserved:
+            kept = f"budget less {format_bytes(reserved)} kept free"
+            specs = [replace(spec, limit=kept) for spec in specs]
     else:
         found = open_devices(device or devices, None, {})
         specs = found.specs(
@@ -371,6 +393,7 @@ class Options:
     chunk_nbytes: int | None
     threads: int | None
     reserve_nbytes: int
+    cache: CacheRequest | None = None
 
     @classmethod
     def read(
@@ -385,6 +408,7 @@ class Options:
         chunk_nbytes: int | None,
         threads: int | None,
         reserve: float | str = 0,
+        cache: CacheRequest | None = None,
     ) -> Options:
         """Read the arguments; raises ValueError for one that is not what it should be."""
         for name, value, choices in (
@@ -414,12 +438,15 @@ class Options:
             chunk_nbytes,
             threads,
             parse_bytes(reserve),
+            cache,
         )
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
-        """The devices, of which none casts where the host is asked to."""
-        casts = self.cast in ("auto", "device")
-        return [replace(spec, casts=spec.casts and casts) for spec in specs]
+        """The devices, of which none casts where the host is asked to, with what stays free."""
+        casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
+        return [
+            replace(spec, casts=spec.casts and casts, reserve_nbytes=reserved) for spec in specs
+        ]
 
     def plan(
         self,
@@ -522,6 +549,8 @@ class Options:
         remote = any(choice.kind == "http" for choice in choices)
         threads = _MOST_THREADS if remote else min(available_cpus(), _MOST_THREADS)
         most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
+        asked, path = self.cache, checkpoint.path
+        cache = None if asked is None else KvCache.of(checkpoint.config, asked, path=path)
         return make_plan(
             checkpoint,
             wants=wants,
@@ -538,6 +567,7 @@ class Options:
             page_cache=self.page_cache,
             reader_reasons=[choice.reason for choice in choices],
             threads=self.threads or threads,
+            cache=cache,
         )
 
 
@@ -707,7 +737,12 @@ class Load:
         }
         return device_map(names, (*self.match.unfilled, *self.unstored))
 
-    def run(self, progress: Progress, clock: Clock) -> LoadReport:
+    @property
+    def read_nbytes(self) -> int:
+        """File bytes that it will read."""
+        return sum(p.src_nbytes for p in self.plan.placements)
+
+    def run(self, progress: Progress, clock: Clock, opener: Opener = open_shard) -> LoadReport:
         """Stream."""
         made, devices = self.plan, self.devices.opened
         ledger = Ledger(
@@ -718,9 +753,8 @@ class Load:
         parameters = self.match.parameters if self.match else None
         target = ModelTarget(made, self.devices.framework, devices, parameters, ledger)
         meter = Meter(devices)
-        total = sum(p.src.nbytes(math.prod(p.shape)) for p in made.placements)
         try:
-            with reporting(progress, total) as tell:
+            with reporting(progress, self.read_nbytes) as tell:
 
                 def told(done: int) -> None:
                     meter.sample()
@@ -729,7 +763,7 @@ class Load:
                 for device in devices.values():
                     device.synchronize()  # nothing may be computing on what is written in place
                 target.begin_all()
-                stats = stream(made, self.checkpoint, target, devices, ledger, told)
+                stats = stream(made, self.checkpoint, target, devices, ledger, told, opener)
         except BaseException as error:
             state = target.fail()
             if isinstance(error, StreamloadError):
@@ -837,13 +871,14 @@ def _host_cast(
     """
     if options.cast in ("numpy", "device"):
         return options.cast, []
-    pairs = set()
+    pairs = {}  # by their names: a dtype's own hash takes ten times as long
     for want in wants:
         name = want.source[0].tensor
         src = checkpoint.tensors[name].dtype
         for native in native_bf16:
-            pairs.add((src, want.dtype or options.policy.resolve(name, src, native)))
-    for src, dst in sorted(pairs, key=str):
+            dst = want.dtype or options.policy.resolve(name, src, native)
+            pairs[src.name, dst.name] = src, dst
+    for _, (src, dst) in sorted(pairs.items()):
         if not supported(src, dst):
             continue  # the planner names the tensor
         if cast_engine(src, dst, "llvm" if options.cast == "llvm" else "auto") == "numpy":

@@ -113,7 +113,7 @@ def sources(
     origin: dict[str, str] = {}
     skipped: list[str] = []
     for name, source in named:
-        new = _renamed(name, rename)
+        new = name if rename is None else _renamed(name, rename)
         first = source.rows[0].tensor
         if new is None:
             skipped.append(first)
@@ -207,8 +207,8 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
         _check_there(checkpoint, parameter, [r.tensor for r in rows])
         explicit.append((parameter, Source(tuple(rows))))
     rest = [
-        (name, Source((_whole(checkpoint, name),)))
-        for name in checkpoint.tensors
+        (name, Source((RowRange(name, 0, info.shape[0] if info.shape else 1),)))
+        for name, info in checkpoint.tensors.items()
         if name not in used
     ]
     return explicit + rest

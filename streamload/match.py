@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
 from streamload.devices.base import Parameter
@@ -26,9 +27,25 @@ def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
 
 def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
     """The shape that a source gives, or that of its rows put together."""
+    whole = _whole(checkpoint, source)
+    if whole is not None:
+        return whole.shape
     if source.shape is not None:
         return source.shape
     return _rows_shape(checkpoint, source)
+
+
+def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
+    """The tensor that a source is, all of it as it is; None where it is anything else.
+
+    Most are: there may be very many, of which nothing else needs to be asked.
+    """
+    r = source.rows[0]
+    info = checkpoint.tensors[r.tensor]
+    is_all = r.start == 0 and r.stop == (info.shape[0] if info.shape else 1)
+    if len(source.rows) > 1 or source.transpose is not None or source.shape is not None:
+        return None
+    return info if is_all else None
 
 
 def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
@@ -40,6 +57,8 @@ def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
 
 def incoherent(checkpoint: Checkpoint, source: Source) -> str:
     """Why the parts of a source do not go together, or ""."""
+    if _whole(checkpoint, source) is not None:
+        return ""
     first = checkpoint.tensors[source.rows[0].tensor]
     for r in source.rows:
         info = checkpoint.tensors[r.tensor]
@@ -148,7 +167,7 @@ def match(
     used: set[str] = set()
     for parameter in parameters:
         found = [name for name in parameter.names if name in fill]
-        head = next((name for name in parameter.names if name in tied), None)
+        head = None if found else next((name for name in parameter.names if name in tied), None)
         if not found and head is None:
             out.missing.append(parameter.names[0])
             out.unfilled += parameter.names

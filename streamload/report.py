@@ -20,6 +20,27 @@ _SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one node of a load across nodes did.
+
+    Attributes:
+        node: its id.
+        rank: its rank.
+        tensors: how many parameters it loaded.
+        read_nbytes: file bytes that it read.
+        resident_nbytes: bytes of parameters on its device.
+        seconds: wall time of its load.
+    """
+
+    node: str
+    rank: int
+    tensors: int
+    read_nbytes: int
+    resident_nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did. Prints as a short table.
 
@@ -48,6 +69,7 @@ class LoadReport:
         notes: choices that the load made, one sentence each.
         page_cache: what became of the page cache, and why; "" where none was used.
         dropped_nbytes: file bytes that were dropped from it.
+        nodes: of a load across nodes, what each did, by rank.
         state_dict: with ``model=None``, the tensors by name.
     """
 
@@ -70,6 +92,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
     page_cache: str = ""
     dropped_nbytes: int = 0
+    nodes: tuple[NodeReport, ...] = ()
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -104,6 +127,7 @@ class LoadReport:
             "reading": self.plan.reading,
             "page_cache": self.page_cache,
             "dropped_nbytes": self.dropped_nbytes,
+            "nodes": [asdict(node) for node in self.nodes],
         }
         return json.dumps(data)
 
@@ -149,6 +173,14 @@ class LoadReport:
                     f"{total.rounded} rounded",
                 )
             )
+        rows += [
+            (
+                f"node {node.node}",
+                f"{node.tensors} tensors, read {format_bytes(node.read_nbytes)}, "
+                f"{format_bytes(node.resident_nbytes)} resident, {node.seconds:.2f} s",
+            )
+            for node in self.nodes
+        ]
         rows += [("note", note) for note in self.notes]
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)

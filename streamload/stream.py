@@ -1,4 +1,4 @@
-"""The one loop: read, cast, place. The only threads of streamload are here.
+"""The one loop: read, cast, place. The only threads of a load on one node are here.
 
 The calling thread prepares parameters in plan order (old memory is released and new memory is
 allocated there, since frameworks are not thread-safe) and hands units of work to a few workers
@@ -21,7 +21,7 @@ from streamload.checkpoint.readers import Reader
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Device
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
-from streamload.job import Job, StreamStats, Target, Unit
+from streamload.job import Job, Opener, StreamStats, Target, Unit, open_shard
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.plan import STAGING_SLOTS, Plan
 from streamload.worker import Outcome, Worker
@@ -38,6 +38,7 @@ def stream(
     devices: Mapping[str, Device],
     ledger: Ledger,
     progress: Callable[[int], None] = lambda nbytes: None,
+    opener: Opener = open_shard,
 ) -> StreamStats:
     """Run a plan.
 
@@ -48,6 +49,7 @@ def stream(
         devices: by name, every device of the plan.
         ledger: where scratch and staging are reserved.
         progress: told the file bytes read so far, often.
+        opener: opens the shards.
 
     Returns:
         What was done.
@@ -66,7 +68,7 @@ def stream(
             stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
         if plan.host_nbytes:
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-        job = Job(plan, checkpoint, target, devices, progress)
+        job = Job(plan, checkpoint, target, devices, progress, opener)
         for name in job.casting:
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from streamload.cast.table import CastCounts
-from streamload.devices.base import Buffer, Device, Framework, Parameter
+from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.plan.budget import Ledger
 from streamload.plan.plan import Plan
@@ -102,6 +102,25 @@ class ModelTarget:
                 ) from error
             raise
         return self._buffers[index]
+
+    def begin_range(self, indices: range) -> list[Buffer]:
+        """Make room for parameters of one device that follow each other."""
+        placements = self._plan.placements[indices.start : indices.stop]
+        name = placements[0].device
+        device = self._devices[name]
+        if not isinstance(device, Addressed) or any(p.action != "new" for p in placements):
+            return [self.begin(index) for index in indices]
+        nbytes = sum(p.resident_nbytes for p in placements)
+        self._ledger.reserve(name, nbytes)
+        try:
+            buffers = device.allocate_all([(p.dst, p.shape) for p in placements])
+        except BaseException as error:
+            self._ledger.release(name, nbytes)
+            if isinstance(error, AllocationError):  # one by one: what is too much is named
+                return [self.begin(index) for index in indices]
+            raise
+        self._buffers.update(zip(indices, buffers, strict=True))
+        return buffers
 
     def finish(self, index: int, counts: CastCounts) -> None:
         """Make the parameter a tensor over its buffer."""

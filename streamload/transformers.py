@@ -47,6 +47,7 @@ from streamload.plan.plan import RowRange
 from streamload.plan.planner import DTypePolicy
 from streamload.progress import Progress
 from streamload.report import LoadReport
+from streamload.units import parse_bytes
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -99,6 +100,10 @@ def from_pretrained(
     transfer: TransferArgument = "auto",
     strict: bool = True,
     progress: Progress = "auto",
+    reserve: float | str = 0,
+    context: int | None = None,
+    batch: int = 1,
+    cache_dtype: str | DType | torch.dtype | None = None,
     chunk_nbytes: int | None = None,
     threads: int | None = None,
 ) -> Any:
@@ -138,6 +143,10 @@ def from_pretrained(
             initialised as transformers does it, at random, and the report names it. What is
             initialised counts against the budget.
         progress: as in `streamload.load_state_dict`.
+        reserve: as in `streamload.load_state_dict`; beside what the model has of its own.
+        context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
+        batch: as in `streamload.load_state_dict`.
+        cache_dtype: as in `streamload.load_state_dict`.
         chunk_nbytes: as in `streamload.load_state_dict`.
         threads: as in `streamload.load_state_dict`.
 
@@ -167,7 +176,10 @@ def from_pretrained(
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
     checkpoint = open_checkpoint(path)
+    given = config is not None
     config = _configuration(checkpoint, config)
+    if given:  # what it needs to run follows from it, too
+        checkpoint = replace(checkpoint, config=config.to_dict())
     config.name_or_path = os.fsdecode(path)
     devices = open_devices(device, framework("torch"), {})
     chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, devices, cast)
@@ -192,7 +204,10 @@ def from_pretrained(
             mapping=names.fill,
             strict=False,  # `names.check` knows what may be ignored
             progress=progress,
-            reserve=_beside_nbytes(model, names, devices),
+            reserve=parse_bytes(reserve) + _beside_nbytes(model, names, devices),
+            context=context,
+            batch=batch,
+            cache_dtype=None if cache_dtype is None else parse_dtype(cache_dtype),
             chunk_nbytes=chunk_nbytes,
             threads=threads,
         )

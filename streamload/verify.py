@@ -8,6 +8,7 @@ computed by numpy. Memory is bounded to some 30 MB.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from streamload.cast.reference import cast_bytes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader, open_reader
 from streamload.checkpoint.url import Location
-from streamload.devices.base import framework, framework_of
+from streamload.devices.base import Device, framework, framework_of
 from streamload.errors import TruncatedFileError
 from streamload.plan.plan import Placement
 from streamload.report import LoadReport
@@ -65,17 +66,9 @@ def verify(
     Returns:
         The parameters that differ; payloads of NaN are not compared where a cast was made.
     """
-    loaded = report.state_dict if model is None else model
-    owner = framework(framework_of(loaded) or "host")
-    if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
-        found = {name: owner.parameters({"it": t})[0] for name, t in loaded.items()}
-    else:
-        found = {name: p for p in owner.parameters(loaded) for name in p.names}
     out = []
     done = 0
-    for placement in report.plan.placements:
-        buffer = found[placement.name].buffer() if placement.nbytes else None
-        device = owner.device(placement.device)
+    for placement, device, buffer in _buffers(report, model):
         at = 0
         for expected in _reference(placement, checkpoint, report.plan.out_of_range == "clamp"):
             there = device.read(buffer, at, at + len(expected))
@@ -96,6 +89,36 @@ def verify(
             done += len(expected)
             progress(done)
     return out
+
+
+def checksums(report: LoadReport, model: Any = None) -> dict[str, int]:
+    """The CRC-32 of every parameter of a load, of its bytes on the device.
+
+    Args:
+        report: the load's report.
+        model: what it was loaded into; None for the report's ``state_dict``.
+    """
+    sums = {}
+    for placement, device, buffer in _buffers(report, model):
+        crc = 0
+        for at in range(0, placement.nbytes, _BLOCK_NBYTES):
+            stop = min(at + _BLOCK_NBYTES, placement.nbytes)
+            crc = zlib.crc32(device.read(buffer, at, stop), crc)
+        sums[placement.name] = crc
+    return sums
+
+
+def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device, Any]]:
+    """Every parameter of a load, with its device and its buffer there, if it has any bytes."""
+    loaded = report.state_dict if model is None else model
+    owner = framework(framework_of(loaded) or "host")
+    if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
+        found = {name: owner.parameters({"it": t})[0] for name, t in loaded.items()}
+    else:
+        found = {name: p for p in owner.parameters(loaded) for name in p.names}
+    for placement in report.plan.placements:
+        buffer = found[placement.name].buffer() if placement.nbytes else None
+        yield placement, owner.device(placement.device), buffer
 
 
 def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.readers import Reader
-from streamload.devices.base import Copy, Read, Staging, Ticket, populate
+from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket, populate, scatter
 from streamload.errors import AllocationError, CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
-from streamload.plan.chunks import Chunk, Run, split
+from streamload.plan.allocators import DRIVER_BLOCK_NBYTES
+from streamload.plan.chunks import Chunk, Pack, Run, split
 from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.units import round_up
 
@@ -282,10 +285,10 @@ class Worker:
     def _goes_in_bulk(self, unit: Unit, device: str) -> bool:
         """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""
         on = self._job.plan.placements[unit[0].placement].device
-        return (
-            on == device
-            and all(self._file_range((chunk,)) is not None for chunk in unit)
-            and all(a.runs[0].stop <= b.runs[0].start for a, b in pairwise(unit))
+        if on != device or isinstance(unit, Pack):
+            return on == device
+        return all(self._file_range((chunk,)) is not None for chunk in unit) and all(
+            a.runs[0].stop <= b.runs[0].start for a, b in pairwise(unit)
         )
 
     def _refilled(self, stagings: Sequence[Staging]) -> None:
@@ -365,6 +368,8 @@ class Worker:
         # parts of one size: a small one at the end would cost as much as the others
         size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
         size = min(size, job.plan.slot_nbytes)
+        if isinstance(unit, Pack):
+            return list(self._pack_reads(device, unit, alignment, size))
         for chunk in unit:
             p = job.plan.placements[chunk.placement]
             width = p.src.itemsize if p.cast == "device" else 1
@@ -385,6 +390,30 @@ class Worker:
                 at += n
         reads.append(_read(start, at, alignment, copies))
         return reads
+
+    def _pack_reads(self, device: str, pack: Pack, alignment: int, size: int) -> Iterator[Read]:
+        """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
+        addresses = self._job.addresses(pack)
+        assert addresses is not None, device
+        starts, stops = pack.bounds[:-1], pack.bounds[1:]
+        for first in range(pack.start, pack.stop, size):
+            last = min(first + size, pack.stop)
+            after, stop = np.searchsorted(pack.bounds, (first + 1, last))
+            inside = slice(after - 1, stop)
+            begin = np.maximum(starts[inside], first)
+            target = addresses[inside] + (begin - starts[inside])
+            nbytes = np.minimum(stops[inside], last) - begin
+            if device in self._job.joins:
+                # neighbours in one segment by one copy; segments begin at a multiple of this
+                follows = target[1:] == target[:-1] + nbytes[:-1]
+                new = np.flatnonzero(~follows | (target[1:] % DRIVER_BLOCK_NBYTES == 0))
+                new = np.concatenate(([0], new + 1))
+                begin, target, nbytes = begin[new], target[new], np.add.reduceat(nbytes, new)
+            rows = np.zeros((len(begin), len(Copy._fields)), np.int64)
+            rows[:, 0] = begin - first + first % alignment
+            rows[:, 1] = nbytes
+            rows[:, 2] = target
+            yield _read(first, last, alignment, CopyTable(rows))
 
     def _copy(
         self, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
@@ -429,6 +458,9 @@ class Worker:
                 self._send(name, unit, slot, 0, tickets)
                 counts += [NO_COUNTS] * len(unit)
                 return
+        elif isinstance(unit, Pack) and self._scatter(reader, unit):
+            counts += [NO_COUNTS] * len(unit)
+            return
         at = 0
         with self._shared_view(reader, unit) as (whole, base):
             for chunk in unit:
@@ -454,8 +486,19 @@ class Worker:
                         raise error.of_tensor(job.tensor(chunk)[0]) from error
                     raise
 
+    def _scatter(self, reader: Reader, pack: Pack) -> bool:
+        """Read a pack to where its parameters are, in one call; False where that cannot be."""
+        if not reader.has_file or reader.alignment > 1:
+            return False
+        addresses = self._job.addresses(pack)
+        return addresses is not None and scatter(
+            reader.fileno(), pack.start, addresses, np.diff(pack.bounds)
+        )
+
     def _file_range(self, unit: Unit) -> tuple[int, int] | None:
         """The file bytes of a unit that go to the device as they are, and in one piece."""
+        if isinstance(unit, Pack):
+            return unit.start, unit.stop
         start = stop = -1
         for chunk in unit:
             p = self._job.plan.placements[chunk.placement]
@@ -595,7 +638,7 @@ class Worker:
 def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy]) -> Read:
     """A read of file bytes ``start`` to ``stop`` (exclusive), and of what is around them."""
     first = start // alignment * alignment
-    return Read(first, round_up(stop, alignment) - first, stop - first, tuple(copies))
+    return Read(first, round_up(stop, alignment) - first, stop - first, copies)
 
 
 def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:

@@ -12,6 +12,7 @@ import needs
 import pytest
 from bench_parts.torch_jobs import WAYS
 
+STEPS = ("open", "plan", "plan for nodes", "load")
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 
 
@@ -31,6 +32,18 @@ def test_the_bench_runs_and_writes_json(tmp_path: Path, devices: str) -> None:
         section = report["sections"][name]
         assert section["rows"] and section["targets"]
         assert all(math.isfinite(target["value"]) for target in section["targets"])
+
+
+def test_what_a_small_tensor_costs(tmp_path: Path) -> None:
+    """Each step of streamload's, and safetensors' loader where torch is here, in microseconds."""
+    out = tmp_path / "bench.json"
+    command = [sys.executable, SCRIPT, "many", "--tensors", "500", "--runs", "1", "--json", out]
+    done = subprocess.run([*command, "--devices", "host"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["sections"]["many"]["rows"]
+    steps = [row["step"] for row in rows]
+    assert steps in ([*STEPS], [*STEPS, "load_file"])
+    assert all(row["us a tensor"] > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -13,7 +13,13 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
     ("errors", "units", "dtypes", "selection"),
-    ("bench", "cast", "checkpoint", "convert", "devices", "plan"),  # their __init__.py: a docstring
+    # their __init__.py: a docstring
+    ("bench", "cast", "checkpoint", "convert", "devices", "nodes", "plan"),
+    ("nodes.group",),
+    ("nodes.store",),
+    ("nodes.mpi", "nodes.torch"),
+    ("nodes.launch", "nodes.heartbeat"),
+    ("nodes.session",),
     ("checkpoint.url",),
     ("checkpoint.header",),
     ("checkpoint.remote",),
@@ -21,12 +27,14 @@ LAYERS = (
     ("checkpoint.page_cache",),
     ("checkpoint.readers",),
     ("digests",),
+    ("nodes.index",),
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),
-    ("plan.budget", "plan.allocators"),
+    ("plan.budget", "plan.allocators", "plan.kv_cache"),
     ("plan.partition",),
     ("plan.plan",),
+    ("nodes.gather",),
     ("plan.planner",),
     ("plan.chunks",),
     ("devices.base",),
@@ -36,6 +44,7 @@ LAYERS = (
     ("devices.tinygrad_tensors",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("mapping",),
+    ("nodes.shares",),
     ("progress", "device_casts", "interrupt"),
     ("job",),
     ("worker",),
@@ -46,7 +55,7 @@ LAYERS = (
     ("lookup",),
     ("match",),
     ("load",),
-    ("transformers",),
+    ("transformers", "distributed"),
     ("convert.planning",),
     ("convert.journal",),
     ("convert.writing",),
@@ -62,13 +71,20 @@ LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 #: Where each framework may be imported.
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
-    "torch": ("devices.torch", "transformers", "bench.loaders"),
+    "torch": ("devices.torch", "nodes.torch", "transformers", "bench.loaders"),
+    "mpi4py": ("nodes.mpi",),
     "transformers": ("transformers",),
     "accelerate": ("transformers",),
     "httpx2": ("checkpoint.remote",),
 }
-READ_ENVIRONMENT = ("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base")
-START_THREADS = ("stream", "convert.writing", "bench.limits")  # of a process each
+READ_ENVIRONMENT = (
+    *("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
+    *("nodes.launch", "nodes.torch"),
+)
+START_THREADS = (
+    *("stream", "convert.writing", "bench.limits"),  # of a process each
+    *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+)
 STARTERS = {
     *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
     *("ProcessPoolExecutor", "to_thread", "run_in_executor"),

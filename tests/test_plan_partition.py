@@ -16,6 +16,7 @@ from streamload.plan.partition import (
     Node,
     Part,
     Unit,
+    ordered,
     partition,
     smallest_count,
     units_of,
@@ -292,6 +293,78 @@ def test_the_order_of_the_files_does_not_matter() -> None:
     assert [part.units for part in again] == [part.units for part in parts]
     assert [set(part.names) for part in again] == [set(part.names) for part in parts]
     check_whole(shuffled, nodes, again, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7),
+    st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_what_layers_run_with_counts_like_their_tensors(
+    layers: list[tuple[int, int]], budgets: list[int], tied: bool
+) -> None:
+    """The cut is the one of layers that are larger by as much; the parts tell the two apart."""
+    sizes, cache = [size for size, _ in layers], [beside for _, beside in layers]
+    nodes = [Node(str(n), budget) for n, budget in enumerate(budgets)]
+    items, ties = decoder([4, *sizes, 6], tied=tied)
+    larger, _ = decoder([4, *map(sum, layers), 6], tied=tied)
+    parts = partition(items, nodes, tied=ties, cache=cache)
+    whole = partition(larger, nodes, tied=ties)
+    assert [part.names for part in parts] == [part.names for part in whole]
+    assert [part.share for part in parts] == [part.share for part in whole]
+    assert [part.fits for part in parts] == [part.fits for part in whole]
+    assert [part.cache_nbytes for part in parts] == [sum(cache[i] for i in p.layers) for p in parts]
+    count = smallest_count(items, 20, tied=ties, cache=cache)
+    assert count == smallest_count(larger, 20, tied=ties)
+
+
+@pytest.mark.parametrize(
+    ("names", "stack"),
+    [
+        (["vision.layers.{}.mlp.w", "model.layers.{}.mlp.w"], "model.layers"),
+        (["model.layers.{}.mlp.w", "vision_tower.encoder.layers.{}.mlp.w"], "model.layers"),
+        (["transformer.encoder.layers.{}.mlp.w"], "transformer.encoder.layers"),
+        (["model.decoder.layers.{}.mlp.w"], "model.decoder.layers"),
+        (["encoder.layers.{}.mlp.w", "model.layers.{}.mlp.w"], "model.layers"),
+        (["h.{}.attn.w"], "h"),
+    ],
+    ids=str,
+)
+def test_the_layers_that_run_with_a_cache(names: list[str], stack: str) -> None:
+    """Those of the language model, where there are others; not what comes after its last layer."""
+    items = items_of(name.format(i) for name in names for i in range(4))
+    items += items_of(["mtp.layers.0.norm.w", "embed.weight"])
+    units = {unit.name: unit.cache_nbytes for unit in units_of(items, cache=[5, 6, 7])}
+    expected = {f"{stack}.{i}": 5 + i for i in range(3)}
+    assert {name: nbytes for name, nbytes in units.items() if nbytes} == expected
+
+
+def test_a_part_of_a_checkpoint_has_the_cache_of_its_layers() -> None:
+    """By their own numbers, wherever the part begins; what has no layers has none."""
+    items = items_of(f"model.layers.{i}.mlp.w" for i in (2, 3))
+    assert [unit.cache_nbytes for unit in units_of(items, cache=[1, 2, 3, 4])] == [3, 4]
+    assert [unit.cache_nbytes for unit in units_of(items_of(["w"]), cache=[1])] == [0]
+
+
+def test_nodes_in_the_order_of_their_numbers() -> None:
+    """board-2 before board-10, whatever the order in which they are heard of; nothing is lost."""
+    names = ["10", "9a", "a", "board-2", "board-02x", "board-10", "board-10/1", "board-10/12"]
+    names += ["board-0010", "board", "board-\u0662", "board-" + "9" * 5000, ""]
+    expected = ["", "9a", "10", "a", "board", "board-2", "board-02x", "board-0010", "board-10"]
+    expected += ["board-10/1", "board-10/12", "board-" + "9" * 5000, "board-\u0662"]
+    for seed in range(20):
+        random.Random(seed).shuffle(names)
+        assert [node.name for node in ordered(Node(name, 1) for name in names)] == expected
+
+
+def test_the_plan_is_the_same_for_any_order_of_the_answers() -> None:
+    """Nodes in their order give the same parts, however they came in."""
+    nodes = [Node(f"board-{n}", 10**9 * (2 + n % 3)) for n in range(14)]
+    first = partition(llama_3_8b(), ordered(nodes))
+    for seed in range(5):
+        random.Random(seed).shuffle(nodes)
+        assert partition(llama_3_8b(), ordered(nodes)) == first
 
 
 def test_a_thousand_nodes() -> None:

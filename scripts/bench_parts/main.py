@@ -17,6 +17,8 @@ from rich.text import Text
 
 from bench_parts.convert_section import convert
 from bench_parts.gpu_section import GPU_SECTIONS, GpuOptions
+from bench_parts.many_section import many
+from bench_parts.nodes_section import nodes
 from bench_parts.processes import SCRIPTS
 from bench_parts.sections import SECTIONS as OF_STREAMLOAD
 from bench_parts.sections import NotHereError, Options, Section, working
@@ -25,7 +27,7 @@ from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
 from streamload.units import parse_bytes
 
-SECTIONS = {**OF_STREAMLOAD, "convert": convert, "torch": torch_box}
+SECTIONS = {**OF_STREAMLOAD, "convert": convert, "many": many, "nodes": nodes, "torch": torch_box}
 KNOWN = (*SECTIONS, *GPU_SECTIONS)
 DEVICES = ("CL", "CPU", "host")
 DEFAULT_SIZE = "2.27GB"
@@ -62,6 +64,12 @@ def main() -> None:
         metavar="NAME",
         help="of the section torch: those ways to load whose names contain one of these",
     )
+    parser.add_argument(
+        "--tensors",
+        type=int,
+        default=50_000,
+        help="small ones, of the sections many and gpu-small (%(default)s)",
+    )
     # not the system's temporary folder: that may be in memory
     parser.add_argument(
         "--work",
@@ -72,7 +80,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     gpu = parser.add_argument_group("of the sections gpu-...")
     gpu.add_argument("--cold-size", default="4GB", help="read from the disk (%(default)s)")
-    gpu.add_argument("--tensors", type=int, default=50_000, help="small ones (%(default)s)")
     gpu.add_argument("--shards", type=int, default=4, help="files (%(default)s)")
     gpu.add_argument(
         "--seconds",
@@ -125,6 +132,7 @@ def main() -> None:
             devices=devices,
             work=Path(work),
             ways=tuple(args.ways),
+            tensors=args.tensors,
             say=_say,
         )
         gpu_options = GpuOptions(

@@ -95,6 +95,7 @@ class Options:
         work: a folder for checkpoints.
         say: told what is being done.
         ways: names, or parts of names, of the ways to load that the section torch takes.
+        tensors: how many small ones the section many has.
     """
 
     nbytes: int
@@ -103,6 +104,7 @@ class Options:
     work: Path
     say: Callable[[str], None]
     ways: tuple[str, ...] = ()
+    tensors: int = 50_000
 
 
 @contextmanager

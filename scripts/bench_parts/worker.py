@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_parts import convert_jobs, torch_jobs
+from bench_parts import convert_jobs, many_jobs, torch_jobs
 
 Result = dict[str, Any]
 Lap = dict[str, float]
@@ -279,6 +279,7 @@ JOBS: dict[str, Callable[..., Result]] = {
     "tinygrad": tinygrad,
     "touch": touch,
     **convert_jobs.JOBS,
+    **many_jobs.JOBS,
     **torch_jobs.JOBS,
 }
 

@@ -1,12 +1,13 @@
-"""A bar chart as SVG, written by hand: no plotting library is worth a dependency."""
+"""Bar charts as SVG and as text, written by hand: no plotting library is worth a dependency."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, pairwise
 
-_COLOURS = ("#1f6feb", "#9ecbff", "#8250df", "#d4b9ff")
+_COLOURS = ("#1f6feb", "#9ecbff", "#8250df", "#d4b9ff", "#eaeef2")
 _OURS = ("#1a7f37", "#8fd6a4", "#9a6700", "#e8c77a")
 _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 190, 90, 860, 16, 14, 78
 
@@ -24,6 +25,83 @@ class Bars:
     name: str
     values: tuple[float | None, ...]
     ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One bar made of parts that lie end to end.
+
+    Attributes:
+        name: what stands on the left.
+        parts: the length of each; one for each series.
+        label: what stands on the right.
+    """
+
+    name: str
+    parts: tuple[int, ...]
+    label: str
+
+
+#: What parts of a bar are drawn with, in the order of the series, where there are characters only.
+BLOCKS, ASCII = "\u2588\u2593\u2592\u2591\u00b7", "#=~-."
+
+
+def draw_text(
+    series: Sequence[str], rows: Sequence[Stack], *, width: int, marks: str = BLOCKS
+) -> list[str]:
+    """Draw bars of parts as lines of text, the longest as wide as there is room for.
+
+    Args:
+        series: what the parts of a bar are, at most five; those that no bar has are left out of the
+            legend.
+        rows: from top to bottom.
+        width: columns of a line; bars have at least eight, however long names and labels are.
+        marks: a character for each series: `BLOCKS` or `ASCII`.
+
+    Returns:
+        The lines; the last says what the characters stand for.
+    """
+    name = max((len(row.name) for row in rows), default=0)
+    label = max((len(row.label) for row in rows), default=0)
+    room = max(width - name - label - 4, 8)
+    most = max([sum(row.parts) for row in rows] + [1])
+    lines = []
+    for row in rows:
+        ends = [end * room // most for end in accumulate(row.parts, initial=0)]
+        bar = "".join(
+            mark * (stop - start)
+            for mark, (start, stop) in zip(marks, pairwise(ends), strict=False)
+        )
+        lines.append(f"{row.name.ljust(name)}  {bar.ljust(room)}  {row.label}")
+    used = (place for place in range(len(series)) if any(row.parts[place] for row in rows))
+    return [*lines, "  ".join(f"{marks[place]} {series[place]}" for place in used)]
+
+
+def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
+    """Draw horizontal bars whose parts lie end to end.
+
+    Args:
+        title: the headline.
+        subtitle: a line below.
+        series: what the parts of a bar are, at most five.
+        rows: from top to bottom.
+
+    Returns:
+        The text of an SVG file.
+    """
+    most = max([sum(row.parts) for row in rows] + [1])
+    right = max(_RIGHT, 7 * max((len(row.label) for row in rows), default=0) + 20)
+    scale = (_WIDTH - _LEFT - right) / most
+    out = _head(title, subtitle, series, step=120)
+    for at, row in enumerate(rows):
+        y = _TOP + (_BAR + _GAP) * at
+        out.append(_text(_LEFT - 10, y + _BAR / 2 + 4, row.name, 'text-anchor="end"'))
+        for place, (start, stop) in enumerate(pairwise(accumulate(row.parts, initial=0))):
+            if stop > start:
+                out.append(_bar(_LEFT + start * scale, y, (stop - start) * scale, _COLOURS[place]))
+        end = _LEFT + sum(row.parts) * scale
+        out.append(_text(end + 6, y + _BAR - 4, row.label))
+    return _file(out, _TOP + (_BAR + _GAP) * len(rows) + 16)
 
 
 def draw(
@@ -52,14 +130,7 @@ def draw(
     row_height = _BAR * len(series) + _GAP
     bottom = _TOP + row_height * len(rows)
     scale = (_WIDTH - _LEFT - _RIGHT) / most
-    out = [
-        _text(20, 28, title, 'font-size="18" font-weight="bold"'),
-        _text(20, 48, subtitle, 'fill="#57606a"'),
-    ]
-    for place, name in enumerate(series):
-        left = _LEFT + 170 * place
-        out.append(f'<rect x="{left}" y="57" width="12" height="12" fill="{_COLOURS[place]}"/>')
-        out.append(_text(left + 18, 68, name))
+    out = _head(title, subtitle, series, step=170)
     for at, row in enumerate(rows):
         y = _TOP + row_height * at
         middle = y + _BAR * len(series) / 2 + 4
@@ -71,10 +142,7 @@ def draw(
                 continue
             top = y + _BAR * place
             width = max(value * scale, 1)
-            out.append(
-                f'<rect x="{_LEFT}" y="{top}" width="{width:.1f}" height="{_BAR - 2}" '
-                f'fill="{colours[place]}"/>'
-            )
+            out.append(_bar(_LEFT, top, width, colours[place]))
             out.append(_text(_LEFT + width + 6, top + _BAR - 4, f"{value:.3g} {unit}"))
     for place, (name, value) in enumerate(limits):
         x = _LEFT + value * scale
@@ -84,8 +152,28 @@ def draw(
         )
         label = f"{name}: {value:.3g} {unit}"
         out.append(_text(x, bottom + 16 * (place + 1), label, 'fill="#cf222e" text-anchor="end"'))
-    height = bottom + 16 * len(limits) + 16
-    body = "\n".join(out)
+    return _file(out, bottom + 16 * len(limits) + 16)
+
+
+def _head(title: str, subtitle: str, series: Sequence[str], *, step: int) -> list[str]:
+    out = [
+        _text(20, 28, title, 'font-size="18" font-weight="bold"'),
+        _text(20, 48, subtitle, 'fill="#57606a"'),
+    ]
+    for place, name in enumerate(series):
+        left = _LEFT + step * place
+        out.append(f'<rect x="{left}" y="57" width="12" height="12" fill="{_COLOURS[place]}"/>')
+        out.append(_text(left + 18, 68, name))
+    return out
+
+
+def _bar(x: float, y: float, width: float, colour: str) -> str:
+    size = f'width="{width:.1f}" height="{_BAR - 2}"'
+    return f'<rect x="{x:g}" y="{y:g}" {size} fill="{colour}"/>'
+
+
+def _file(parts: Sequence[str], height: int) -> str:
+    body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="12">\n'

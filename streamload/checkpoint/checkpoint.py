@@ -139,12 +139,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read.
     """
-    name = os.fsdecode(path.href if isinstance(path, Url) else path)
-    if is_url(name):
-        return _open_url(Url.parse(name))
-    found = Path(name)
-    if not name or not _exists(found):  # the path of no name is the current folder
-        found = _cached_snapshot(name)
+    found, _ = locate(path)
+    if isinstance(found, Url):
+        return _open_url(found)
     if found.is_dir():
         return _open_folder(found)
     if found.suffix == ".json":
@@ -155,6 +152,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except CheckpointError:  # it may belong to something else than a single file beside it
         config = {}
     return from_headers(found, [read_header(found)], config)
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
+    """Where a checkpoint is, and the folder that its files are in; none is opened.
+
+    Args:
+        path: as in `open_checkpoint`.
+
+    Raises:
+        ShardNotFoundError: nothing is there.
+    """
+    name = os.fsdecode(path.href if isinstance(path, Url) else path)
+    if is_url(name):
+        url = Url.parse(name)
+        return url, url.parent if url.name else url
+    found = Path(name)
+    if not name or not _exists(found):  # the path of no name is the current folder
+        found = _cached_snapshot(name)
+    return found, found if found.is_dir() else found.parent
 
 
 def _open_url(url: Url) -> Checkpoint:
@@ -372,18 +388,20 @@ def _read_weight_map(index: Location) -> dict[str, str]:
 def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
     """The headers of the shards that an index names, which hold exactly what it says."""
     headers = _headers(index, sorted(set(weight_map.values())))
-    found = {info.name: info.shard.name for header in headers for info in header.tensors}
+    found: set[str] = set()
     for header in headers:
+        file = header.path.name
         for info in header.tensors:
             shard = weight_map.get(info.name)
-            if shard != header.path.name:
+            if shard != file:
                 raise HeaderError(
                     index,
                     "weight_map and the shards do not agree",
                     tensor=info.name,
-                    expected=f"{header.path.name}, which holds it",
+                    expected=f"{file}, which holds it",
                     found="no entry" if shard is None else shard,
                 )
+            found.add(info.name)
     for tensor, shard in weight_map.items():
         if tensor not in found:
             raise HeaderError(

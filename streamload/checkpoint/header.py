@@ -18,7 +18,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from operator import attrgetter
@@ -175,7 +175,8 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
             found=f"{describe(document.name)} more than once",
         )
     metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
-    tensors = [_tensor(name, entry, path, data_start) for name, entry in document.items()]
+    layouts: _Layouts = {}
+    tensors = [_tensor(name, entry, path, data_start, layouts) for name, entry in document.items()]
     tensors.sort(key=_FILE_ORDER)
     _check_coverage(tensors, path, data_start, file_nbytes)
     return Header(path, file_nbytes, data_start, tuple(tensors), MappingProxyType(metadata))
@@ -289,10 +290,9 @@ def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
 def is_text(text: str) -> bool:
     """Whether a string can be written as UTF-8: JSON escapes can spell half a surrogate pair."""
     try:
-        text.encode()
+        return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def describe(value: object) -> str:
@@ -377,8 +377,22 @@ def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
     return nbytes
 
 
-def _tensor(name: str, entry: Any, path: Location, data_start: int) -> TensorInfo:
-    """One entry of the header, held to every rule that concerns it alone."""
+#: By code and dimensions, of those that are valid: the dtype, the shape, and the bits of the data.
+_Layouts = dict[tuple[str, tuple[int, ...]], tuple[DType, tuple[int, ...], int]]
+
+
+def _tensor(
+    name: str, entry: Any, path: Location, data_start: int, layouts: _Layouts
+) -> TensorInfo:
+    """One entry of the header, held to every rule that concerns it alone.
+
+    Args:
+        name: its key.
+        entry: the parsed JSON.
+        path: the file.
+        data_start: first byte of the data.
+        layouts: those found so far: most tensors of a long header are like another one.
+    """
 
     def fail(problem: str, expected: object, found: object) -> HeaderError:
         return HeaderError(path, problem, tensor=name, expected=expected, found=found)
@@ -389,32 +403,25 @@ def _tensor(name: str, entry: Any, path: Location, data_start: int) -> TensorInf
                 "a key is not unique", "each key once", f"{describe(entry.name)} more than once"
             )
         raise fail("the entry is not an object", "an object", describe(entry))
-    if not is_text(name):
+    if not (name.isascii() or is_text(name)):
         raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
     try:
-        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        code, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except KeyError as error:
         keys = ", ".join(describe(key) for key in list(entry)[:8]) or "none"
         raise fail("a key is missing", error.args[0], keys) from None
 
-    dtype = BY_CODE.get(code) if type(code) is str else None
-    if dtype is None:
+    if type(code) is not str or code not in BY_CODE:
         raise fail("unknown dtype", f"one of {', '.join(BY_CODE)}", describe(code))
-
-    if type(shape) is not list:
-        raise fail("the shape is not a list", f"a list of {_U64}", describe(shape))
-    numel = 1
-    for dim in shape:
-        if type(dim) is not int or not 0 <= dim <= _MAX_U64:
+    if type(dims) is not list:
+        raise fail("the shape is not a list", f"a list of {_U64}", describe(dims))
+    for dim in dims:  # before they are looked up: true would be found as 1
+        if type(dim) is not int:
             raise fail("a dimension of the shape is not valid", _U64, describe(dim))
-        numel *= dim
-        if numel > _MAX_U64:  # in this order, as the reference reader multiplies
-            raise fail(
-                "the shape is too large", "at most 2**64 - 1 elements", _describe_shape(shape)
-            )
-    nbits = numel * dtype.bits
-    if nbits > _MAX_U64:
-        raise fail("the shape is too large", "at most 2**64 - 1 bits", _describe_shape(shape))
+    layout = layouts.get((code, shape := tuple(dims)))
+    if layout is None:
+        layout = layouts[code, shape] = _layout(code, shape, fail)
+    dtype, shape, nbits = layout
 
     if type(offsets) is not list or len(offsets) != 2:
         raise fail("data_offsets are not valid", "a list of 2", describe(offsets))
@@ -429,12 +436,32 @@ def _tensor(name: str, entry: Any, path: Location, data_start: int) -> TensorInf
         raise fail("the data is not whole bytes", "a multiple of 8 bits", nbits)
     if nbits != (stop - start) * 8:
         raise fail("the shape and data_offsets do not agree", nbits // 8, stop - start)
-    return TensorInfo(name, dtype, tuple(shape), path, data_start + start, data_start + stop)
+    return TensorInfo(name, dtype, shape, path, data_start + start, data_start + stop)
 
 
-def _describe_shape(shape: list[Any]) -> str:
+def _layout(
+    code: str, shape: tuple[int, ...], fail: Callable[[str, object, object], HeaderError]
+) -> tuple[DType, tuple[int, ...], int]:
+    """The dtype, the shape and the bits of what is not too large to be counted."""
+    dtype = BY_CODE[code]
+    numel = 1
+    for dim in shape:
+        if not 0 <= dim <= _MAX_U64:
+            raise fail("a dimension of the shape is not valid", _U64, describe(dim))
+        numel *= dim
+        if numel > _MAX_U64:  # in this order, as the reference reader multiplies
+            raise fail(
+                "the shape is too large", "at most 2**64 - 1 elements", _describe_shape(shape)
+            )
+    nbits = numel * dtype.bits
+    if nbits > _MAX_U64:
+        raise fail("the shape is too large", "at most 2**64 - 1 bits", _describe_shape(shape))
+    return dtype, shape, nbits
+
+
+def _describe_shape(shape: tuple[int, ...]) -> str:
     """A shape for an error; the first few dimensions where it has many."""
-    return describe(shape) if len(shape) > 8 else str(shape)
+    return describe(list(shape)) if len(shape) > 8 else str(list(shape))
 
 
 def _check_coverage(

@@ -26,7 +26,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
+
+import numpy as np
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
@@ -147,6 +149,29 @@ class Copy(NamedTuple):
     blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTable(Sequence[Copy]):
+    """Many copies as one table, for the compiled loop: its rows are made into `Copy` when asked.
+
+    Attributes:
+        rows: the fields of a `Copy` each; int64, C-contiguous.
+    """
+
+    rows: np.ndarray[Any, np.dtype[np.int64]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Copy: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Copy, ...]: ...
+    def __getitem__(self, at: int | slice) -> Copy | tuple[Copy, ...]:
+        """One copy, or several."""
+        found = self.rows[at].tolist()
+        return tuple(map(Copy._make, found)) if isinstance(at, slice) else Copy(*found)
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """One read into a slot, and where its bytes go.
@@ -163,7 +188,7 @@ class Read:
     offset: int
     asked: int
     needed: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +329,24 @@ class Device(Protocol):
 
     def counters(self) -> Mapping[str, int]:
         """The framework's own counters of memory in bytes, by their names there."""
+
+
+@runtime_checkable
+class Addressed(Protocol):
+    """What a device may offer besides: many buffers in one call, and where their bytes are.
+
+    Those of a host-visible device may be written at their addresses, without a `Device.window`.
+    """
+
+    def address(self, buffer: Buffer) -> int:
+        """The address of a buffer's first byte; its bytes follow each other."""
+
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
+        """Do what `Device.allocate` does, for several parameters, one after the other.
+
+        Raises:
+            AllocationError: one cannot be had; those before it have been given back.
+        """
 
 
 class Parameter(Protocol):
@@ -474,6 +517,42 @@ def populate(window: memoryview) -> None:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     _libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
+
+
+def scatter(
+    fd: int,
+    offset: int,
+    addresses: np.ndarray[Any, np.dtype[np.int64]],
+    sizes: np.ndarray[Any, np.dtype[np.int64]],
+) -> bool:
+    """Read bytes of a file that follow each other to many places at once, by one preadv(2).
+
+    Args:
+        fd: the file.
+        offset: first file byte.
+        addresses: where to; at most 1024, the least IOV_MAX of the systems that have the call.
+        sizes: how many bytes to each.
+
+    Returns:
+        Whether all of it was read. Otherwise what those places hold is undefined.
+    """
+    preadv = _preadv()
+    if preadv is None:
+        return False
+    places = np.column_stack((addresses, sizes))  # struct iovec: an address and a size
+    return bool(preadv(fd, places.ctypes.data, len(places), offset) == sizes.sum())
+
+
+@cache
+def _preadv() -> Any:
+    """The call with an offset of 64 bits, which drops the interpreter's lock; None without it."""
+    libc = ctypes.CDLL(None)
+    found = getattr(libc, "preadv64", None) or getattr(libc, "preadv", None)
+    if found is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+    found.restype = ctypes.c_ssize_t
+    return found
 
 
 @cache

@@ -32,7 +32,15 @@ from streamload.cast.kernels import (
     place_code,
     undefined_symbols,
 )
-from streamload.devices.base import BulkFailure, BulkStage, Copy, Read, keep_code, kept_code
+from streamload.devices.base import (
+    BulkFailure,
+    BulkStage,
+    Copy,
+    CopyTable,
+    Read,
+    keep_code,
+    kept_code,
+)
 from streamload.devices.ptx import BLOCK_THREADS
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy", "lock")
@@ -331,6 +339,9 @@ class Loop:
         for read in reads:
             first = len(flat_copies) // len(Copy._fields)
             flat_reads.extend((fd, read.offset, read.asked, read.needed, first, len(read.copies)))
+            if isinstance(read.copies, CopyTable):
+                flat_copies.frombytes(read.copies.rows.tobytes())
+                continue
             for copy in read.copies:
                 flat_copies.extend(copy)
         flat_slots = array("Q", [int(value) for slot in slots for value in slot])

@@ -52,6 +52,17 @@ class HostDevice:
             nbytes = dtype.nbytes(math.prod(shape))
             raise AllocationError("host", str(error), nbytes=nbytes) from error
 
+    def allocate_all(
+        self, kinds: Sequence[tuple[DType, tuple[int, ...]]]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Several arrays."""
+        return [self.allocate(dtype, shape) for dtype, shape in kinds]
+
+    def address(self, buffer: np.ndarray[Any, Any]) -> int:
+        """Where its memory begins."""
+        address: int = buffer.__array_interface__["data"][0]
+        return address
+
     @contextmanager
     def window(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> Iterator[memoryview]:
         """The array's own bytes."""

@@ -168,6 +168,34 @@ class TorchDevice:
             nbytes = dtype.nbytes(math.prod(shape))
             raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
 
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """Several of them; like one that is there already, a tensor takes half the time."""
+        made: list[torch.Tensor] = []
+        like: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        dtype, shape = kinds[0]
+        try:
+            with torch.inference_mode(False), _unfilled():  # as in `allocate`
+                for dtype, shape in kinds:
+                    same = like.get((dtype.name, shape))
+                    if same is not None:
+                        made.append(torch.empty_like(same))
+                        continue
+                    kind = _TO_TORCH[dtype.name]
+                    same = torch.empty(shape, dtype=kind, device=self.torch_device)
+                    like[dtype.name, shape] = same
+                    made.append(same)
+        except (RuntimeError, MemoryError) as error:
+            for tensor in made:  # the traceback of the error refers to them
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self.trim()
+            nbytes = dtype.nbytes(math.prod(shape))
+            raise AllocationError(self.name, _first_line(error), nbytes=nbytes) from error
+        return made
+
+    def address(self, buffer: torch.Tensor) -> int:
+        """Where its memory begins."""
+        return int(buffer.data_ptr())
+
     def window(
         self, buffer: torch.Tensor, start: int, stop: int
     ) -> AbstractContextManager[memoryview]:
@@ -399,6 +427,12 @@ class CUDADevice(ROCmDevice):
         self._copies.context.finish(_raw_stream(self._index))
         return tensor
 
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
+        """Several of them, of which none is used by what was queued."""
+        tensors = super().allocate_all(kinds)
+        self._copies.context.finish(_raw_stream(self._index))
+        return tensors
+
     def staging(self, nbytes: int) -> Staging:
         """Page-locked memory."""
         return self._copies.staging(nbytes)
@@ -563,19 +597,26 @@ class TorchParameter:
         self.nbytes = min(tensor.nbytes, storage_nbytes)
         if tensor.numel() == 0:
             return
-        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        contiguous = tensor.is_contiguous()
+        reach_nbytes = tensor.nbytes
+        if not contiguous:
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            reach_nbytes = (reach + 1) * tensor.element_size()
         first = tensor.data_ptr()
-        self.span = (0, first, first + (reach + 1) * tensor.element_size())
+        self.span = (0, first, first + reach_nbytes)
         if storage_nbytes > tensor.nbytes:
             # a view can be written where it lies in one piece; replaced, it would part company
             self.fixed = "it is a view of a larger tensor"
-            if not tensor.is_contiguous():
+            if not contiguous:
                 self.refused = "it is a view of a larger tensor, and not contiguous"
-        elif not tensor.is_contiguous():
+        elif not contiguous:
             self.dtype += " (not contiguous)"  # never equal: it is replaced
 
     def _entries(self) -> list[torch.Tensor]:
         """What stands in the slots now, each object once."""
+        if len(self._slots) == 1:
+            container, key = self._slots[0]
+            return [container[key]]
         return list({id(c[k]): c[k] for c, k in self._slots}.values())
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -661,13 +702,16 @@ class TorchParameter:
             _changed(tensor)
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)  # a parameter over another kind of tensor is of that kind
+
+
 def _why_refused(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be written as a block of bytes, or ""."""
     if isinstance(tensor, _Raises):
         return ""
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return "it has no shape yet: run its lazy module once"
-    if type(tensor.data) is not torch.Tensor:
+    if type(tensor) not in _PLAIN and type(tensor.data) is not torch.Tensor:
         return f"it is a {type(tensor.data).__name__}, not a plain tensor"
     if tensor.is_nested or tensor._is_zerotensor():
         return "it is nested, or has no memory by design"
@@ -728,6 +772,7 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return made
 
 
+@cache
 def _canonical(device: torch.device) -> str:
     index = device.index
     if index is None and device.type not in ("cpu", "mps", "meta"):
@@ -768,7 +813,7 @@ def _key(tensor: torch.Tensor) -> Any:
     """What tied tensors share: the object, or the memory and what is seen of it."""
     if hasattr(tensor, _INVALID):
         return id(getattr(tensor, _INVALID))
-    if _why_refused(tensor) or tensor.device.type == "meta" or tensor.numel() == 0:
+    if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
         return id(tensor)
     if tensor.untyped_storage().nbytes() == 0:  # freed: its elements are nowhere
         return id(tensor)

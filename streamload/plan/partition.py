@@ -17,6 +17,9 @@ from streamload.plan.budget import Size
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]
 
+_DIGITS = frozenset("0123456789")
+_NUMBERS = re.compile("([0-9]+)")
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Node:
@@ -50,6 +53,29 @@ class Node:
         object.__setattr__(self, "budget", nbytes)
 
 
+def ordered(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """Nodes by name, with the numbers in names by value: board-2 before board-10.
+
+    So that a plan does not depend on the order in which nodes were heard of. Names that differ only
+    in leading zeros stand in the order of their characters.
+    """
+    return tuple(sorted(nodes, key=lambda node: natural_key(node.name)))
+
+
+def natural_key(name: str) -> tuple[tuple[tuple[int, int, str], ...], str]:
+    """A key that sorts names as people do: runs of digits as numbers, the rest as characters.
+
+    As long as digits are ASCII: others are characters like any. Numbers come before characters, so
+    that keys always compare; they compare by length before digits, since reading a number of
+    thousands of digits is refused by Python.
+    """
+    parts = (part for part in _NUMBERS.split(name) if part)
+    return tuple(
+        (0, len(digits := part.lstrip("0")), digits) if part[0] in _DIGITS else (1, 0, part)
+        for part in parts
+    ), name
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """A stored tensor as it will be resident.
@@ -74,12 +100,14 @@ class Unit:
             a stack in the middle of the model, "tensor" one tensor of a model without layers.
         items: the tensors, in the order given.
         tied: (missing name, stored tensor that it shares) of the tied names that belong here.
+        cache_nbytes: bytes that are needed beside the tensors to run it.
     """
 
     name: str
     kind: Kind
     items: tuple[Item, ...]
     tied: tuple[tuple[str, str], ...] = ()
+    cache_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -103,6 +131,7 @@ class Part:
         has_embedding: whether it holds the unit "embedding".
         has_head: whether it holds the unit "head".
         nbytes: the bytes of ``names`` and ``copies``.
+        cache_nbytes: the bytes that its layers need beside that to run.
     """
 
     node: str
@@ -115,16 +144,17 @@ class Part:
     has_embedding: bool
     has_head: bool
     nbytes: int
+    cache_nbytes: int = 0
 
     @property
     def fits(self) -> bool:
-        """Whether it stays within its budget."""
-        return self.nbytes <= self.budget_nbytes
+        """Whether it stays within its budget, with what it needs to run."""
+        return self.nbytes + self.cache_nbytes <= self.budget_nbytes
 
     @property
     def share(self) -> float:
-        """The part of its budget that it takes; 1.0 is all of it."""
-        return self.nbytes / self.budget_nbytes
+        """The part of its budget that it takes, with what it needs to run; 1.0 is all of it."""
+        return (self.nbytes + self.cache_nbytes) / self.budget_nbytes
 
 
 # --- grouping -------------------------------------------------------------------------------------
@@ -148,7 +178,7 @@ _STACK_ORDER = {
     **dict.fromkeys(("classifier", "head", "score"), 4),
 }
 _WORDS = re.compile(r"[._]+")
-_INTEGER = re.compile(r"[0-9]{1,9}")
+_MOST_DIGITS = 9  # of a layer's number; what is longer is a name
 
 _Key = tuple[int, int, int, int]  # place of a unit: stage, stack, end or layers, layer index
 _FIRST: _Key = (0, 0, 0, 0)
@@ -168,7 +198,7 @@ def _integers(name: str) -> Iterator[tuple[str, int, bool]]:
     """(prefix, index, whether a module follows) for each integer component, from the left."""
     parts = name.split(".")
     for place, part in enumerate(parts):
-        if _INTEGER.fullmatch(part):
+        if part.isdigit() and part.isascii() and len(part) <= _MOST_DIGITS:
             yield ".".join(parts[:place]), int(part), len(parts) - place > 2
 
 
@@ -232,7 +262,12 @@ def _end_of_stacks(name: str, stacks: Sequence[str]) -> _Key:
     return (1, near[-1], _END, 0) if most and near[-1] < len(stacks) - 1 else _LAST
 
 
-def units_of(items: Sequence[Item], *, tied: Mapping[str, str] | None = None) -> tuple[Unit, ...]:
+def units_of(
+    items: Sequence[Item],
+    *,
+    tied: Mapping[str, str] | None = None,
+    cache: Sequence[int] = (),
+) -> tuple[Unit, ...]:
     """Group tensors by name into the units of a split, in the order in which they run.
 
     The order is embedding, layers by number, norm and head. The layer index is the first integer
@@ -246,6 +281,9 @@ def units_of(items: Sequence[Item], *, tied: Mapping[str, str] | None = None) ->
     Args:
         items: the stored tensors.
         tied: name that is not stored to the stored tensor that it shares.
+        cache: bytes that each layer of the language model needs beside its tensors to run, by its
+            number. Of several stacks that is the one that has most of these layers, and not one of
+            vision or audio where there is another.
 
     Raises:
         ValueError: a name occurs twice, a size is negative, a tied name is stored, or what it
@@ -289,10 +327,32 @@ def units_of(items: Sequence[Item], *, tied: Mapping[str, str] | None = None) ->
         members.setdefault(key_of(item.name), []).append(item)
     for name, source in tied.items():
         aliases.setdefault(key_of(name), []).append((name, source))
+    keys = sorted(members.keys() | aliases.keys())
+    beside = _beside(keys, stacks, cache)
     return tuple(
-        Unit(*_unit_name(key, stacks), tuple(members.get(key, ())), tuple(aliases.get(key, ())))
-        for key in sorted(members.keys() | aliases.keys())
+        Unit(
+            *_unit_name(key, stacks),
+            tuple(members.get(key, ())),
+            tuple(aliases.get(key, ())),
+            beside.get(key, 0),
+        )
+        for key in keys
     )
+
+
+def _beside(keys: Iterable[_Key], stacks: Sequence[str], cache: Sequence[int]) -> dict[_Key, int]:
+    """The bytes beside each layer of the language model: see `units_of`."""
+    layers: dict[int, list[_Key]] = {}
+    for key in keys:
+        stage, stack, place, index = key
+        if stage == 1 and place == _LAYERS and index < len(cache):
+            layers.setdefault(stack, []).append(key)
+    if not layers:
+        return {}
+    ranks = {stack: _stack_rank(stacks[stack]) for stack in layers}
+    # vision and audio come last, and of two with as many layers the encoder
+    text = max(layers, key=lambda stack: (ranks[stack] > 0, len(layers[stack]), ranks[stack] > 1))
+    return {key: cache[key[3]] for key in layers[text]}
 
 
 def _stack_rank(prefix: str) -> int:
@@ -316,14 +376,14 @@ def _unit_name(key: _Key, stacks: Sequence[str]) -> tuple[str, Kind]:
 
 
 class _Costs:
-    """The bytes that a run of units ``[start, stop)`` takes on one node.
+    """The bytes that a run of units ``[start, stop)`` takes on one node, with what it runs with.
 
     A stored tensor counts once, whether it lives in the run or a name tied to it does. So a run
     inside another never takes more, and both ends can be found by bisection.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.prefix = [0, *accumulate(unit.nbytes for unit in units)]
+        self.prefix = [0, *accumulate(unit.nbytes + unit.cache_nbytes for unit in units)]
         home = {item.name: (u, item.nbytes) for u, unit in enumerate(units) for item in unit.items}
         away = {
             (u, source)
@@ -487,7 +547,11 @@ def _stops(costs: _Costs, budgets: Sequence[int]) -> list[int]:
 
 
 def partition(
-    items: Sequence[Item], nodes: Sequence[Node], *, tied: Mapping[str, str] | None = None
+    items: Sequence[Item],
+    nodes: Sequence[Node],
+    *,
+    tied: Mapping[str, str] | None = None,
+    cache: Sequence[int] = (),
 ) -> tuple[Part, ...]:
     """Split tensors over nodes, or over devices, in contiguous runs of whole `units_of`.
 
@@ -503,6 +567,8 @@ def partition(
         tied: name that is not stored to the stored tensor that it shares ("lm_head.weight" to
             "model.embed_tokens.weight"). A node that holds such a name without its tensor holds a
             copy, and it is counted there.
+        cache: bytes that each layer needs beside its tensors to run; see `units_of`. They count in
+            the share of the node that holds the layer.
 
     Returns:
         One part per node, in their order.
@@ -514,7 +580,7 @@ def partition(
         raise ValueError("a split needs at least one node")
     if len({node.name for node in nodes}) < len(nodes):
         raise ValueError(f"two nodes of one name: {', '.join(node.name for node in nodes)}")
-    units = units_of(items, tied=tied)
+    units = units_of(items, tied=tied, cache=cache)
     stops = _stops(_Costs(units), [node.budget for node in nodes])
     position = {item.name: place for place, item in enumerate(items)}
     layers = [0, *accumulate(unit.kind == "layer" for unit in units)]
@@ -546,11 +612,16 @@ def _part(
         has_embedding="embedding" in kinds,
         has_head="head" in kinds,
         nbytes=sum(items[place].nbytes for place in (*own, *copies)),
+        cache_nbytes=sum(unit.cache_nbytes for unit in units),
     )
 
 
 def smallest_count(
-    items: Sequence[Item], budget_nbytes: int, *, tied: Mapping[str, str] | None = None
+    items: Sequence[Item],
+    budget_nbytes: int,
+    *,
+    tied: Mapping[str, str] | None = None,
+    cache: Sequence[int] = (),
 ) -> int | None:
     """How many nodes of one budget are enough, at the least.
 
@@ -558,6 +629,7 @@ def smallest_count(
         items: see `partition`.
         budget_nbytes: the budget of each node.
         tied: see `partition`.
+        cache: see `partition`.
 
     Returns:
         The number of nodes, at least 1; None where a unit alone is larger than the budget.
@@ -565,7 +637,7 @@ def smallest_count(
     Raises:
         ValueError: see `units_of`.
     """
-    units = units_of(items, tied=tied)
+    units = units_of(items, tied=tied, cache=cache)
     costs = _Costs(units)
     start = count = 0
     while start < len(units):

@@ -18,6 +18,8 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
+from streamload.plan.allocators import AllocatorKind
+from streamload.plan.kv_cache import CacheRequest
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -32,6 +34,8 @@ DIRECT_ROOM_NBYTES = 2 * 4096
 MAPPED_ROOM_NBYTES = 2 * 2**16
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
+# Allocators that take segments of the device's memory, which many tensors share.
+SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -108,6 +112,11 @@ class Placement:
         """Bytes of the parameter's elements on the device."""
         return self.dst.nbytes(math.prod(self.shape))
 
+    @property
+    def src_nbytes(self) -> int:
+        """Bytes of its elements in the checkpoint."""
+        return self.src.nbytes(math.prod(self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
@@ -115,7 +124,7 @@ class DevicePlan:
 
     Attributes:
         device: its name.
-        budget_nbytes: the budget.
+        budget_nbytes: what the load may take: the budget, less `reserve_nbytes`.
         resident_nbytes: parameters, when the load is done.
         scratch_nbytes: temporary device memory (and host staging, on shared memory).
         peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
@@ -126,6 +135,8 @@ class DevicePlan:
         embedding: holds the embedding, under a split.
         head: holds the head, under a split.
         release_first: old parameters go all at once before the first is loaded.
+        cache_nbytes: the KV cache of its layers, which is allocated when the load is done.
+        reserve_nbytes: what stays free beside that, of the budget and of what is free.
     """
 
     device: str
@@ -139,6 +150,28 @@ class DevicePlan:
     embedding: bool = False
     head: bool = False
     release_first: bool = False
+    cache_nbytes: int = 0
+    reserve_nbytes: int = 0
+
+    @property
+    def run_nbytes(self) -> int:
+        """Bytes of the parameters and of the cache that they run with."""
+        return self.resident_nbytes + self.cache_nbytes
+
+    @property
+    def needed_nbytes(self) -> int:
+        """The most of the budget that is taken: by the load, or by what runs afterwards."""
+        return max(self.peak_nbytes, self.run_nbytes)
+
+    @property
+    def fresh_needed_nbytes(self) -> int:
+        """How much of that is not held already when the load begins."""
+        return max(self.fresh_nbytes, self.run_nbytes - self.held_nbytes)
+
+    @property
+    def stated_nbytes(self) -> int:
+        """The budget as it was given, with what stays free of it."""
+        return self.budget_nbytes + self.reserve_nbytes
 
     @property
     def holds(self) -> str:
@@ -171,6 +204,7 @@ class Plan:
             ``slot_nbytes`` that are page-locked meanwhile; `host_nbytes` is what is locked then.
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
         reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
+        cache: the KV cache that there is room for when the load is done, with its dtype, or None.
     """
 
     path: str
@@ -187,6 +221,7 @@ class Plan:
     transfer: Transfer = "staged"
     page_cache: PageCacheKind = "auto"
     reader_reasons: tuple[str, ...] = ()
+    cache: CacheRequest | None = None
 
     @property
     def staging_nbytes(self) -> int:
@@ -234,6 +269,8 @@ class Plan:
     def __str__(self) -> str:
         """A table of what each device holds, and what is cast."""
         split = len(self.devices) > 1
+        cached = any(d.cache_nbytes for d in self.devices)
+        reserved = any(d.reserve_nbytes for d in self.devices)
         count = Counter(p.device for p in self.placements)
         rows = [
             (
@@ -241,19 +278,26 @@ class Plan:
                 *([d.holds or "-"] if split else []),
                 str(count[d.device]),
                 format_bytes(d.resident_nbytes),
+                *([format_bytes(d.cache_nbytes)] if cached else []),
                 format_bytes(d.peak_nbytes),
-                format_bytes(d.budget_nbytes),
-                f"{d.peak_nbytes / d.budget_nbytes:.0%}" if d.budget_nbytes else "-",
+                *([format_bytes(d.reserve_nbytes)] if reserved else []),
+                format_bytes(d.stated_nbytes),
+                f"{(d.needed_nbytes + d.reserve_nbytes) / d.stated_nbytes:.0%}"
+                if d.stated_nbytes
+                else "-",
             )
             for d in self.devices
         ]
-        titles = ("device", *["holds"] * split, "tensors", "resident", "peak", "budget", "share")
+        titles = (
+            *("device", *["holds"] * split, "tensors", "resident", *["cache"] * cached, "peak"),
+            *(*["reserve"] * reserved, "budget", "share"),
+        )
         casts = Counter(
             (p.src.name, p.dst.name, p.cast) for p in self.placements if p.src is not p.dst
         )
         return "\n".join(
             [
-                *format_table(titles, rows, right=5),
+                *format_table(titles, rows, right=5 + cached + reserved),
                 *(
                     f"{n} tensors from {src} to {dst} by {by}"
                     for (src, dst, by), n in casts.items()
@@ -261,9 +305,18 @@ class Plan:
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
                 f"{format_bytes(self.chunk_nbytes)}, host {self.host_memory} "
                 f"{format_bytes(self.host_nbytes)}",
+                *([self._cache_line(self.cache)] if self.cache else []),
                 *(f"read by {line}" for line in self.reading),
                 *(f"note: {note}" for note in self.notes),
             ]
+        )
+
+    def _cache_line(self, cache: CacheRequest) -> str:
+        nbytes = sum(d.cache_nbytes for d in self.devices)
+        many = f"{cache.batch} sequences of " if cache.batch > 1 else ""
+        return (
+            f"room to run: {format_bytes(nbytes)} of KV cache in {cache.dtype}, for {many}"
+            f"{cache.context} tokens"
         )
 
     def to_json(self) -> str:
@@ -288,6 +341,7 @@ class Plan:
                     for p in self.placements
                 ],
                 devices=[asdict(d) for d in self.devices],
+                cache=self.cache and record(self.cache),
             ),
             separators=(",", ":"),
         )
@@ -318,6 +372,10 @@ class Plan:
                 DevicePlan(**d | {"layers": tuple(d["layers"]) if d["layers"] else None})
                 for d in data["devices"]
             )
+            cache = data.get("cache")
+            if cache is not None:
+                dtype = cache["dtype"] and BY_NAME[cache["dtype"]]
+                data["cache"] = CacheRequest(cache["context"], cache["batch"], dtype)
             lists = ("readers", "notes", "reader_reasons")
             data |= {key: tuple(data[key]) for key in lists if key in data}  # or has a default
             return cls(**data)

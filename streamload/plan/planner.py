@@ -7,9 +7,11 @@ specs give the same plan on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Literal
 
 from streamload.cast.table import OutOfRange, supported
@@ -18,7 +20,7 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BF16, F16, DType, parse_dtype
-from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.errors import CheckpointError, PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
@@ -26,9 +28,11 @@ from streamload.plan.allocators import (
     taken,
 )
 from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
-from streamload.plan.partition import Item, Node, Part, partition, smallest_count
+from streamload.plan.kv_cache import COMPUTED_IN, CacheRequest, KvCache
+from streamload.plan.partition import Item, Node, Part, partition, smallest_count, units_of
 from streamload.plan.plan import (
     MAPPED_ROOM_NBYTES,
+    SEGMENTS,
     STAGING_SLOTS,
     TALLY_NBYTES,
     Action,
@@ -60,7 +64,6 @@ MAPPED_WINDOW_NBYTES = 16 * 2**20
 MAPPED_MOST_NBYTES = 64 * 2**20
 MAPPED_MOST_THREADS = 4
 
-_SEGMENTS = frozenset({"cuda_caching", "cuda_expandable"})  # whose allocator has such
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
@@ -70,7 +73,7 @@ class DeviceSpec:
 
     Attributes:
         name: canonical name.
-        budget_nbytes: the most that may be held there.
+        budget_nbytes: the most that may be held there, without ``reserve_nbytes``.
         limit: what sets the budget: "budget" where it was stated, "free memory" where it was not.
         free_nbytes: what is really free now; None where nobody looked.
         host_free_nbytes: what is free of the memory that all devices with ``shared_memory`` draw
@@ -88,6 +91,7 @@ class DeviceSpec:
         maps_host_memory: it copies straight from windows of a file that is mapped.
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
+        reserve_nbytes: what was taken off the budget and off what is free, to stay free.
     """
 
     name: str
@@ -107,6 +111,7 @@ class DeviceSpec:
     device_casts: frozenset[tuple[str, str]] = frozenset()
     maps_host_memory: bool = False
     casts: bool = False
+    reserve_nbytes: int = 0
 
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""
@@ -206,6 +211,7 @@ def make_plan(
     transfer: Transfer = "staged",
     page_cache: PageCacheKind = "auto",
     reader_reasons: Sequence[str] = (),
+    cache: KvCache | None = None,
 ) -> Plan:
     """Decide a load.
 
@@ -227,23 +233,38 @@ def make_plan(
             them map host memory and every shard is read by a map.
         page_cache: what becomes of the page cache; for `Plan.page_cache`.
         reader_reasons: why each shard is read so; for `Plan.reader_reasons`.
+        cache: the KV cache that each device is to have room for when the load is done, for the
+            layers that it holds.
 
     Raises:
-        PlanInfeasibleError: the parameters do not fit.
+        PlanInfeasibleError: the parameters do not fit, or not with the cache.
         UnsupportedCastError: a dtype cannot be had, or a device cannot hold it.
+        CheckpointError: there is a cache, and it is not known in which dtype or of which tensors.
     """
     specs = {spec.name: spec for spec in devices}
-    parts, assigned = _assign(checkpoint, wants, devices, dtype, tied)
+    native = any(spec.native_bf16 for spec in devices)
+    room = _Room.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
+    by_layer = room.layers if room is not None else ()
+    parts, assigned = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
+    room = room.placed(checkpoint, assigned, dtype) if room is not None else None
     shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
     placed: list[tuple[int, int, Placement]] = []
-    notes: dict[str, None] = {}
+    notes = dict.fromkeys(cache.notes if cache is not None else ())
+    engines: dict[tuple[str, str, str], str] = {}  # casts, by the names of dtypes and device
     for want, device in assigned:
-        placement, note = _place(checkpoint, want, specs[device], dtype, cast, out_of_range)
+        spec = specs[device]
+        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
+        pair = src.name, dst.name, device
+        if pair not in engines:
+            engines[pair], note = _engine(src, dst, spec, cast, dtype.fp16_cast, out_of_range)
+            if note:
+                notes[note] = None
+        if src is not dst or dst.name in spec.unsupported:
+            _check_dtypes(checkpoint, want, src, dst, spec)
+        placement = _place(want, spec, src, dst, engines[pair])
         placed.append((*_first_byte(placement, checkpoint, shard_of), placement))
-        if note:
-            notes[note] = None
     # stable: in the order in which the chunks come, so that each shard is read once
-    placed.sort(key=lambda entry: entry[:2])
+    placed.sort(key=itemgetter(0, 1))
     draft = Plan(
         path=str(checkpoint.path),
         placements=_allocated(_settled([p for _, _, p in placed], specs, notes), specs),
@@ -259,15 +280,16 @@ def make_plan(
         transfer=transfer,
         page_cache=page_cache,
         reader_reasons=tuple(reader_reasons),
+        cache=room.request if room is not None else None,
     )
     by_device: dict[str, list[Placement]] = {name: [] for name in specs}
     for placement in draft.placements:
         by_device[placement.device].append(placement)
-    plan = _fit(draft, specs, by_device, parts)
+    plan = _fit(draft, specs, by_device, parts, room)
     same_budget = len({spec.budget_nbytes for spec in devices}) == 1
     for mine in plan.devices:
-        spec = specs[mine.device]
-        _check(plan, mine, spec, by_device[mine.device], same_budget=same_budget)
+        placements = by_device[mine.device]
+        _check(plan, mine, specs, placements, same_budget=same_budget, room=room)
     _check_pool(plan, specs)
     if plan.host_nbytes > plan.host_budget_nbytes:
         raise PlanInfeasibleError(
@@ -293,9 +315,11 @@ def _settled(
     """
     out = list(placements)
     for name, spec in specs.items():
+        if spec.allocator == "exact":
+            continue
         mine = [i for i, p in enumerate(out) if p.device == name]
         kept = [i for i in mine if out[i].action == "in_place"]
-        if spec.allocator == "exact" or not kept or not any(out[i].released_nbytes for i in mine):
+        if not kept or not any(out[i].released_nbytes for i in mine):
             continue
         allocated = _allocated([out[i] for i in mine], specs)
         if _timeline(allocated, spec)[1] <= spec.budget_nbytes:
@@ -374,6 +398,7 @@ def _assign(
     devices: Sequence[DeviceSpec],
     dtype: DTypePolicy,
     tied: Mapping[str, str],
+    cache: Sequence[int] = (),
 ) -> tuple[dict[str, Part], list[tuple[Want, str]]]:
     """Give each parameter a device: its own, the only one, or by a split over several."""
     if len(devices) == 1 or all(want.device is not None for want in wants):
@@ -387,6 +412,7 @@ def _assign(
         [Item(name, _want_nbytes(checkpoint, want, dtype)) for name, want in free.items()],
         [Node(spec.name, max(spec.budget_nbytes - taken[spec.name], 1)) for spec in devices],
         tied={k: v for k, v in tied.items() if v in free and k not in free},
+        cache=cache,
     )
     assigned = list(fixed)
     for part in parts:
@@ -398,6 +424,129 @@ def _assign(
             if source in part.copies
         ]
     return {part.node: part for part in parts}, assigned
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The KV cache that there has to be room for when the load is done.
+
+    Attributes:
+        cache: what each layer keeps.
+        dtype: its dtype.
+        path: of the checkpoint, for errors.
+        on: which layers each device holds, when that is known.
+    """
+
+    cache: KvCache
+    dtype: DType
+    path: str
+    on: Mapping[str, Sequence[int]]
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        policy: DTypePolicy,
+        cache: KvCache,
+        native_bf16: bool,
+    ) -> _Room:
+        """Say in which dtype a cache is.
+
+        What was asked for, or what most bytes of the weights become, if models compute in that,
+        or what the configuration names.
+
+        Raises:
+            CheckpointError: none of them is there.
+        """
+        dtype = cache.request.dtype
+        if dtype is None:
+            nbytes: dict[str, int] = {}  # by name: a dtype's own hash takes ten times as long
+            for want in wants:
+                dst = _want_dtypes(checkpoint, want, policy, native_bf16)[1]
+                nbytes[dst.name] = nbytes.get(dst.name, 0) + dst.nbytes(math.prod(want.shape))
+            most = max(nbytes, key=lambda name: nbytes[name], default="")
+            dtype = next((one for one in COMPUTED_IN if one.name == most), cache.configured)
+        path = str(checkpoint.path)
+        if dtype is None:
+            raise CheckpointError(
+                path,
+                "the dtype of the KV cache is not known",
+                expected="cache_dtype=",
+                found="none",
+            )
+        return cls(cache, dtype, path, {})
+
+    @property
+    def request(self) -> CacheRequest:
+        """What was asked for, with the dtype."""
+        return replace(self.cache.request, dtype=self.dtype)
+
+    @property
+    def layers(self) -> list[int]:
+        """Bytes of the cache of each layer."""
+        asked = self.request
+        return [
+            sum(map(self.dtype.nbytes, layer.elements(asked.context, asked.batch)))
+            for layer in self.cache.layers
+        ]
+
+    def placed(
+        self, checkpoint: Checkpoint, assigned: Sequence[tuple[Want, str]], policy: DTypePolicy
+    ) -> _Room:
+        """The same with the layers on devices: each where most of its weights are.
+
+        Raises:
+            CheckpointError: the checkpoint has layers, and none is known by its name.
+        """
+        where = {want.name: device for want, device in assigned}
+        items = [Item(w.name, _want_nbytes(checkpoint, w, policy)) for w, _ in assigned]
+        on: dict[str, list[int]] = {}
+        # in place of bytes the layers' numbers, from 1, so that units tell which they are
+        numbers = range(1, len(self.cache.layers) + 1)
+        for unit in units_of(items, cache=numbers):
+            if unit.cache_nbytes:
+                weights = dict.fromkeys((where[item.name] for item in unit.items), 0)
+                for item in unit.items:
+                    weights[where[item.name]] += item.nbytes
+                most = max(weights, key=lambda name: weights[name])
+                on.setdefault(most, []).append(unit.cache_nbytes - 1)
+        # what is loaded may be the end of a model; all of it has layers
+        everything = (Item(name, 0) for name in checkpoint.tensors if not on)
+        if not on and not any(unit.cache_nbytes for unit in units_of([*everything], cache=numbers)):
+            raise CheckpointError(
+                self.path,
+                "which layer of the KV cache belongs where, the names of the tensors tell",
+                expected="names of layers, such as model.layers.0",
+                found="none",
+            )
+        return replace(self, on=on)
+
+    def nbytes(self, spec: DeviceSpec, context: int) -> int:
+        """Bytes that the cache of so many tokens takes of a device, as its allocator rounds."""
+        batch = self.cache.request.batch
+        sizes = (
+            self.dtype.nbytes(elements)
+            for layer in self.on.get(spec.name, ())
+            for elements in self.cache.layers[layer].elements(context, batch)
+        )
+        return sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
+
+    def most_context(self, devices: Iterable[DevicePlan], specs: Mapping[str, DeviceSpec]) -> int:
+        """For how many tokens, at most, there is room on all devices; 0 for none."""
+        rooms = []
+        for d in devices:
+            spec = specs[d.device]
+            room = spec.budget_nbytes - d.resident_nbytes
+            if spec.free_nbytes is not None:
+                room = min(room, spec.free_nbytes + d.held_nbytes - d.resident_nbytes)
+            rooms.append((spec, room))
+        contexts = range(1, self.cache.request.context + 1)
+        return bisect_right(
+            contexts,
+            False,
+            key=lambda context: any(self.nbytes(spec, context) > room for spec, room in rooms),
+        )
 
 
 def _want_dtypes(
@@ -413,16 +562,11 @@ def _want_nbytes(checkpoint: Checkpoint, want: Want, dtype: DTypePolicy) -> int:
     return _want_dtypes(checkpoint, want, dtype)[1].nbytes(numel)
 
 
-def _place(
-    checkpoint: Checkpoint,
-    want: Want,
-    spec: DeviceSpec,
-    dtype: DTypePolicy,
-    cast: CastChoice,
-    out_of_range: OutOfRange,
-) -> tuple[Placement, str]:
+def _check_dtypes(
+    checkpoint: Checkpoint, want: Want, src: DType, dst: DType, spec: DeviceSpec
+) -> None:
+    """Raise UnsupportedCastError for a parameter that cannot be cast so, or not held there."""
     name = want.source[0].tensor
-    src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
     info = checkpoint.tensors[name]
     if src is not dst:
         if not supported(src, dst):
@@ -446,31 +590,29 @@ def _place(
             tensor=name,
             path=info.shard,
         )
-    engine, note = _engine(src, dst, spec, cast, dtype.fp16_cast, out_of_range)
-    numel = math.prod(want.shape)
-    resident = spec.resident(dst.nbytes(numel))
+
+
+def _place(want: Want, spec: DeviceSpec, src: DType, dst: DType, engine: str) -> Placement:
+    dst_nbytes = dst.nbytes(math.prod(want.shape))
     action: Action = "new"
     released = 0
     if want.held is not None:
         where, what, nbytes = want.held
-        same = (where, what, nbytes) == (spec.name, dst.name, dst.nbytes(numel))
+        same = (where, what, nbytes) == (spec.name, dst.name, dst_nbytes)
         action = "in_place" if same else "replace"
         released = nbytes if not same and where == spec.name else 0
-    return (
-        Placement(
-            name=want.name,
-            device=spec.name,
-            shape=want.shape,
-            src=src,
-            dst=dst,
-            source=want.source,
-            transpose=want.transpose,
-            action=action,
-            cast=engine,
-            resident_nbytes=resident,
-            released_nbytes=released,
-        ),
-        note,
+    return Placement(
+        want.name,
+        spec.name,
+        want.shape,
+        src,
+        dst,
+        want.source,
+        want.transpose,
+        action,
+        engine,
+        spec.resident(dst_nbytes),
+        released,
     )
 
 
@@ -507,6 +649,7 @@ def _fit(
     specs: Mapping[str, DeviceSpec],
     by_device: Mapping[str, Sequence[Placement]],
     parts: Mapping[str, Part],
+    room: _Room | None,
 ) -> Plan:
     """Choose threads and chunk size so that staging fits, and predict the peaks."""
     threads = min([draft.threads, *(specs[n].threads for n, ps in by_device.items() if ps)])
@@ -524,7 +667,7 @@ def _fit(
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     whole = 0
     for p in draft.placements:
-        whole += slot_nbytes(max(p.nbytes, p.src.nbytes(math.prod(p.shape))))
+        whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
         if whole >= slot_nbytes(chunk):  # no slot is larger
             break
     needs = _needs(draft.placements, specs)
@@ -567,6 +710,8 @@ def _fit(
                 embedding=bool(part and part.has_embedding),
                 head=bool(part and part.has_head),
                 release_first=release_first,
+                cache_nbytes=room.nbytes(specs[name], room.request.context) if room else 0,
+                reserve_nbytes=specs[name].reserve_nbytes,
             )
         )
     return replace(plan, devices=tuple(out), host_nbytes=host)
@@ -619,7 +764,7 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
         now -= p.released_nbytes
         now += p.resident_nbytes if p.action != "in_place" else 0
         peak = max(peak, now)
-    if spec.allocator in _SEGMENTS and any(p.released_nbytes for p in placements):
+    if spec.allocator in SEGMENTS and any(p.released_nbytes for p in placements):
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
         # beside what stays where it is, none of it may go back to the device at all
         if not any(p.action == "in_place" for p in placements):
@@ -735,64 +880,74 @@ def _staging(
 def _check(
     plan: Plan,
     mine: DevicePlan,
-    spec: DeviceSpec,
+    specs: Mapping[str, DeviceSpec],
     placements: Sequence[Placement],
     *,
     same_budget: bool,
+    room: _Room | None,
 ) -> None:
     """Refuse a plan that does not fit one device, with the numbers and with what would fit."""
+    spec = specs[mine.device]
     most = spec.largest_allocation_nbytes
     for p in placements:
         if most is not None and p.nbytes > most:
             raise PlanInfeasibleError(
                 spec.name, p.nbytes, most, limit="largest allocation", largest=[(p.name, p.nbytes)]
             )
-    limit, available, needed = spec.limit, spec.budget_nbytes, mine.peak_nbytes
+    limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
     if (
         spec.free_nbytes is not None
-        and mine.fresh_nbytes > spec.free_nbytes
+        and mine.fresh_needed_nbytes > spec.free_nbytes
         and needed <= available
     ):
-        limit, available, needed = "free memory", spec.free_nbytes, mine.fresh_nbytes
+        limit, available, needed = "free memory", spec.free_nbytes, mine.fresh_needed_nbytes
     if needed <= available:
         return
     suggestions = []
     sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
+    if room is not None and room.cache.request.dtype is None:  # it would shrink as well
+        shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(room.dtype)
+        small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
     if any(_shrink(p.dst) > 1 for p in placements) and small <= available:
         suggestions.append(f'dtype="float16" ({format_bytes(small)})')
+    if room is not None and mine.peak_nbytes <= spec.budget_nbytes:
+        context = room.most_context(plan.devices, specs)
+        if 0 < context < room.cache.request.context:
+            suggestions.append(f"context={context}")
     if same_budget:
         count = smallest_count(
             [Item(p.name, p.resident_nbytes) for p in plan.placements],
             max(available - mine.scratch_nbytes, 0),
+            cache=room.layers if room is not None else (),
         )
         if count is not None and count > len(plan.devices):
             suggestions.append(f"{count} devices or nodes of {format_bytes(available)}")
+    largest = sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))[:8]
+    if mine.cache_nbytes:
+        largest = [*largest[:7], ("the KV cache", mine.cache_nbytes)]
+        largest.sort(key=lambda x: -x[1])
     raise PlanInfeasibleError(
-        spec.name,
-        needed,
-        available,
-        limit=limit,
-        largest=sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))[:8],
-        would_fit=suggestions,
+        spec.name, needed, available, limit=limit, largest=largest, would_fit=suggestions
     )
 
 
 def _check_pool(plan: Plan, specs: Mapping[str, DeviceSpec]) -> None:
     """Refuse a plan whose devices fit one by one, but not together in the memory they share."""
-    sharing = [d for d in plan.devices if specs[d.device].shared_memory and d.fresh_nbytes]
+    sharing = [d for d in plan.devices if specs[d.device].shared_memory and d.fresh_needed_nbytes]
     known = [specs[d.device].host_free_nbytes for d in sharing]
     free = min((nbytes for nbytes in known if nbytes is not None), default=None)
-    needed = sum(d.fresh_nbytes for d in sharing)
+    needed = sum(d.fresh_needed_nbytes for d in sharing)
     if free is None or needed <= free:
         return
+    largest = [(d.device, d.fresh_needed_nbytes) for d in sharing]
     raise PlanInfeasibleError(
         ", ".join(d.device for d in sharing),
         needed,
         free,
         limit="free memory that they share",
-        largest=sorted(((d.device, d.fresh_nbytes) for d in sharing), key=lambda x: (-x[1], x[0])),
+        largest=sorted(largest, key=lambda x: (-x[1], x[0])),
     )
 
 

@@ -1,0 +1,103 @@
+"""What a rank does in the section "nodes": one way to load, timed from when all ranks are ready.
+
+python -m bench_parts.nodes_jobs '{"way": "layers", "budget": "1GB", ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import streamload.distributed
+from streamload.bench.processes import process_memory
+from streamload.checkpoint.readers import open_reader
+from streamload.nodes.group import Group
+from streamload.nodes.launch import open_group
+
+BLOCK_NBYTES = 4 * 2**20
+
+
+def by_layers(group: Group, path: str, **asked: Any) -> int:
+    """Whole layers to each rank."""
+    report = streamload.distributed.load_state_dict(
+        None, path, group=group, progress=False, **asked
+    )
+    return report.read_nbytes
+
+
+def by_replicating(group: Group, path: str, **asked: Any) -> int:
+    """All to every rank, read once by all together."""
+    return by_layers(group, path, split="replicate", **asked)
+
+
+def by_everyone(group: Group, path: str, **asked: Any) -> int:
+    """All to every rank, and each reads all by itself."""
+    del asked["verify"], asked["timeout"]
+    return streamload.load_state_dict(None, path, progress=False, **asked).read_nbytes
+
+
+def by_broadcast(group: Group, path: str, **asked: Any) -> int:
+    """All to every rank: rank 0 reads, block by block, and the engine broadcasts."""
+    checkpoint = streamload.open_checkpoint(path) if group.rank == 0 else None
+    headers = [] if checkpoint is None else [(h.path, h.file_nbytes) for h in checkpoint.shards]
+    lengths = json.loads(group.broadcast(json.dumps([n for _, n in headers]).encode()))
+    done = 0
+    for index, file_nbytes in enumerate(lengths):
+        whole = memoryview(bytearray(file_nbytes))
+        reader = open_reader(*headers[index]) if headers else None
+        for start in range(0, file_nbytes, BLOCK_NBYTES):
+            block = whole[start : start + BLOCK_NBYTES]
+            if reader is not None:
+                reader.read_into(start, block)
+            block[:] = group.broadcast(bytes(block) if reader is not None else None)
+        if reader is not None:
+            reader.close()
+        done += file_nbytes
+    return done
+
+
+def by_nothing(group: Group, path: str, **asked: Any) -> int:
+    """Meet, and part: what an engine takes."""
+    return 0
+
+
+WAYS: dict[str, Callable[..., int]] = {
+    "layers": by_layers,
+    "replicate": by_replicating,
+    "every rank reads all": by_everyone,
+    "rank 0 broadcasts": by_broadcast,
+    "nothing": by_nothing,
+}
+
+
+def main() -> None:
+    """Meet, load, and say in a line of JSON how long it took."""
+    begun = float(os.environ.get("BENCH_BEGUN", "nan"))
+    asked = json.loads(sys.argv[1])
+    way, path = WAYS[asked.pop("way")], asked.pop("path", "")
+    group = open_group(None, 120.0)
+    group.allgather(b"")
+    ready_s = time.time() - begun
+    before = process_memory(os.getpid()).anon_nbytes
+    start = time.perf_counter()
+    read_nbytes = way(group, path, **asked)
+    seconds = time.perf_counter() - start
+    said = {
+        "rank": group.rank,
+        "engine": group.engine,
+        "ready_s": ready_s,
+        "ready_nbytes": before,
+        "seconds": seconds,
+        "read_nbytes": read_nbytes,
+    }
+    group.allgather(b"")  # who is done first does not take the others' time, and rank 0 their store
+    group.close()
+    print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The section "nodes": hosts in network namespaces, storage behind a link, ranks in boxes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cluster_parts.hosts import Cluster, NoClusterError
+from cluster_parts.running import Running
+from make_checkpoint import PRESETS, make_checkpoint
+
+from bench_parts.processes import environment
+from bench_parts.sections import (
+    NotHereError,
+    Options,
+    Section,
+    Target,
+    cached_checkpoint,
+    read_all,
+)
+from streamload.plan.budget import available_host_nbytes
+from streamload.units import format_bytes
+
+HOSTS = (4, 14)
+LINK, LINK_BITS_PER_S = "1gbit", 1e9
+#: Of a load over the time that the link takes for the model's bytes.
+MOST_OVER_LINK = 1.25
+SHARED = ("layers", "replicate")
+OTHERS = ("every rank reads all", "rank 0 broadcasts")
+LAUNCHERS = {"torch": "env", "mpi": "mpirun"}
+LINKED_NBYTES = 260_000_000
+
+# the headline: Llama-3-8B in full
+BUDGET_NBYTES = 3_000_000_000
+BASE_NBYTES = 500_000_000  # interpreter, torch or tinygrad, LLVM, and windows of mapped files
+RANKS = 6
+PRESET_NBYTES = 16_060_522_496
+
+
+def nodes(options: Options) -> Section:
+    """What an engine takes, what a link allows, and a model larger than any of its boxes."""
+    section = Section(
+        "nodes",
+        f"hosts in network namespaces; storage is a range server behind {LINK}, and so is each "
+        "host; all share this machine's processors; seconds are of the slowest rank, from when all "
+        "are ready; medians; where a link is measured nothing is cast or read back (14 hosts would "
+        "compile 14 times and read back 3.6 GB on these processors); processes take turns",
+    )
+    try:
+        Cluster(1).close()
+    except (NoClusterError, OSError) as error:
+        raise NotHereError(str(error)) from error
+    _engines(options, section)
+    _links(options, section)
+    _headline(options, section)
+    return section
+
+
+def _run(
+    hosts: Cluster, launcher: str, timeout_s: float = 600.0, **asked: Any
+) -> list[dict[str, Any]]:
+    """Run `bench_parts.nodes_jobs` on all hosts; what each rank said."""
+    argv = [sys.executable, "-m", "bench_parts.nodes_jobs", json.dumps(asked)]
+    env = {"PYTHONPATH": environment()["PYTHONPATH"], "BENCH_BEGUN": str(time.time())}
+    ended = Running(hosts, launcher, argv, env=env).wait(timeout_s)
+    said = []
+    for one in ended:
+        if one.returncode:
+            lines = one.stderr.strip().splitlines() or ["it said nothing"]
+            raise RuntimeError(f"host {one.host}: exit {one.returncode}: {lines[-1]}")
+        said += [json.loads(line) for line in one.stdout.splitlines() if line.startswith("{")]
+    return said
+
+
+def _engines(options: Options, section: Section) -> None:
+    """Memory and time until all ranks are ready, of each engine that is installed."""
+    for engine, launcher in LAUNCHERS.items():
+        if importlib.util.find_spec("torch" if engine == "torch" else "mpi4py") is None:
+            continue
+        for count in HOSTS:
+            options.say(f"nodes: engine {engine}, {count} hosts")
+            with Cluster(count) as hosts:
+                said = _run(hosts, launcher, way="nothing")
+            section.rows.append(
+                {
+                    "what": f"engine {said[0]['engine']} by {launcher}",
+                    "hosts": count,
+                    "ready_s": round(max(one["ready_s"] for one in said), 1),
+                    "memory of a rank": format_bytes(int(median(o["ready_nbytes"] for o in said))),
+                }
+            )
+
+
+def _links(options: Options, section: Section) -> None:
+    """Loads from storage behind a link."""
+    nbytes = min(options.nbytes, LINKED_NBYTES)
+    with cached_checkpoint(options, nbytes, shards=4) as path:
+        _link_loads(options, section, path, nbytes)
+
+
+def _link_loads(options: Options, section: Section, path: Path, nbytes: int) -> None:
+    files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    least_s = files_nbytes * 8 / LINK_BITS_PER_S
+    for count in HOSTS:
+        found: dict[str, list[tuple[float, int]]] = {way: [] for way in (*SHARED, *OTHERS)}
+        with Cluster(count, link=LINK, storage=path) as hosts:
+            for number in range(options.runs):
+                for way in found:
+                    if way in OTHERS and number:  # they take long, and are here to be seen once
+                        continue
+                    options.say(f"nodes: {count} hosts, run {number + 1}, {way}")
+                    before = hosts.served_nbytes()
+                    said = _run(
+                        hosts,
+                        "env",
+                        way=way,
+                        path=hosts.storage_url,
+                        budget=nbytes + 64_000_000,
+                        timeout=120.0,
+                        device="host",
+                        dtype="checkpoint",
+                        verify="none",
+                    )
+                    served = hosts.served_nbytes() - before
+                    found[way].append((max(one["seconds"] for one in said), served))
+        for way, runs in found.items():
+            seconds = median(s for s, _ in runs)
+            section.rows.append(
+                {
+                    "what": way,
+                    "hosts": count,
+                    "seconds": round(seconds, 2),
+                    "of the link's time": round(seconds / least_s, 2),
+                    "served": round(median(n for _, n in runs) / files_nbytes, 3),
+                }
+            )
+            section.raw.append({"what": way, "hosts": count, "runs": runs})
+            if way in SHARED:
+                what = f"{way}, {count} hosts, over the link's {least_s:.2f} s"
+                section.targets.append(Target(what, seconds / least_s, at_most=MOST_OVER_LINK))
+
+
+def _headline(options: Options, section: Section) -> None:
+    """Llama-3-8B over ranks whose boxes are smaller than a fifth of it."""
+    room, memory = shutil.disk_usage(options.work).free, available_host_nbytes()
+    if room < PRESET_NBYTES + 2**30 or memory < PRESET_NBYTES + RANKS * BASE_NBYTES:
+        section.note += (
+            f"; no Llama-3-8B here: {format_bytes(room)} of disk and {format_bytes(memory)} free"
+        )
+        return
+    path = options.work / "llama-3-8b"
+    limit = BUDGET_NBYTES + BASE_NBYTES
+    try:
+        options.say("nodes: writing Llama-3-8B")
+        make_checkpoint(path, PRESETS["llama-3-8b"], shards=4)
+        read_all(path)
+        options.say(f"nodes: Llama-3-8B, {RANKS} hosts of {format_bytes(limit)}")
+        with Cluster(RANKS, memory_nbytes=limit) as hosts:
+            said = _run(
+                hosts,
+                "env",
+                3600.0,
+                way="layers",
+                path=str(path),
+                budget=BUDGET_NBYTES,
+                device="CL" if "CL" in options.devices else "host",
+                dtype="float16",
+                timeout=300.0,
+            )
+            boxes = [host.box for host in hosts.hosts if host.box is not None]
+            peaks = [box.peak_nbytes or 0 for box in boxes]
+            killed = sum(box.oom_killed for box in boxes)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    section.rows.append(
+        {
+            "what": f"Llama-3-8B, budgets of {format_bytes(BUDGET_NBYTES)}, boxes of "
+            f"{format_bytes(limit)}",
+            "hosts": RANKS,
+            "seconds": round(max(one["seconds"] for one in said), 1),
+            "served": round(sum(one["read_nbytes"] for one in said) / PRESET_NBYTES, 3),
+            "memory of a rank": f"box at most {format_bytes(max(peaks))}",
+        }
+    )
+    section.targets.append(Target("ranks killed for memory", killed, at_most=0))
+    section.targets.append(Target("ranks that loaded", len(said), at_least=RANKS))

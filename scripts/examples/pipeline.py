@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Run a Llama that is spread over several nodes, each of which loads and runs its own layers.
+
+    torchrun --nproc-per-node 2 pipeline.py DIR --budget 3GB
+
+Each rank asks the plan which layers are its own, builds those alone (on the meta device, where they
+take no memory), loads them, and sends what it computes to the rank that has the next ones. The last
+one prints the most likely next token. One process without torchrun runs the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_module import Config, Layer, linear, norm
+
+import streamload.distributed
+from streamload.distributed import Share
+
+
+class Stage(nn.Module):
+    """The part of a Llama that one rank has, by the names that Hugging Face gives its tensors."""
+
+    def __init__(self, config: Config, share: Share) -> None:
+        super().__init__()
+        dim, vocab = config["hidden_size"], config["vocab_size"]
+        parts: dict[str, nn.Module] = {
+            "layers": nn.ModuleDict({str(index): Layer(config) for index in share.layers})
+        }
+        if share.has_embedding:
+            parts["embed_tokens"] = nn.Embedding(vocab, dim)
+        if share.has_head:
+            parts["norm"], self.lm_head = norm(config), linear(dim, vocab)
+        self.model = nn.ModuleDict(parts)
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states (batch, length, ...) to hidden states, or logits at the end."""
+        if self.share.has_embedding:
+            x = self.model["embed_tokens"](x)
+        for layer in self.model["layers"].children():
+            x = layer(x)
+        return self.lm_head(self.model["norm"](x)) if self.share.has_head else x
+
+
+def main() -> None:
+    """Read the command line, plan, build, load and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("dir", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--budget", help="bytes on the device of this rank, such as 3GB")
+    parser.add_argument("--dtype", default="float32", help="dtype of weights and hidden states")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda:0 or another")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 3, 4], help="a prompt")
+    parser.add_argument("--logits", type=Path, help="write the last token's logits there")
+    args = parser.parse_args()
+
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    asked = {"budget": args.budget, "device": args.device, "dtype": args.dtype}
+    share = streamload.distributed.plan(args.dir, **asked).mine
+    config = json.loads((args.dir / "config.json").read_text())
+    with torch.device("meta"):
+        stage = Stage(config, share).eval()
+    report = streamload.distributed.load_state_dict(stage, args.dir, **asked)
+    if share.rank == 0:
+        print(report)
+
+    x = torch.tensor([args.tokens])
+    if share.previous_rank is not None:
+        hidden = (1, len(args.tokens), config["hidden_size"])
+        x = torch.empty(hidden, dtype=getattr(torch, args.dtype))
+        dist.recv(x, share.previous_rank)
+    with torch.no_grad():
+        x = stage(x.to(args.device)).cpu()
+    if share.next_rank is not None:
+        dist.send(x, share.next_rank)
+    else:
+        print("next token:", int(x[0, -1].argmax()))
+        if args.logits:
+            torch.save(x[0, -1], args.logits)
+    if dist.is_initialized():
+        dist.barrier()  # who has sent must not leave before it was received
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

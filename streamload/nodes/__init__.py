@@ -1,0 +1,1 @@
+"""Nodes that load together: the group protocol, its engines, and how they were launched."""

@@ -1,0 +1,393 @@
+"""Reading once what every rank needs: each reads a part of each block, and all exchange them.
+
+Storage that is behind one wire sends the model once instead of once for each rank. Blocks follow
+each other in the order of the files, on every rank the same; the reading of the next one goes on
+while one is exchanged. A rank takes bytes out of a few blocks that are held, and a block makes
+room when this rank has taken all that it needs of it.
+
+Measured with 14 hosts behind 1 Gbit/s, 260 MB: every rank reads all 30.5 s, rank 0 reads and
+broadcasts 9.3 s, this 3.1 s.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from types import TracebackType
+from typing import NoReturn, Self
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import Header
+from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
+from streamload.checkpoint.url import Location
+from streamload.nodes.group import Group
+from streamload.plan.plan import Placement
+
+BLOCK_NBYTES = 4 * 2**20
+#: Blocks that are held at once: one that is read, one that is exchanged, two that are taken from.
+BLOCKS = 4
+
+_JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
+
+Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
+
+
+def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
+    """Host memory that a gathered load takes, beside what it takes otherwise."""
+    longest = max((h.file_nbytes - h.data_start for h in checkpoint.shards), default=0)
+    return BLOCKS * min(_most(ranks, block_nbytes), -(-longest // ranks) * ranks)
+
+
+def _most(ranks: int, block_nbytes: int) -> int:
+    """Bytes of a block, of equal parts."""
+    return max(block_nbytes // ranks, 1) * ranks
+
+
+def shared_ranges(
+    checkpoint: Checkpoint, placements: Iterable[Placement]
+) -> dict[Location, list[tuple[int, int]]]:
+    """File ranges that are read from front to back, once, whoever loads these placements.
+
+    Those of whole tensors. Rows that are put in another order, or taken from several tensors, are
+    read where they lie.
+    """
+    uses: dict[str, int] = {}
+    plain: list[str] = []
+    for p in placements:
+        for r in p.source:
+            uses[r.tensor] = uses.get(r.tensor, 0) + 1
+        rows = p.source[0].stop - p.source[0].start
+        info = checkpoint.tensors[p.source[0].tensor]
+        if len(p.source) == 1 and p.transpose is None and rows == (*info.shape, 1)[0]:
+            plain.append(info.name)
+    found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
+    for name in plain:
+        info = checkpoint.tensors[name]
+        if uses[name] == 1 and info.nbytes:
+            found[info.shard].append((info.start, info.stop))
+    return {shard: _joined(sorted(ranges)) for shard, ranges in found.items()}
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
+
+
+@dataclass(slots=True)
+class _Block:
+    """A part of a file that is exchanged at once."""
+
+    shard: Location
+    start: int
+    stop: int
+    left_nbytes: int  # of what this rank has still to take
+    held: memoryview | None = field(default=None, repr=False)  # once it is there, and until taken
+
+
+class Gatherer:
+    """The blocks of one load, in their order."""
+
+    def __init__(
+        self,
+        group: Group,
+        checkpoint: Checkpoint,
+        shared: Mapping[Location, Ranges],
+        mine: Mapping[Location, Ranges],
+        kinds: Mapping[Location, ResolvedKind],
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> None:
+        """Begin to read.
+
+        Args:
+            group: the ranks; no one else uses its collectives until this is closed.
+            checkpoint: the headers.
+            shared: what is exchanged, the same on every rank; see `shared_ranges`.
+            mine: what this rank takes of it.
+            kinds: how each file is read here.
+            block_nbytes: most bytes of a block.
+        """
+        self._group = group
+        self._shards = {header.path: header.file_nbytes for header in checkpoint.shards}
+        self._kinds = kinds
+        most = _most(group.size, block_nbytes)
+        self._blocks: dict[Location, list[_Block]] = {}
+        for shard, ranges in shared.items():
+            self._blocks[shard] = [
+                _Block(shard, at, min(at + most, stop), 0)
+                for start, stop in ranges
+                for at in range(start, stop, most)
+            ]
+            for block in self._blocks[shard]:
+                block.left_nbytes = _overlap(mine.get(shard, ()), block.start, block.stop)
+        room = held_nbytes(checkpoint, group.size, block_nbytes) // BLOCKS
+        self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
+        self._reader: Reader | None = None  # of the file that is read
+        self._read: list[tuple[_Block, memoryview]] = []  # by this rank, to be exchanged
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._done = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"streamload-{name}", daemon=True)
+            for name, work in (("gather-read", self._read_all), ("gather", self._exchange_all))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(self, header: Header, kind: ResolvedKind) -> Reader:
+        """A reader of a file: from the blocks where they have it, else from the file."""
+        return GatheredReader(self, header.path, header.file_nbytes, kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def stop(self) -> None:
+        """Have who waits for a block wait no longer."""
+        with self._changed:
+            self._stopped = True
+            reader = self._reader
+            self._changed.notify_all()
+        if reader is not None:
+            reader.stop()
+
+    def close(self) -> None:
+        """End; an exchange that waits for a rank that is lost ends by the group's own timeout."""
+        self.stop()
+        until = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+        with self._changed:  # the traceback of an error may refer to this for long
+            self._free.clear()
+            self._read.clear()
+            for block in chain.from_iterable(self._blocks.values()):
+                block.held = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are held."""
+        with self._changed:
+            held = (block.held for block in chain.from_iterable(self._blocks.values()))
+            rooms = [*self._free, *(room for _, room in self._read), *filter(None, held)]
+            return sum(room.nbytes for room in rooms)
+
+    def wait(self, most_s: float) -> bool:
+        """Wait until all blocks are exchanged: others may still need this rank's part of them.
+
+        Args:
+            most_s: seconds to wait.
+
+        Returns:
+            Whether all are.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._done or self._error is not None, most_s)
+            self._check()
+            return self._done
+
+    def take(self, shard: Location, start: int, out: memoryview, beside: Reader) -> None:
+        """Fill ``out`` with bytes of a file: from blocks, and from the file what none has.
+
+        Raises:
+            PeerFailedError: a rank was lost.
+            CheckpointError: this rank could not read.
+        """
+        blocks = self._blocks.get(shard, [])
+        at, stop = start, start + out.nbytes
+        which = max(bisect_right(blocks, at, key=lambda block: block.start) - 1, 0)
+        while at < stop:
+            while which < len(blocks) and blocks[which].stop <= at:
+                which += 1
+            block = blocks[which] if which < len(blocks) else None
+            if block is None or block.start > at:
+                until = min(stop, block.start) if block is not None else stop
+                beside.read_into(at, out[at - start : until - start])
+            else:
+                until = min(stop, block.stop)
+                held = self._wait_for(block)
+                out[at - start : until - start] = held[at - block.start : until - block.start]
+                self._taken(block, until - at)
+            at = until
+
+    def _wait_for(self, block: _Block) -> memoryview:
+        with self._changed:
+            while block.held is None:
+                self._check()
+                if not block.left_nbytes:
+                    raise ValueError(f"{block.shard}: bytes of a block are taken more than once")
+                self._changed.wait(1.0)
+            return block.held
+
+    def _taken(self, block: _Block, nbytes: int) -> None:
+        with self._changed:
+            block.left_nbytes -= nbytes
+            if block.left_nbytes <= 0 and block.held is not None:
+                self._free.append(block.held)
+                block.held = None
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._stopped:
+            raise InterruptedError("the load has ended")
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _read_all(self) -> None:
+        """Read this rank's part of every block, as far ahead as there is room."""
+        size, rank = self._group.size, self._group.rank
+        for shard, blocks in self._blocks.items():
+            if not blocks:
+                continue
+            with open_reader(shard, self._shards[shard], self._kinds[shard]) as reader:
+                with self._changed:
+                    self._reader = reader
+                for block in blocks:
+                    room = self._room()
+                    if room is None:
+                        return
+                    part = -(-(block.stop - block.start) // size)
+                    first = min(block.start + rank * part, block.stop)
+                    last = min(first + part, block.stop)
+                    reader.read_into(first, room[rank * part : rank * part + last - first])
+                    with self._changed:
+                        if self._stopped:
+                            return
+                        self._read.append((block, room))
+                        self._changed.notify_all()
+
+    def _room(self) -> memoryview | None:
+        with self._changed:
+            while not self._free:
+                if self._stopped or self._error is not None:
+                    return None
+                self._changed.wait()
+            return self._free.pop()
+
+    def _exchange_all(self) -> None:
+        size, rank = self._group.size, self._group.rank
+        for _ in range(sum(map(len, self._blocks.values()))):
+            with self._changed:
+                while not self._read:
+                    if self._stopped or self._error is not None:
+                        return
+                    self._changed.wait()
+                block, room = self._read.pop(0)
+            part = -(-(block.stop - block.start) // size)
+            self._group.all_gather_into(room[rank * part : (rank + 1) * part], room[: size * part])
+            with self._changed:
+                if self._stopped:
+                    return
+                if block.left_nbytes:
+                    block.held = room
+                else:
+                    self._free.append(room)  # nothing here needs it
+                self._changed.notify_all()
+        with self._changed:
+            self._done = True
+            self._changed.notify_all()
+
+
+def _overlap(ranges: Ranges, start: int, stop: int) -> int:
+    first = max(bisect_right(ranges, start, key=lambda pair: pair[0]) - 1, 0)
+    total = 0
+    for low, high in ranges[first:]:
+        if low >= stop:
+            break
+        total += max(min(high, stop) - max(low, start), 0)
+    return total
+
+
+class GatheredReader:
+    """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
+
+    mapped = False
+    alignment = 1
+    fallback = ""
+    has_file = False
+
+    def __init__(
+        self, gatherer: Gatherer, path: Location, file_nbytes: int, kind: ResolvedKind
+    ) -> None:
+        self.path = path
+        self.nbytes = file_nbytes
+        self._gatherer = gatherer
+        self._beside = open_reader(path, file_nbytes, kind)
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+        """See `Reader.view`."""
+        window = memoryview(bytearray(stop - start))
+        try:
+            self.read_into(start, window)
+            yield window.toreadonly()
+        finally:
+            with suppress(BufferError):  # something of the caller's still refers to it
+                window.release()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """See `Reader.read_into`."""
+        if not 0 <= start <= start + out.nbytes <= self.nbytes:
+            raise ValueError(f"{self.path}: no bytes {start} to {start + out.nbytes}")
+        if out.nbytes:
+            self._gatherer.take(self.path, start, out.cast("B"), self._beside)
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """See `Reader.read_aligned`."""
+        if out.nbytes < stop - start:
+            raise ValueError(f"{self.path}: {stop - start} bytes do not fit into {out.nbytes}")
+        if start < stop:
+            self.read_into(start, out.cast("B")[: stop - start])
+        return stop - start
+
+    def fileno(self) -> NoReturn:
+        """There is none for bytes that others read."""
+        raise io.UnsupportedOperation(f"{self.path} is read by several ranks together")
+
+    def stop(self) -> None:
+        """See `Reader.stop`."""
+        self._gatherer.stop()
+        self._beside.stop()
+
+    def close(self) -> None:
+        """See `Reader.close`."""
+        self._beside.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

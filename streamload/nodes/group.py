@@ -1,0 +1,181 @@
+"""What loading across nodes asks of the engine underneath, and the group of one.
+
+A group is a fixed set of processes, its ranks. Every rank calls the same collectives in the same
+order, from one thread at a time; the key-value store is for everything else, from any thread, also
+while a collective waits. Engines: ``nodes/torch.py`` and ``nodes/mpi.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from streamload.errors import PeerFailedError
+
+
+class Store(Protocol):
+    """A key-value store that all ranks reach, from any thread, while a collective runs or not.
+
+    Every method raises PeerFailedError where the rank that keeps the store does not answer.
+    """
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value; the last one written holds."""
+
+    def get(self, key: str) -> bytes | None:
+        """A value, or None where there is none yet; does not wait for one."""
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values of several keys, by position, in as few messages as the engine can."""
+
+
+@runtime_checkable
+class Group(Protocol):
+    """The ranks that load together.
+
+    A collective that fails, or takes longer than the group's timeout, raises PeerFailedError from
+    the engine's own error; the group is then of no use but for ``close``.
+
+    Attributes:
+        rank: this process, from 0.
+        size: how many ranks there are, at least 1.
+        engine: "none", "torch" or "mpi", for messages.
+        store: the key-value store.
+    """
+
+    rank: int
+    size: int
+    engine: str
+    store: Store
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes, by rank; lengths may differ. For small messages."""
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """The root's bytes, of any length; ``data`` of the other ranks is not looked at."""
+
+    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
+        """Everyone's block, by rank, into one buffer.
+
+        Args:
+            mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
+            out: contiguous writable bytes; ``len(out) == size * len(mine)``.
+        """
+
+    def close(self, failed: bool = False) -> None:
+        """Let go of the engine; takes seconds at most, and closing twice does nothing.
+
+        Args:
+            failed: a rank is known to be lost, which the engine need not have noticed: nothing
+                waits for it, at the end of the program either.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a launcher told this process.
+
+    Attributes:
+        launcher: what told it, for messages.
+        engine_hint: the engine that goes with it: "torch" or "mpi".
+        rank: this process, from 0.
+        size: how many there are, or None where only the engine knows.
+        local_rank: which one on this host, or None where not told.
+        local_size: how many on this host, or None where not told.
+        host: the name of this host.
+        meeting: where torch's ranks meet, as a URL, or "" where nothing says so.
+        attempt: which start of the program this is, where the launcher starts it again.
+    """
+
+    launcher: str
+    engine_hint: str
+    rank: int
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+    host: str
+    meeting: str = ""
+    attempt: str = "0"
+
+
+class MemoryStore:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        with self._lock:
+            self._values[key] = bytes(value)
+
+    def get(self, key: str) -> bytes | None:
+        """A value, or None."""
+        with self._lock:
+            return self._values.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Values of several keys, as they were at one moment."""
+        with self._lock:
+            return [self._values.get(key) for key in keys]
+
+
+class Alone:
+    """The group of one."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self.engine = "none"
+        self.store: Store = MemoryStore()
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """The bytes given."""
+        return [bytes(data)]
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """The bytes given."""
+        return sent(data, root, self)
+
+    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
+        """Copy the block."""
+        check_blocks(mine, out, self.size)
+        out.cast("B")[:] = mine.cast("B")
+
+    def close(self, failed: bool = False) -> None:
+        """Nothing to let go of."""
+
+
+def sent(data: bytes | None, root: int, group: Group) -> bytes:
+    """What the root of a broadcast sends.
+
+    Raises:
+        ValueError: there is no such rank, or this is the root and has nothing to send.
+    """
+    if not 0 <= root < group.size:
+        raise ValueError(f"root {root} of a group of {group.size}")
+    if group.rank != root:
+        return b""
+    if data is None:
+        raise ValueError("the root of a broadcast has nothing to send")
+    return data
+
+
+def check_blocks(mine: memoryview, out: memoryview, size: int) -> None:
+    """Refuse blocks that do not fit together, before anyone waits for anyone.
+
+    Raises:
+        ValueError: not contiguous, read-only, or of the wrong lengths.
+    """
+    if not (mine.c_contiguous and out.c_contiguous) or out.readonly:
+        raise ValueError("blocks are contiguous bytes, and the output is writable")
+    if out.nbytes != size * mine.nbytes:
+        raise ValueError(f"{size} blocks of {mine.nbytes} bytes do not make {out.nbytes}")
+
+
+def lost(problem: str, rank: int | None = None) -> PeerFailedError:
+    """The error of a peer that is gone, from an engine that may not know which one."""
+    return PeerFailedError("unknown" if rank is None else f"rank {rank}", problem)

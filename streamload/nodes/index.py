@@ -1,0 +1,172 @@
+"""The headers of a checkpoint on their way from the rank that read them to all others.
+
+The tensors of a safetensors file follow each other without a gap, so that their order, dtypes and
+shapes say where each one lies: 60,000 tensors take some 0.4 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from streamload.checkpoint.checkpoint import Checkpoint, from_headers
+from streamload.checkpoint.header import Header, TensorInfo, open_regular, unreadable
+from streamload.checkpoint.url import Location, Url
+from streamload.digests import hasher
+from streamload.dtypes import BY_CODE
+from streamload.errors import CheckpointError, ShardNotFoundError
+
+_SAMPLES = 16
+_SAMPLE_NBYTES = 4096
+
+
+def write_index(checkpoint: Checkpoint) -> bytes:
+    """Everything that the headers and config.json say, compressed."""
+    shards = []
+    for header in checkpoint.shards:
+        codes: dict[str, int] = {}
+        shards.append(
+            {
+                "name": header.path.name,
+                "nbytes": header.file_nbytes,
+                "data_start": header.data_start,
+                "metadata": dict(header.metadata),
+                "names": [info.name for info in header.tensors],
+                "dtypes": [codes.setdefault(i.dtype.code, len(codes)) for i in header.tensors],
+                "codes": list(codes),
+                "shapes": [info.shape for info in header.tensors],
+                "sample": sample(header),
+            }
+        )
+    document = {"shards": shards, "config": dict(checkpoint.config)}
+    return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A checkpoint as another rank has it.
+
+    Attributes:
+        checkpoint: its headers, with its files in a folder of this rank.
+        samples: digests of blocks of each file, by its name; see `sample`.
+    """
+
+    checkpoint: Checkpoint
+    samples: Mapping[str, str]
+
+    @classmethod
+    def read(cls, data: bytes, path: Location, folder: Location) -> Index:
+        """Read what `write_index` made; nothing is opened.
+
+        Args:
+            data: the index.
+            path: the checkpoint here, for messages.
+            folder: where its files are here.
+        """
+        document = json.loads(zlib.decompress(data))
+        shards = document["shards"]
+        is_file = path != folder and not path.name.endswith(".json")  # it may have another name
+        headers = [
+            _header(shard, path if is_file and len(shards) == 1 else folder / shard["name"])
+            for shard in shards
+        ]
+        samples = {h.path.name: s["sample"] for h, s in zip(headers, shards, strict=True)}
+        return cls(from_headers(path, headers, document["config"]), samples)
+
+    def check(self) -> list[str]:
+        """Compare the files here with those that were indexed.
+
+        Lengths are compared, and some blocks of 4 KiB all over each file: a checkpoint of the same
+        shapes that was trained on has other values everywhere. Of a URL nothing is looked at.
+
+        Returns:
+            The names of files that are not here.
+
+        Raises:
+            CheckpointError: a file is not the one that was indexed.
+        """
+        missing = []
+        for header in self.checkpoint.shards:
+            if isinstance(header.path, Url):
+                continue
+            try:
+                found_nbytes = os.stat(header.path).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                missing.append(header.path.name)
+                continue
+            except OSError as error:
+                raise unreadable(header.path, error) from error
+            if found_nbytes != header.file_nbytes:
+                raise CheckpointError(
+                    header.path,
+                    "is not the file that rank 0 has",
+                    expected=f"{header.file_nbytes} bytes",
+                    found=found_nbytes,
+                )
+            expected = self.samples[header.path.name]
+            if expected and (found := sample(header)) != expected:
+                raise CheckpointError(
+                    header.path,
+                    "is not the file that rank 0 has, though it is as long",
+                    expected=f"blocks of 4 KiB with the digest {expected}",
+                    found=found,
+                )
+        return missing
+
+
+def _header(shard: Mapping[str, Any], path: Location) -> Header:
+    dtypes = [BY_CODE[code] for code in shard["codes"]]
+    at = shard["data_start"]
+    tensors = []
+    for name, which, shape in zip(shard["names"], shard["dtypes"], shard["shapes"], strict=True):
+        start, at = at, at + dtypes[which].nbytes(_numel(shape))
+        tensors.append(TensorInfo(name, dtypes[which], tuple(shape), path, start, at))
+    return Header(
+        path,
+        shard["nbytes"],
+        shard["data_start"],
+        tuple(tensors),
+        MappingProxyType(shard["metadata"]),
+    )
+
+
+def _numel(shape: Sequence[int]) -> int:
+    numel = 1
+    for length in shape:
+        numel *= length
+    return numel
+
+
+def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
+    """Refuse to load from files that are not there.
+
+    Raises:
+        ShardNotFoundError: tensors are in files that `Index.check` missed.
+    """
+    wanted = {info.shard.name for info in checkpoint.tensors.values()}
+    gone = [name for name in missing if name in wanted]
+    if gone:
+        raise ShardNotFoundError(
+            checkpoint.path, "shards that this node needs are missing", expected=", ".join(gone)
+        )
+
+
+def sample(header: Header) -> str:
+    """A digest of blocks from all over a file; "" of a URL."""
+    if not isinstance(header.path, Path):
+        return ""
+    digest = hasher()
+    last = max(header.file_nbytes - _SAMPLE_NBYTES, 0)
+    with open_regular(header.path) as file:
+        for at in dict.fromkeys(last * k // (_SAMPLES - 1) for k in range(_SAMPLES)):
+            try:
+                digest.update(memoryview(os.pread(file.fileno(), _SAMPLE_NBYTES, at)))
+            except OSError as error:
+                raise unreadable(header.path, error) from error
+    return digest.hexdigest()

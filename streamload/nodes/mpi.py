@@ -1,0 +1,182 @@
+"""A group over MPI, by mpi4py, on a communicator of its own.
+
+MPI's own waits keep a processor busy and have no end; here every wait is a loop of tests and naps
+with a deadline. MPI is started when the first group is opened, unless the program has started it.
+
+What MPI does about a process that died is up to it and its launcher: by default ``mpirun`` ends
+all the others. Where it lets them go on (``mpirun --enable-recovery``), or where the process only
+hangs, they get PeerFailedError.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from array import array
+from itertools import accumulate
+from typing import Any
+
+from streamload.errors import NodeError
+from streamload.nodes.group import Group, Launch, Store, check_blocks, lost, sent
+from streamload.nodes.store import open_store
+
+_NAPS_S = (2e-5, 1e-2)  # the shortest and the longest; between them, a thousandth of the wait
+_ROOM_NBYTES = 1 << 30  # one count of MPI's is an int: longer messages go in parts of this
+
+#: What a lost peer left unfinished: requests, and their memory, which MPI may still write to. If
+#: there is any, MPI cannot be ended in order: that would wait for the peer.
+_unfinished: list[object] = []
+
+
+class MpiGroup:
+    """Collectives of MPI on host memory."""
+
+    def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.engine = "mpi"
+        self._mpi = mpi
+        self._comm = comm
+        self._timeout = timeout
+        self._failed = False
+        self._shared = open_store(self, timeout)
+        self.store: Store = self._shared
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes: first the lengths."""
+        lengths = array("q", bytes(8 * self.size))
+        self._run("Iallgather", array("q", [len(data)]), lengths)
+        stops = list(accumulate(lengths))
+        starts = [stop - length for stop, length in zip(stops, lengths, strict=True)]
+        found = bytearray(stops[-1])
+        byte = self._mpi.BYTE
+        self._run("Iallgatherv", [data, byte], [found, list(lengths), starts, byte])
+        return [bytes(found[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """The root's bytes: first the length."""
+        data = sent(data, root, self)
+        length = array("q", [len(data)])
+        self._run("Ibcast", length, root)
+        found = data if self.rank == root else bytearray(length[0])
+        for start in range(0, length[0], _ROOM_NBYTES):
+            part = memoryview(found)[start : start + _ROOM_NBYTES]
+            self._run("Ibcast", [part, self._mpi.BYTE], root)
+        return bytes(found)
+
+    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
+        """Everyone's block into one buffer, straight from and to the memory given."""
+        check_blocks(mine, out, self.size)
+        byte = self._mpi.BYTE
+        here = self.rank * mine.nbytes
+        # through its own place in the output: MPI forbids that the two overlap
+        out.cast("B")[here : here + mine.nbytes] = mine.cast("B")
+        self._run("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, byte])
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the store, rank 0 last, and give back the communicator."""
+        self._shared.close()
+        if failed:
+            _unfinished.append(self._comm)
+        elif self._comm is not None and not self._failed:
+            self._comm.Free()  # waits for nobody in Open MPI and MPICH
+        self._comm = None
+
+    def _run(self, name: str, *arguments: object) -> None:
+        if self._comm is None:
+            raise NodeError(f"rank {self.rank}", "the group is closed")
+        if self._failed:
+            raise lost("the group is of no use after a failure")
+        try:
+            _wait(getattr(self._comm, name)(*arguments), self._timeout)
+        except (self._mpi.Exception, TimeoutError) as error:
+            _unfinished.append(arguments)
+            self._failed = True
+            raise lost(f"MPI: {error}") from error
+
+
+def launched(launch: Launch, timeout: float) -> Group:
+    """The group of all ranks that ``mpirun``, ``mpiexec`` or ``srun`` started.
+
+    Args:
+        launch: what it told.
+        timeout: seconds of each collective.
+
+    Raises:
+        PeerFailedError: not all of them came.
+        NodeError: the MPI library does not work with this launcher.
+        ImportError, RuntimeError: mpi4py or the MPI library are not installed.
+    """
+    mpi = _start()
+    world = mpi.COMM_WORLD
+    if launch.size not in (None, world.Get_size()):
+        library = mpi.Get_library_version().splitlines()[0].split(",")[0]
+        raise NodeError(
+            launch.host,
+            f"MPI counts {world.Get_size()} ranks and the launcher {launch.size}: mpi4py has "
+            f"loaded {library}, and the launcher seems to be of another MPI",
+        )
+    return wrap(world, timeout)
+
+
+def wrap(comm: Any, timeout: float) -> Group:
+    """A group of the ranks of an mpi4py communicator, over a duplicate of it.
+
+    Args:
+        comm: an ``mpi4py.MPI.Intracomm``.
+        timeout: seconds of each collective.
+
+    Raises:
+        PeerFailedError: a rank does not answer.
+    """
+    mpi = _start()
+    own, request = comm.Idup()
+    try:
+        _wait(request, timeout)
+    except (mpi.Exception, TimeoutError) as error:
+        _unfinished.append(own)
+        raise lost(f"the ranks did not meet: {error}") from error
+    own.Set_errhandler(mpi.ERRORS_RETURN)
+    return MpiGroup(mpi, own, timeout)
+
+
+def is_group(thing: object) -> bool:
+    """Whether something is a communicator of mpi4py's."""
+    from mpi4py import MPI
+
+    return isinstance(thing, MPI.Intracomm)
+
+
+def _start() -> Any:
+    """MPI, running; it ends with the program."""
+    import mpi4py
+
+    # importing it would start it, and have it wait at exit for processes that are gone
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(_finish)
+    return MPI
+
+
+def _finish() -> None:
+    from mpi4py import MPI
+
+    # nor after an exception that nobody caught: the others may wait for this rank
+    if not _unfinished and not hasattr(sys, "last_value") and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _wait(request: Any, timeout: float) -> None:
+    """Test, nap, and again; MPI moves data in the tests only."""
+    shortest, longest = _NAPS_S
+    began = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - began
+        if waited > timeout:
+            _unfinished.append(request)
+            raise TimeoutError(f"a rank did not come within {timeout:g} s")
+        time.sleep(min(max(waited / 1000, shortest), longest))

@@ -1,0 +1,291 @@
+"""Who loads what: one plan for a group, the same on every rank, whatever the ranks' order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from streamload.errors import NodeError, PlanInfeasibleError
+from streamload.mapping import Source
+from streamload.nodes.session import Member
+from streamload.plan.partition import Item, Node, ordered, partition
+from streamload.plan.plan import Placement, Plan
+from streamload.units import format_bytes, format_table
+
+#: Nodes and the parameters with their bytes, to the names that each node loads.
+SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]
+Split = Literal["layers", "replicate", "balanced"] | SplitFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one node loads.
+
+    Attributes:
+        node: its id.
+        rank: its rank in the group.
+        index: its place in the order of the layers, from 0.
+        layers: which of the model's layers it has, counted from 0 over all stacks; may be empty,
+            and is where whole layers are not what is split.
+        has_embedding: whether it has the embedding (what comes before the layers).
+        has_head: whether it has the norm and the head (what comes after them).
+        parameters: the names of the parameters that it loads.
+        nbytes: their bytes when they are loaded.
+        source_nbytes: their bytes in the checkpoint.
+        budget_nbytes: what it may hold.
+        previous_rank: the rank that has the layers before its own; None for the first.
+        next_rank: the rank that has the layers after them; None for the last.
+    """
+
+    node: str
+    rank: int
+    index: int
+    layers: range
+    has_embedding: bool
+    has_head: bool
+    parameters: tuple[str, ...]
+    nbytes: int
+    source_nbytes: int
+    budget_nbytes: int
+    previous_rank: int | None
+    next_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """What every node of a group loads. Prints as a table.
+
+    Attributes:
+        path: the checkpoint.
+        split: "layers", "replicate", "balanced", or the name of the function that split.
+        shares: one for each rank, in the order of the layers: by node id, numbers in it compared as
+            numbers ("board-2" before "board-10"). Not the order of ranks, which launchers may
+            change from one start to the next.
+        rank: this process's rank.
+        placements: by parameter, how it is loaded wherever it is.
+    """
+
+    path: str
+    split: str
+    shares: tuple[Share, ...]
+    rank: int
+    placements: Mapping[str, Placement]
+
+    @property
+    def mine(self) -> Share:
+        """This rank's share."""
+        return next(share for share in self.shares if share.rank == self.rank)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what is split and how, the same on every rank: without paths and ranks."""
+        lists: dict[int, str] = {}  # of parameters: replicas have one, which may be long
+        shares = []
+        for s in self.shares:
+            first = lists.setdefault(id(s.parameters), s.node)
+            names = s.parameters if first == s.node else ()
+            shares.append([s.node, s.budget_nbytes, s.nbytes, s.source_nbytes, first, *names])
+        sources = [
+            [
+                *(p.name, p.shape, p.src.name, p.dst.name),
+                [[r.tensor, r.start, r.stop] for r in p.source],
+                p.transpose and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
+            ]
+            for p in self.placements.values()
+        ]
+        text = json.dumps([self.split, shares, sources], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
+        """Ranks and the parameters that just these ranks have, where they are several."""
+        lists = {id(share.parameters) for share in self.shares}
+        if len(lists) == 1 and len(self.shares) > 1:
+            return [(tuple(sorted(s.rank for s in self.shares)), list(self.mine.parameters))]
+        owners: dict[str, list[int]] = {}
+        for share in self.shares:
+            for name in share.parameters:
+                owners.setdefault(name, []).append(share.rank)
+        found: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in owners.items():
+            if len(ranks) > 1:
+                found.setdefault(tuple(sorted(ranks)), []).append(name)
+        return sorted(found.items())
+
+    def sources(self, share: Share) -> dict[str, Source]:
+        """What fills each parameter of a share."""
+        found = ((name, self.placements[name]) for name in share.parameters)
+        return {name: Source(p.source, p.transpose, p.shape) for name, p in found}
+
+    def to_json(self) -> str:
+        """Write it as JSON, keyed by node id."""
+        nodes = {}
+        for share in self.shares:
+            said: dict[str, Any] = asdict(share)
+            said["layers"] = [share.layers.start, share.layers.stop]
+            nodes[said.pop("node")] = said
+        return json.dumps({"split": self.split, "digest": self.digest, "nodes": nodes})
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                share.node,
+                str(share.rank),
+                _holds(share) or "-",
+                str(len(share.parameters)),
+                format_bytes(share.nbytes),
+                format_bytes(share.budget_nbytes),
+                f"{share.nbytes / share.budget_nbytes:.0%}" if share.budget_nbytes else "-",
+            )
+            for share in self.shares
+        ]
+        titles = ("node", "rank", "holds", "tensors", "weights", "budget", "share")
+        return "\n".join(format_table(titles, rows, right=4))
+
+
+def _holds(share: Share) -> str:
+    layers = share.layers
+    said = ["embedding"] * share.has_embedding
+    if layers:
+        said.append(f"layers {layers.start} to {layers.stop - 1}")
+    return ", ".join([*said, *["head"] * share.has_head])
+
+
+def make_shares(
+    path: str,
+    rank: int,
+    members: Sequence[Member],
+    budgets: Sequence[int],
+    split: Split,
+    planned: Callable[[Sequence[Node]], Plan],
+) -> ClusterPlan:
+    """Decide who loads what.
+
+    Args:
+        path: the checkpoint.
+        rank: this process's rank.
+        members: the ranks.
+        budgets: bytes that each may hold, by rank.
+        split: how.
+        planned: plans whole layers over nodes, of given budgets, in a given order.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        ValueError: a function's split is not one.
+    """
+    for member in members:
+        if budgets[member.rank] < 1:
+            raise NodeError(member.node, "has no budget left for weights")
+    by_node = {member.node: member for member in members}
+    nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
+    ends: dict[str, tuple[range, bool, bool]] = {}
+    names: Mapping[str, tuple[str, ...]]
+    if split == "layers":
+        made = planned(nodes)
+        owned: dict[str, list[str]] = {node.name: [] for node in nodes}
+        for p in made.placements:
+            owned[p.device].append(p.name)
+        names = {node: tuple(held) for node, held in owned.items()}
+        ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
+    else:
+        made = planned([Node("all", 2**62)])
+        names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split)
+    if len(nodes) == 1 or split == "replicate":  # who has everything has all layers and both ends
+        (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
+        ends = dict.fromkeys(by_node, (whole.layers, whole.has_embedding, whole.has_head))
+    placements = {p.name: p for p in made.placements}
+    order = [by_node[node.name].rank for node in nodes]
+    shares = []
+    sizes: dict[int, tuple[int, int]] = {}  # of lists of names: replicas have one
+    for index, node in enumerate(nodes):
+        mine = names[node.name]
+        if id(mine) not in sizes:
+            held = [placements[name] for name in mine]
+            sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
+        layers, embedding, head = ends.get(node.name, (range(0), False, False))
+        shares.append(
+            Share(
+                node=node.name,
+                rank=order[index],
+                index=index,
+                layers=layers,
+                has_embedding=embedding,
+                has_head=head,
+                parameters=mine,
+                nbytes=sizes[id(mine)][0],
+                source_nbytes=sizes[id(mine)][1],
+                budget_nbytes=node.budget,
+                previous_rank=order[index - 1] if index else None,
+                next_rank=order[index + 1] if index + 1 < len(order) else None,
+            )
+        )
+    for share in shares:
+        if share.nbytes > share.budget_nbytes:
+            largest = sorted(((n, placements[n].nbytes) for n in share.parameters), key=_by_size)
+            raise PlanInfeasibleError(
+                share.node, share.nbytes, share.budget_nbytes, largest=largest[:3]
+            )
+    said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
+    return ClusterPlan(path, said, tuple(shares), rank, placements)
+
+
+def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
+    return -pair[1], pair[0]
+
+
+def _names(
+    nodes: Sequence[Node], sizes: Mapping[str, int], split: Split
+) -> Mapping[str, tuple[str, ...]]:
+    if split == "replicate":
+        return dict.fromkeys((node.name for node in nodes), tuple(sizes))
+    if split == "balanced":
+        return _balanced(nodes, sizes)
+    if not callable(split):
+        raise ValueError(
+            f"split is layers, replicate, balanced or a function of nodes and sizes, not {split!r}"
+        )
+    return _checked(split(nodes, sizes), nodes, sizes)
+
+
+def _balanced(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
+    """The largest first, each to the node that is then the least full of its budget."""
+    taken, budgets = np.zeros(len(nodes)), np.array([node.budget for node in nodes], float)
+    owner = {}
+    for name, nbytes in sorted(sizes.items(), key=_by_size):
+        best = int(np.argmin((taken + nbytes) / budgets))  # of equals the first
+        owner[name] = nodes[best].name
+        taken[best] += nbytes
+    names: dict[str, list[str]] = {node.name: [] for node in nodes}
+    for name in sizes:
+        names[owner[name]].append(name)
+    return {node: tuple(held) for node, held in names.items()}
+
+
+def _checked(
+    given: Mapping[str, Iterable[str]], nodes: Sequence[Node], sizes: Mapping[str, int]
+) -> Mapping[str, tuple[str, ...]]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"split gave {type(given).__name__}, not the names of each node")
+    known = {node.name for node in nodes}
+    strange = [str(node) for node in given if node not in known]
+    if strange:
+        raise ValueError(f"split names nodes that are not there: {', '.join(strange)}")
+    chosen: dict[str, set[str]] = {}
+    for node in nodes:
+        names = given.get(node.name, ())
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise ValueError(f"split gives {node.name} {names!r}, not names")
+        chosen[node.name] = set(names)
+    place = {name: at for at, name in enumerate(sizes)}
+    every = set().union(*chosen.values())
+    unknown = sorted(map(str, every - place.keys()))
+    if unknown:
+        raise ValueError(f"split names parameters that are not there: {', '.join(unknown[:8])}")
+    left = [name for name in sizes if name not in every]
+    if left:
+        raise ValueError(f"split gives {len(left)} parameters to no node: {', '.join(left[:8])}")
+    return {node: tuple(sorted(names, key=place.__getitem__)) for node, names in chosen.items()}

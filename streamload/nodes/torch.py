@@ -1,0 +1,228 @@
+"""A group over torch.distributed: a gloo group of its own, with a timeout of its own.
+
+It is made next to whatever the program does with torch.distributed, from a store alone: that of
+the program's own process group where there is one, else that of the launcher (``env://``). No
+group of the program's is used, counted or changed, and none has to exist.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from streamload.errors import NodeError, PeerFailedError
+from streamload.nodes.group import Group, Launch, Store, check_blocks, lost, sent
+from streamload.nodes.store import open_store
+
+#: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
+#: port that the program's own init_process_group shares, before or after.
+_launched: dict[tuple[str, int, int], Any] = {}
+
+
+class TorchGroup:
+    """Gloo collectives on host memory."""
+
+    def __init__(self, gloo: Any, timeout: float) -> None:
+        self.rank: int = gloo.rank()
+        self.size: int = gloo.size()
+        self.engine = "torch"
+        self._gloo = gloo
+        self._failed = False
+        self._shared = open_store(self, timeout)
+        self.store: Store = self._shared
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Everyone's bytes: first the lengths, then blocks of the longest."""
+        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        longest = int(lengths.max())
+        if not longest:
+            return [b""] * self.size
+        blocks = bytearray(self.size * longest)
+        self.all_gather_into(memoryview(data.ljust(longest, b"\0")), memoryview(blocks))
+        return [
+            bytes(blocks[rank * longest : rank * longest + length])
+            for rank, length in enumerate(lengths.tolist())
+        ]
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """The root's bytes: first the length."""
+        data = sent(data, root, self)
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        self._run("broadcast", length, root)
+        if not int(length):
+            return b""
+        if self.rank == root:
+            self._run("broadcast", _bytes_of(memoryview(data)), root)
+            return data
+        found = bytearray(int(length))
+        self._run("broadcast", _bytes_of(memoryview(found)), root)
+        return bytes(found)
+
+    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
+        """Everyone's block into one buffer, straight from and to the memory given."""
+        check_blocks(mine, out, self.size)
+        if mine.nbytes:
+            self._gather(_bytes_of(out), _bytes_of(mine))
+
+    def close(self, failed: bool = False) -> None:
+        """Leave the store, rank 0 last, and let go of gloo."""
+        self._shared.close()
+        self._gloo = None
+
+    def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        newer, older = "all_gather_single", "_allgather_base"
+        self._run(newer if hasattr(self._gloo, newer) else older, out, mine)
+
+    def _run(self, name: str, *arguments: object) -> None:
+        if self._gloo is None:
+            raise NodeError(f"rank {self.rank}", "the group is closed")
+        if self._failed:
+            raise lost("the group is of no use after a failure")
+        try:
+            getattr(self._gloo, name)(*arguments).wait()
+        except RuntimeError as error:  # gloo's only kind: a timeout, a broken connection
+            self._failed = True
+            raise lost(f"gloo: {_summary(error)}") from error
+
+
+def launched(launch: Launch, timeout: float) -> Group:
+    """The group of all ranks that a launcher started.
+
+    Args:
+        launch: what it told; ``meeting`` is for ``torch.distributed.rendezvous``.
+        timeout: seconds, of the meeting and of each collective.
+
+    Raises:
+        PeerFailedError: not all of them came.
+        NodeError: nothing says where to meet, or it cannot be there.
+    """
+    if not launch.meeting or launch.size is None:
+        raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
+    found = (launch.meeting, launch.rank, launch.size)
+    if found not in _launched:
+        try:
+            met = dist.rendezvous(*found, timeout=timedelta(seconds=timeout))
+            _launched[found], *_ = next(met)
+        except ValueError as error:
+            raise NodeError(launch.host, _summary(error)) from error
+        except RuntimeError as error:
+            raise lost(f"the ranks did not meet: {_summary(error)}") from error
+    prefix = f"streamload/{launch.attempt}"
+    return _group(_launched[found], prefix, launch.rank, launch.size, timeout)
+
+
+def wrap(group: Any, timeout: float) -> Group:
+    """A group of the ranks of a process group, over a gloo group of its own.
+
+    The ranks meet in the store of the group given, which itself is not used: its timeout (30
+    minutes unless set) and its order of collectives are the program's.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup`` of any backend.
+        timeout: seconds, of the meeting and of each collective.
+
+    Raises:
+        PeerFailedError: not all of them came.
+        NodeError: the group has no store.
+    """
+    rank, size = group.rank(), group.size()
+    try:
+        if hasattr(group, "get_group_store"):
+            store = group.get_group_store()
+        else:  # torch before 2.7
+            store = c10d._world.pg_map[group][1]
+    except (RuntimeError, KeyError) as error:
+        problem = f"the process group has no store to meet in: {_summary(error)}"
+        raise NodeError(f"rank {rank}", problem) from error
+    return _group(store, "streamload", rank, size, timeout)
+
+
+def is_group(thing: object) -> bool:
+    """Whether something is a process group of torch's."""
+    return isinstance(thing, dist.ProcessGroup)
+
+
+def _group(store: Any, prefix: str, rank: int, size: int, timeout: float) -> Group:
+    limit = timedelta(seconds=timeout)
+    try:
+        # a connection of our own: a wait on one holds up every other thread that uses it
+        store = store.clone() if hasattr(store, "clone") else store
+        # each rank counts for itself how often it was here: no message, and the same number
+        opened = store.add(f"{prefix}/{rank}", 1)
+        store = dist.PrefixStore(f"{prefix}/{opened}", store)
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [_device(store, rank, size, limit)]
+        gloo = c10d.ProcessGroupGloo(store, rank, size, options)
+    except PeerFailedError:
+        raise
+    except RuntimeError as error:
+        raise lost(f"the ranks did not meet: {_summary(error)}") from error
+    return TorchGroup(gloo, timeout)
+
+
+def _device(store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    """The network interface for gloo to listen on, and to tell the others.
+
+    Gloo takes the address that the host's name resolves to, which on many systems is 127.0.1.1,
+    and so unreachable. Here each rank takes the address from which it reaches the server of the
+    store; one that is on the server's own host, the address from which it reaches the others.
+    ``GLOO_SOCKET_IFNAME`` has the last word, as ever.
+    """
+    server = _server(store)
+    if "GLOO_SOCKET_IFNAME" in os.environ or server is None:
+        return c10d.ProcessGroupGloo.create_default_device()
+    mine = _way_to(*server)
+    store.set(f"address/{rank}", mine)
+    keys = [f"address/{other}" for other in range(size)]
+    try:
+        store.wait(keys, limit)
+    except dist.DistStoreError as error:
+        away = [other for other in range(size) if not store.check([keys[other]])]
+        listed = ", ".join(map(str, away))
+        problem = f"did not come within {limit.total_seconds():g} s (not here: {listed} of {size})"
+        raise lost(problem, away[0] if away else None) from error
+    if ipaddress.ip_address(mine).is_loopback:
+        others = (address.decode() for address in store.multi_get(keys))
+        remote = [other for other in others if not ipaddress.ip_address(other).is_loopback]
+        mine = _way_to(remote[0], server[1]) if remote else mine
+    return c10d.ProcessGroupGloo.create_device(hostname=mine)
+
+
+def _server(store: Any) -> tuple[str, int] | None:
+    """Host and port of the store's server, where it has one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _way_to(host: str, port: int) -> str:
+    """The address of this host from which packets to another leave; none is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as unsent:
+        unsent.connect(address)
+        return str(unsent.getsockname()[0])
+
+
+def _bytes_of(memory: memoryview) -> torch.Tensor:
+    """A tensor over memory, of its bytes."""
+    with warnings.catch_warnings():
+        # torch has no read-only tensors and says so; what is sent is only read
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _summary(error: BaseException) -> str:
+    """What an error of torch's says, without its place in C++, advice and trace."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return re.sub(r"^\[[^\]]*\] ", "", line).partition(" This is typically")[0].rstrip(".")

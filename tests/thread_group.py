@@ -1,0 +1,219 @@
+"""A group whose ranks are threads of this process: real collectives and a store, in milliseconds.
+
+Ranks can be lost: what a lost rank calls does not return until the world is closed. Either its
+peers hear of it at once, as they do of a killed process, or they wait until their timeout, as they
+do for a host that has gone silent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamload.errors import PeerFailedError
+from streamload.nodes.group import MemoryStore, check_blocks, lost, sent
+
+#: Told the rank and the operation, before it is done: "set", "get", "allgather", ....
+Watch = Callable[[int, str], None]
+END_S = 30.0
+
+
+def _unwatched(rank: int, operation: str) -> None:
+    """Nobody looks."""
+
+
+@dataclass(eq=False)
+class World:
+    """The ranks, and what befalls them.
+
+    Attributes:
+        size: how many ranks there are.
+        timeout_s: of a collective.
+        watch: told of every call.
+        groups: one for each rank.
+        closed: ranks whose group was closed.
+    """
+
+    size: int
+    timeout_s: float = 10.0
+    watch: Watch = _unwatched
+    groups: list[ThreadGroup] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.store = MemoryStore()
+        self.changed = threading.Condition()
+        self.said: dict[int, dict[int, bytes]] = {}  # by collective, by rank
+        self.taken: dict[int, int] = {}
+        self.lost: set[int] = set()
+        self.broken = False
+        self.gone = threading.Event()  # the store
+        self.over = threading.Event()
+        self.groups = [ThreadGroup(self, rank) for rank in range(self.size)]
+
+    def kill(self, rank: int, *, silent: bool = False) -> None:
+        """Lose a rank; where it is not silent, collectives of the others fail at once."""
+        with self.changed:
+            self.lost.add(rank)
+            self.broken |= not silent
+            self.changed.notify_all()
+
+    def stop_store(self) -> None:
+        """The store answers nobody any more."""
+        self.gone.set()
+
+    def close(self) -> None:
+        """Let go of everyone who waits."""
+        self.over.set()
+        with self.changed:
+            self.changed.notify_all()
+
+    def enter(self, rank: int, operation: str) -> None:
+        """A call begins: those of the lost end here."""
+        self.watch(rank, operation)
+        stuck = operation in ("set", "get") and self.gone.is_set() and rank != 0
+        if rank in self.lost or stuck:
+            self.over.wait(END_S)
+            raise lost("was lost", rank)
+
+    def together(self, rank: int, number: int, data: bytes) -> list[bytes]:
+        """Everyone's bytes, when all are there."""
+        until = time.monotonic() + self.timeout_s
+        with self.changed:
+            self.said.setdefault(number, {})[rank] = data
+            self.changed.notify_all()
+            while len(self.said[number]) < self.size:
+                left_s = until - time.monotonic()
+                if self.broken or left_s <= 0 or self.over.is_set():
+                    raise lost("a collective failed")
+                self.changed.wait(left_s)
+            out = [self.said[number][other] for other in range(self.size)]
+            self.taken[number] = self.taken.get(number, 0) + 1
+            if self.taken[number] == self.size:
+                del self.said[number], self.taken[number]
+        return out
+
+
+class ThreadGroup:
+    """One rank; see `streamload.nodes.group.Group`."""
+
+    engine = "threads"
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.store = self
+        self._number = 0
+        self._failed = False
+        self._inside = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Store.set`."""
+        self.world.enter(self.rank, "set")
+        self.world.store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """See `Store.get`."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Store.get_many`."""
+        self.world.enter(self.rank, "get")
+        return self.world.store.get_many(keys)
+
+    def _together(self, operation: str, data: bytes) -> list[bytes]:
+        assert self._inside.acquire(blocking=False), "two threads in collectives"
+        try:
+            if self._failed:
+                raise lost("the group is of no use after a failure")
+            self.world.enter(self.rank, operation)
+            self._number += 1
+            return self.world.together(self.rank, self._number, operation.encode() + b" " + data)
+        except PeerFailedError:
+            self._failed = True
+            raise
+        finally:
+            self._inside.release()
+
+    def _collective(self, operation: str, data: bytes) -> list[bytes]:
+        found = [said.partition(b" ") for said in self._together(operation, data)]
+        assert {said[0] for said in found} == {operation.encode()}, "other collectives elsewhere"
+        return [said[2] for said in found]
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """See `Group.allgather`."""
+        return self._collective("allgather", data)
+
+    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
+        """See `Group.broadcast`."""
+        return self._collective("broadcast", sent(data, root, self))[root]
+
+    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
+        """See `Group.all_gather_into`."""
+        check_blocks(mine, out, self.size)
+        blocks = self._collective("all_gather_into", bytes(mine))
+        assert len({len(block) for block in blocks}) == 1, "blocks of different lengths"
+        out[:] = b"".join(blocks)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        self.world.closed.add(self.rank)
+
+
+def run(world: World, body: Callable[[ThreadGroup], Any], *, main: int | None = None) -> list[Any]:
+    """Run a function as every rank; what each returned or raised, None of those that were lost.
+
+    No thread that they started is left.
+
+    Args:
+        world: the ranks.
+        body: what each runs.
+        main: the rank that runs in this thread.
+    """
+    before = set(threading.enumerate())
+    found: list[Any] = [None] * world.size
+
+    def one(group: ThreadGroup) -> None:
+        try:
+            said = body(group)
+        except BaseException as error:
+            said = error
+        if group.rank not in world.lost:
+            found[group.rank] = said
+
+    threads = {
+        group.rank: threading.Thread(target=one, args=(group,), name=f"rank-{group.rank}")
+        for group in world.groups
+        if group.rank != main
+    }
+    with ending(world):
+        for thread in threads.values():
+            thread.start()
+        if main is not None:
+            one(world.groups[main])
+        until = time.monotonic() + END_S
+        for rank, thread in threads.items():
+            while thread.is_alive() and rank not in world.lost:
+                assert time.monotonic() < until, f"rank {rank} does not end"
+                thread.join(0.02)
+    for thread in threads.values():
+        thread.join(END_S)
+    until = time.monotonic() + END_S
+    while left := {t.name for t in threading.enumerate() if t not in before}:
+        assert time.monotonic() < until, f"threads are left: {left}"
+        time.sleep(0.005)
+    return found
+
+
+@contextmanager
+def ending(world: World) -> Iterator[World]:
+    """A world, closed at the end."""
+    try:
+        yield world
+    finally:
+        world.close()
