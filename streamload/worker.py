@@ -114,16 +114,15 @@ class Worker:
         self._source = memoryview(b"")
 
     def open(self) -> None:
-        """Take the slots that all units will need: the first parameters are allocated meanwhile.
+        """Take a slot that all units will need: the first parameters are allocated meanwhile.
 
-        Locking their pages takes longer than anything else before the first read.
+        Locking its pages takes longer than anything else before the first read, and the driver
+        locks those of one thread at a time: the others are taken when this one is in use.
         """
         job = self._job
         devices = {p.device for p in job.plan.placements}
         if len(devices) == 1 and job.staged and job.bulk[name := devices.pop()] is not None:
-            slots = self._slots.setdefault(name, deque())
-            while len(slots) < STAGING_SLOTS:
-                slots.append(self._new_slot(name, None))
+            self._slots.setdefault(name, deque()).append(self._new_slot(name, None))
 
     def close(self) -> BaseException | None:
         """Give back the staging slots, all of them; returns what went wrong with the last."""
@@ -227,8 +226,11 @@ class Worker:
         begins = [0]  # of each unit, the first of its reads
         reads: list[Read] = []
         failure = None
+        fresh = kind == "staging" and not self._under_way and len(self._slots.get(name, ())) == 1
+        if fresh:  # of all that `open` took: something is on its way before more pages are locked
+            whole = whole[:1]
         try:
-            self._prepare(name, kind, reader)
+            self._prepare(name, kind, reader, 1 if fresh else STAGING_SLOTS)
         except BaseException as error:
             yield from self._take_finished()
             if kind == "window" and isinstance(error, AllocationError):
@@ -260,8 +262,8 @@ class Worker:
             self._finished += self.settle()
         self._refilled([slot.staging for slot in slots[:done]])
         for index, unit in enumerate(whole[:begun]):
-            last = range(max(begins[index], done - STAGING_SLOTS), begins[index + 1])
-            stagings = [slots[at % STAGING_SLOTS].staging for at in last]
+            last = range(max(begins[index], done - len(slots)), begins[index + 1])
+            stagings = [slots[at % len(slots)].staging for at in last]
             tickets = [_SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
             ends = _StillThere(reader, unit, job) if kind == "window" else None
             self._under_way.append(_UnderWay(unit, [NO_COUNTS] * len(unit), tickets, ends))
@@ -306,8 +308,8 @@ class Worker:
         finished, self._finished = self._finished, []
         yield from finished
 
-    def _prepare(self, device: str, kind: _SlotKind, reader: Reader) -> None:
-        """See that all slots of a device are there, of a kind; windows on the reader's file."""
+    def _prepare(self, device: str, kind: _SlotKind, reader: Reader, count: int) -> None:
+        """See that the slots of a device are there, of a kind; windows on the reader's file."""
         job = self._job
         of = reader if kind == "window" else None
         slots = self._slots.setdefault(device, deque())
@@ -319,7 +321,7 @@ class Worker:
             self._finished += self.settle()  # what is under way is in other slots
         if any(slot.of is not of for slot in slots):
             self._close(device)  # first: both together are more than was planned
-        while len(slots) < STAGING_SLOTS:
+        while len(slots) < count:
             slots.appendleft(self._new_slot(device, of))
 
     def _new_slot(self, device: str, of: Reader | None) -> _Slot:
