@@ -250,12 +250,18 @@ def _meeting(group: object, timeout: float) -> Iterator[Session]:
     if not (isinstance(timeout, (int, float)) and timeout > 0 and math.isfinite(timeout)):
         raise ValueError(f"timeout is a number of seconds above zero, not {timeout!r}")
     opened = open_group(group, timeout)
+    torn = True  # whether ranks may wait for each other in a collective
     try:
         with Session(opened, node_name(), gethostname(), timeout_s=timeout) as session:
-            yield session
+            try:
+                yield session
+            except Exception as error:  # that of a stage is raised by all
+                torn = session.loading or isinstance(error, PeerFailedError)
+                raise
+        torn = False
     finally:
         if opened is not group:
-            opened.close()
+            opened.close(torn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,10 +427,9 @@ def _mine(
     reader, reserve_nbytes = options.reader, options.reserve_nbytes
     if asked.split == "replicate" and session.group.size > 1:
         if options.reader in ("mmap", "direct") or options.transfer == "mapped":
-            asked_for = [f'reader="{reader}"', f'transfer="{options.transfer}"']
             raise ValueError(
-                f'split="replicate" reads files by pread, for all ranks together: {asked_for[0]} '
-                f"and {asked_for[1]} are for other splits"
+                'split="replicate" reads files by pread, for all ranks together, and not with '
+                f'reader="{reader}", transfer="{options.transfer}"'
             )
         reader = "pread"  # what is exchanged is read into memory
         held = held_nbytes(checkpoint, session.group.size)
@@ -588,6 +593,7 @@ def _loaded(
 ) -> LoadReport:
     """Stream this rank's part, and wait until all have."""
     heartbeat = session.heartbeat
+    session.loading = True
     opener = gatherer.open if gatherer is not None else open_shard
     total = sum(share.source_nbytes for share in plan.shares)
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
@@ -617,6 +623,7 @@ def _loaded(
             raise found from error
         finally:
             heartbeat.on_progress = _unseen
+    session.loading = False
     return report
 
 

@@ -143,6 +143,11 @@ def nothing_left() -> None:
     assert sum(held.nbytes for held in gc.get_objects() if type(held) is Gatherer) == 0
 
 
+def everything(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """A split by which each rank reads all for itself."""
+    return {node.name: list(sizes) for node in nodes}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_parameter_is_loaded_as_by_one_process(split: str, size: int, path: Path) -> None:
@@ -563,7 +568,7 @@ def test_another_file_on_one_rank(split: str, path: Path, tmp_path: Path) -> Non
         {"out_of_range": "clamp"},
         {"split": "balanced"},
         {"split": "replicate"},
-        {"split": lambda nodes, sizes: {nodes[0].name: list(sizes)}},
+        pytest.param({"split": everything}, id="a function"),
         {"verify": "none"},
         {"strict": False},
         {"rename": {"model.norm.weight": "norm"}},
@@ -591,9 +596,10 @@ def test_devices_that_differ_in_bfloat16(tmp_path: Path) -> None:
     needs.module("torch")
     path = llama(tmp_path / "m", dtype="BF16")
     found = at_odds(path, {0: {"device": "cpu", "model": lambda rank: torch_llama()}}, size=2)
-    if "LoadReport" not in kinds(found):
-        assert kinds(found) == ["PlanMismatchError"] * 2
-        assert "pass the dtype" in str(found[0])
+    assert kinds(found) == ["PlanMismatchError"] * 2
+    assert "has no bfloat16" in str(found[0])
+    assert "pass the dtype" in str(found[0])
+    assert found[0].node.endswith("/1")
     options = {"dtype": "float16"}
     succeeded(
         at_odds(
@@ -638,15 +644,21 @@ def test_timeouts_are_seconds(timeout: Any, path: Path) -> None:
         distributed.load_state_dict(None, path, timeout=timeout)
 
 
+@pytest.mark.parametrize(
+    "options", [{"reader": "mmap"}, {"reader": "direct"}, {"transfer": "mapped"}], ids=str
+)
+def test_replicas_are_read_in_one_way(options: dict[str, str], path: Path) -> None:
+    """Another way that was asked for is refused, and not passed over."""
+    found = run(World(2), load(path, split="replicate", **options))
+    assert kinds(found) == ["ValueError"] * 2
+    assert "reads files by pread" in str(found[0])
+    assert kinds(run(World(1), load(path, split="replicate", reader="mmap"))) == ["LoadReport"]
+
+
 def test_what_is_no_group(path: Path) -> None:
     """Is refused."""
     with pytest.raises(TypeError, match="is not a group"):
         distributed.load_state_dict(None, path, group="world")
-
-
-def everything(nodes: Sequence[Node], sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """A split by which each rank reads all for itself."""
-    return {node.name: list(sizes) for node in nodes}
 
 
 @pytest.mark.parametrize("verify", ["crc32", "none"])

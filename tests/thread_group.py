@@ -160,7 +160,7 @@ class ThreadGroup:
         assert len({len(block) for block in blocks}) == 1, "blocks of different lengths"
         out[:] = b"".join(blocks)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """See `Group.close`."""
         self.world.closed.add(self.rank)
 

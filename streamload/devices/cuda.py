@@ -30,7 +30,7 @@ _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of spinning
 
-# With more CPUs than this, of which a load uses eight, waits for copies spin. Predicted: to be woken
+# With more CPUs than this (a load uses eight), waits for copies spin. Predicted: to be woken up
 # takes some 30 microseconds of the 620 in which the bus takes a slot of each of eight threads. Seen
 # on one H200 with 16 cores, loads of 16 GB in turn, medians of six: 49.0 GB/s, and 46.1 where waits
 # sleep (whole calls 44.4 and 41.9). With fewer CPUs who spins keeps others from reading.

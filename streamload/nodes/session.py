@@ -58,6 +58,8 @@ class Session:
             NodeError: a rank runs another version.
         """
         self.group = group
+        #: whether each rank is busy with its own, where an error is not one of all
+        self.loading = False
         # what this group's ranks wrote in another session is not taken for what they write in this
         token = group.broadcast(secrets.token_bytes(8) if group.rank == 0 else None)
         self.heartbeat = Heartbeat(group, node, timeout_s, prefix=token.hex())
