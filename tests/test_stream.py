@@ -25,6 +25,9 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.header import Header
+from streamload.checkpoint.readers import PreadReader, Reader, ResolvedKind
+from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE
 from streamload.errors import (
     BudgetExceededError,
@@ -32,7 +35,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.interrupt import deferred_interrupt
-from streamload.job import StreamStats
+from streamload.job import Opener, StreamStats, open_shard
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import chunks
 from streamload.plan.plan import Plan, RowRange, RowTranspose
@@ -54,10 +57,16 @@ class Run:
     ledger: Ledger
     target: ModelTarget
 
-    def go(self, progress: Callable[[int], None] = lambda nbytes: None) -> StreamStats:
+    def go(
+        self,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        opener: Opener = open_shard,
+    ) -> StreamStats:
         """Stream, the way a load does."""
         self.target.begin_all()
-        return stream(self.plan, self.checkpoint, self.target, self.devices, self.ledger, progress)
+        return stream(
+            self.plan, self.checkpoint, self.target, self.devices, self.ledger, progress, opener
+        )
 
     def loaded(self) -> dict[str, RecordedBuffer]:
         """The buffers that are finished, by name."""
@@ -309,27 +318,30 @@ def test_permuted_rows_that_the_device_casts_are_staged_in_their_order(
             assert_same(bytes(buffer.data), reference(tensors, want, buffer.dtype))
 
 
-def test_few_shards_are_open_at_a_time(tmp_path: Path) -> None:
-    """While the device works, one file of the checkpoint is open, and the next at its end."""
-    for i in range(4):
-        write_safetensors(tmp_path / f"{i}.safetensors", {f"t{i}": ("U8", (5000,), bytes(5000))})
+@pytest.mark.parametrize(("tensors", "most"), [(40, 2), (1, 16)])
+def test_few_shards_are_open_at_a_time(tmp_path: Path, tensors: int, most: int) -> None:
+    """Two files, where one keeps the workers busy; of small ones as many as do, and at most 16."""
+    for i in range(20):
+        data = {f"t{i}.{k}": ("U8", (1000,), bytes(1000)) for k in range(tensors)}
+        write_safetensors(tmp_path / f"{i:02}.safetensors", data)
+    open_now: set[Location] = set()
     seen: list[int] = []
 
-    def watch(operation: str) -> None:
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-            except OSError:  # the descriptor of the listing itself
-                continue
-        mapped = Path("/proc/self/maps").read_text().splitlines()
-        files = {x for x in [*links, *(m.split()[-1] for m in mapped)] if str(tmp_path) in x}
-        seen.append(len(files))
+    class Watched(PreadReader):
+        def close(self) -> None:
+            super().close()
+            open_now.discard(self.path)
 
-    device = RecordingDevice(watch=watch)
-    run = prepare(tmp_path, [device], chunk_nbytes=1000, threads=3)
-    run.go()
-    assert {1} <= set(seen) <= {1, 2}
+    def opener(header: Header, kind: ResolvedKind) -> Reader:
+        assert isinstance(header.path, Path)
+        open_now.add(header.path)
+        seen.append(len(open_now))
+        return Watched(header.path, header.file_nbytes)
+
+    run = prepare(tmp_path, [RecordingDevice()], chunk_nbytes=1000, threads=3, reader="pread")
+    run.go(opener=opener)
+    assert 2 <= max(seen) <= most
+    assert not open_now
     run.check_ended()
 
 
