@@ -1,4 +1,4 @@
-"""Ctrl-C, and being told to stop by another thread, kept for a point where the books are straight."""
+"""Ctrl-C, and being told to stop by another thread, kept until the books are straight."""
 
 from __future__ import annotations
 

@@ -336,7 +336,7 @@ def plan(
         sizes = {n.name: n.budget for n in nodes or ()}
         reserved = options.reserve_nbytes
         specs = [
-            DeviceSpec(name, max(sizes[name] - reserved, 0))
+            DeviceSpec(name, max(sizes[name] - reserved, 0), own_host=True)
             if name in sizes
             else unseen_spec(name, max(parsed.resolve(name, None) - reserved, 0))
             for name in names

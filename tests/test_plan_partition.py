@@ -6,11 +6,14 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors_files import write_safetensors
 
+import streamload
 from streamload.plan.partition import (
     Item,
     Node,
@@ -568,3 +571,17 @@ def test_bad_nodes_are_refused() -> None:
         partition([], [])
     with pytest.raises(ValueError, match="two nodes of one name: a, a"):
         partition([], [Node("a", 1), Node("a", 2)])
+
+
+def test_each_node_has_buffers_of_its_own(tmp_path: Path) -> None:
+    """What workers read into before they cast is on every node, not on the first alone."""
+    tensors = {f"model.layers.{i}.w": ("BF16", (1024, 1024), bytes(2**21)) for i in range(6)}
+    write_safetensors(tmp_path / "x.safetensors", tensors)
+    made = streamload.plan(
+        tmp_path,
+        nodes=[streamload.Node(name, "100MB") for name in "abc"],
+        reader="pread",
+        dtype="float16",
+    )
+    found = [device.scratch_nbytes for device in made.devices]
+    assert found[0] > 0 and len(set(found)) == 1

@@ -29,7 +29,8 @@ from streamload.nodes.group import Group, MemoryStore, Store, lost
 _LARGEST_NBYTES = 1 << 30  # of one message
 _PROOF_S = 10.0  # for a connection to prove that it knows the key
 _CONNECT_S = 3.0  # for one of several addresses to answer
-_FAREWELL_S = 5.0  # for the others to leave before the keeper does
+_FAREWELL_S = 5.0  # at most, for the others to leave before the keeper does
+_FAREWELL_SHARE = 0.1  # of the group's timeout, which is a promise
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
 #: What a broken, silent or foreign connection raises.
@@ -46,9 +47,10 @@ class SharedStore(Store, Protocol):
 class _Keeper(MemoryStore):
     """The store of rank 0, and the threads that answer for it."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, timeout: float) -> None:
         super().__init__()
         self._key = key
+        self._farewell_s = min(_FAREWELL_S, timeout * _FAREWELL_SHARE)
         both = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             ("", 0),
@@ -106,7 +108,7 @@ class _Keeper(MemoryStore):
         with self._changed:
             if not self._closed:
                 # also after a failure: the others may not have read here yet who was lost
-                self._changed.wait_for(lambda: not self._clients, _FAREWELL_S)
+                self._changed.wait_for(lambda: not self._clients, self._farewell_s)
             self._closed = True
             for client in self._clients:
                 _hang_up(client)
@@ -178,7 +180,7 @@ def open_store(group: Group, timeout: float) -> SharedStore:
     """
     if group.rank == 0:
         key = secrets.token_bytes(32)
-        keeper = _Keeper(key)
+        keeper = _Keeper(key, timeout)
         where = {"addresses": _addresses(), "port": keeper.port, "key": key.hex()}
         try:
             group.broadcast(json.dumps(where).encode())

@@ -92,6 +92,7 @@ class DeviceSpec:
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
+        own_host: it is a node, on whose memory no other one draws.
     """
 
     name: str
@@ -112,6 +113,7 @@ class DeviceSpec:
     maps_host_memory: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
+    own_host: bool = False
 
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""
@@ -870,9 +872,9 @@ def _staging(
         own += workers * BOUNCE_NBYTES
     if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES
-    if shares:
-        scratch[shares[0]] += own  # one memory: it counts once
-    else:
+    for name in shares if any(specs[n].own_host for n in shares) else shares[:1]:
+        scratch[name] += own  # of one memory it counts once
+    if not shares:
         host += own
     return scratch, host
 
