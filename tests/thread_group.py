@@ -160,6 +160,10 @@ class ThreadGroup:
         assert len({len(block) for block in blocks}) == 1, "blocks of different lengths"
         out[:] = b"".join(blocks)
 
+    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
+        """See `Group.all_gather_begin`: as an engine does that has no threads of its own."""
+        return lambda: self.all_gather_into(mine, out)
+
     def close(self, failed: bool = False) -> None:
         """See `Group.close`."""
         self.world.closed.add(self.rank)

@@ -34,7 +34,7 @@ MOST_OVER_LINK = 1.25
 SHARED = ("layers", "replicate")
 OTHERS = ("every rank reads all", "rank 0 broadcasts")
 LAUNCHERS = {"torch": "env", "mpi": "mpirun"}
-LINKED_NBYTES = 260_000_000
+LINKED_NBYTES = 1_000_000_000
 
 # the headline: Llama-3-8B in full
 BUDGET_NBYTES = 3_000_000_000

@@ -15,6 +15,7 @@ import io
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,10 +31,13 @@ from streamload.nodes.group import Group
 from streamload.plan.plan import Placement
 
 BLOCK_NBYTES = 4 * 2**20
-#: Blocks that are held at once: one that is read, one that is exchanged, two that are taken from.
-BLOCKS = 4
+#: Blocks that are held at once: two each that are read, exchanged, and taken from.
+BLOCKS = 6
 
 _JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
+# Who read by one request after the other left a wire of 1 Gbit/s idle in between, for a tenth.
+_READERS = 2
+_UNDER_WAY = 2
 
 Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
 
@@ -132,15 +136,21 @@ class Gatherer:
                 block.left_nbytes = _overlap(mine.get(shard, ()), block.start, block.stop)
         room = held_nbytes(checkpoint, group.size, block_nbytes) // BLOCKS
         self._free = [memoryview(bytearray(room)) for _ in range(BLOCKS)]
-        self._reader: Reader | None = None  # of the file that is read
-        self._read: list[tuple[_Block, memoryview]] = []  # by this rank, to be exchanged
+        order = list(chain.from_iterable(self._blocks.values()))
+        self._to_read = iter(enumerate(order))
+        self._left = Counter(block.shard for block in order)  # blocks to be read, of each file
+        self._readers: dict[Location, Reader] = {}  # of the files that are read
+        self._read: dict[int, tuple[_Block, memoryview]] = {}  # by this rank, to be exchanged
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopped = False
         self._done = False
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"streamload-{name}", daemon=True)
-            for name, work in (("gather-read", self._read_all), ("gather", self._exchange_all))
+            for name, work in (
+                *[("gather-read", self._read_all)] * _READERS,
+                ("gather", self._exchange_all),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -164,9 +174,9 @@ class Gatherer:
         """Have who waits for a block wait no longer."""
         with self._changed:
             self._stopped = True
-            reader = self._reader
+            readers = list(self._readers.values())
             self._changed.notify_all()
-        if reader is not None:
+        for reader in readers:
             reader.stop()
 
     def close(self) -> None:
@@ -175,6 +185,8 @@ class Gatherer:
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
+        for reader in list(self._readers.values()):  # of files that were not read to their end
+            reader.close()
         with self._changed:  # the traceback of an error may refer to this for long
             self._free.clear()
             self._read.clear()
@@ -186,7 +198,8 @@ class Gatherer:
         """Bytes of memory that are held."""
         with self._changed:
             held = (block.held for block in chain.from_iterable(self._blocks.values()))
-            rooms = [*self._free, *(room for _, room in self._read), *filter(None, held)]
+            read = (room for _, room in self._read.values())
+            rooms = [*self._free, *read, *filter(None, held)]
             return sum(room.nbytes for room in rooms)
 
     def wait(self, most_s: float) -> bool:
@@ -262,57 +275,78 @@ class Gatherer:
                 self._changed.notify_all()
 
     def _read_all(self) -> None:
-        """Read this rank's part of every block, as far ahead as there is room."""
+        """Read this rank's part of one block after the other, as far ahead as there is room."""
         size, rank = self._group.size, self._group.rank
-        for shard, blocks in self._blocks.items():
-            if not blocks:
-                continue
-            with open_reader(shard, self._shards[shard], self._kinds[shard]) as reader:
-                with self._changed:
-                    self._reader = reader
-                for block in blocks:
-                    room = self._room()
-                    if room is None:
-                        return
-                    part = -(-(block.stop - block.start) // size)
-                    first = min(block.start + rank * part, block.stop)
-                    last = min(first + part, block.stop)
-                    reader.read_into(first, room[rank * part : rank * part + last - first])
-                    with self._changed:
-                        if self._stopped:
-                            return
-                        self._read.append((block, room))
-                        self._changed.notify_all()
+        while (found := self._next()) is not None:
+            index, block, room, reader = found
+            part = -(-(block.stop - block.start) // size)
+            first = min(block.start + rank * part, block.stop)
+            last = min(first + part, block.stop)
+            try:
+                reader.read_into(first, room[rank * part : rank * part + last - first])
+            finally:
+                self._has_read(block.shard)
+            with self._changed:
+                if self._stopped:
+                    return
+                self._read[index] = block, room
+                self._changed.notify_all()
 
-    def _room(self) -> memoryview | None:
+    def _next(self) -> tuple[int, _Block, memoryview, Reader] | None:
+        """The next block to be read, and room for it; None where there is no more to be done."""
         with self._changed:
             while not self._free:
                 if self._stopped or self._error is not None:
                     return None
                 self._changed.wait()
-            return self._free.pop()
+            index, block = next(self._to_read, (0, None))
+            if block is None or self._stopped:
+                return None
+            shard = block.shard
+            if shard not in self._readers:
+                self._readers[shard] = open_reader(shard, self._shards[shard], self._kinds[shard])
+            return index, block, self._free.pop(), self._readers[shard]
+
+    def _has_read(self, shard: Location) -> None:
+        """A block of a file has been read, or could not be: the last one closes the file."""
+        with self._changed:
+            self._left[shard] -= 1
+            reader = self._readers.pop(shard) if not self._left[shard] else None
+        if reader is not None:
+            reader.close()
 
     def _exchange_all(self) -> None:
+        """Exchange one block after the other, a few at once: a wire waits for none of them."""
         size, rank = self._group.size, self._group.rank
-        for _ in range(sum(map(len, self._blocks.values()))):
+        under_way: deque[tuple[_Block, memoryview, Callable[[], None]]] = deque()
+        index, count = 0, sum(map(len, self._blocks.values()))
+        while index < count or under_way:
             with self._changed:
-                while not self._read:
+                while not under_way and index not in self._read:
                     if self._stopped or self._error is not None:
                         return
                     self._changed.wait()
-                block, room = self._read.pop(0)
+                full = len(under_way) == _UNDER_WAY
+                found = None if full else self._read.pop(index, None)
+            if found is None:
+                self._exchanged(*under_way.popleft())
+                continue
+            block, room = found
             part = -(-(block.stop - block.start) // size)
-            self._group.all_gather_into(room[rank * part : (rank + 1) * part], room[: size * part])
-            with self._changed:
-                if self._stopped:
-                    return
-                if block.left_nbytes:
-                    block.held = room
-                else:
-                    self._free.append(room)  # nothing here needs it
-                self._changed.notify_all()
+            mine, whole = room[rank * part : (rank + 1) * part], room[: size * part]
+            under_way.append((block, room, self._group.all_gather_begin(mine, whole)))
+            index += 1
         with self._changed:
             self._done = True
+            self._changed.notify_all()
+
+    def _exchanged(self, block: _Block, room: memoryview, wait: Callable[[], None]) -> None:
+        wait()
+        with self._changed:
+            if block.left_nbytes:
+                block.held = room
+            else:
+                self._free.append(room)  # nothing here needs it
             self._changed.notify_all()
 
 

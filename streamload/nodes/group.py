@@ -8,11 +8,13 @@ while a collective waits. Engines: ``nodes/torch.py`` and ``nodes/mpi.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from streamload.errors import PeerFailedError
+
+_SHORT_NBYTES = 1016
 
 
 class Store(Protocol):
@@ -62,6 +64,12 @@ class Group(Protocol):
         Args:
             mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
             out: contiguous writable bytes; ``len(out) == size * len(mine)``.
+        """
+
+    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
+        """The same, begun: what is returned waits for its end.
+
+        Several may be under way, and are waited for in their order, before any other collective.
         """
 
     def close(self, failed: bool = False) -> None:
@@ -145,8 +153,36 @@ class Alone:
         check_blocks(mine, out, self.size)
         out.cast("B")[:] = mine.cast("B")
 
+    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
+        """Copy the block."""
+        self.all_gather_into(mine, out)
+        return _done
+
     def close(self, failed: bool = False) -> None:
         """Nothing to let go of."""
+
+
+def _done() -> None:
+    """There is nothing to wait for."""
+
+
+def allgather(group: Group, data: bytes) -> list[bytes]:
+    """`Group.allgather` of an engine that gathers blocks: short messages by one, others by two."""
+    head = len(data).to_bytes(8, "little") + data[:_SHORT_NBYTES]
+    found = _blocks(group, head, 8 + _SHORT_NBYTES)
+    lengths = [int.from_bytes(block[:8], "little") for block in found]
+    longest = max(lengths)
+    if longest > _SHORT_NBYTES:
+        rest = _blocks(group, data[_SHORT_NBYTES:], longest - _SHORT_NBYTES)
+        found = [first + more for first, more in zip(found, rest, strict=True)]
+    return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
+
+
+def _blocks(group: Group, data: bytes, nbytes: int) -> list[bytes]:
+    """Everyone's bytes, each made as long as ``nbytes``."""
+    out = bytearray(group.size * nbytes)
+    group.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
+    return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(group.size)]
 
 
 def sent(data: bytes | None, root: int, group: Group) -> bytes:

@@ -14,11 +14,12 @@ import atexit
 import sys
 import time
 from array import array
-from itertools import accumulate
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from streamload.errors import NodeError
-from streamload.nodes.group import Group, Launch, Store, check_blocks, lost, sent
+from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
 from streamload.nodes.store import open_store
 
 _NAPS_S = (2e-5, 1e-2)  # the shortest and the longest; between them, a thousandth of the wait
@@ -44,15 +45,8 @@ class MpiGroup:
         self.store: Store = self._shared
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes: first the lengths."""
-        lengths = array("q", bytes(8 * self.size))
-        self._run("Iallgather", array("q", [len(data)]), lengths)
-        stops = list(accumulate(lengths))
-        starts = [stop - length for stop, length in zip(stops, lengths, strict=True)]
-        found = bytearray(stops[-1])
-        byte = self._mpi.BYTE
-        self._run("Iallgatherv", [data, byte], [found, list(lengths), starts, byte])
-        return [bytes(found[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        """Everyone's bytes."""
+        return allgather(self, data)
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         """The root's bytes: first the length."""
@@ -67,12 +61,16 @@ class MpiGroup:
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
         """Everyone's block into one buffer, straight from and to the memory given."""
+        self.all_gather_begin(mine, out)()
+
+    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
+        """The same, which goes on while this or another one is waited for."""
         check_blocks(mine, out, self.size)
         byte = self._mpi.BYTE
         here = self.rank * mine.nbytes
         # through its own place in the output: MPI forbids that the two overlap
         out.cast("B")[here : here + mine.nbytes] = mine.cast("B")
-        self._run("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, byte])
+        return self._begin("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, byte])
 
     def close(self, failed: bool = False) -> None:
         """Leave the store, rank 0 last, and give back the communicator."""
@@ -84,12 +82,26 @@ class MpiGroup:
         self._comm = None
 
     def _run(self, name: str, *arguments: object) -> None:
+        self._begin(name, *arguments)()
+
+    def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
         if self._comm is None:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
             raise lost("the group is of no use after a failure")
+        with self._losses(arguments):
+            request = getattr(self._comm, name)(*arguments)
+
+        def wait() -> None:
+            with self._losses(arguments):
+                _wait(request, self._timeout)
+
+        return wait
+
+    @contextmanager
+    def _losses(self, arguments: object) -> Iterator[None]:
         try:
-            _wait(getattr(self._comm, name)(*arguments), self._timeout)
+            yield
         except (self._mpi.Exception, TimeoutError) as error:
             _unfinished.append(arguments)
             self._failed = True

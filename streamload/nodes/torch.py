@@ -12,6 +12,8 @@ import os
 import re
 import socket
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from streamload.errors import NodeError, PeerFailedError
-from streamload.nodes.group import Group, Launch, Store, check_blocks, lost, sent
+from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
 from streamload.nodes.store import open_store
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
@@ -41,18 +43,8 @@ class TorchGroup:
         self.store: Store = self._shared
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes: first the lengths, then blocks of the longest."""
-        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
-        self._gather(lengths, torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
-        longest = int(lengths.max())
-        if not longest:
-            return [b""] * self.size
-        blocks = bytearray(self.size * longest)
-        self.all_gather_into(memoryview(data.ljust(longest, b"\0")), memoryview(blocks))
-        return [
-            bytes(blocks[rank * longest : rank * longest + length])
-            for rank, length in enumerate(lengths.tolist())
-        ]
+        """Everyone's bytes."""
+        return allgather(self, data)
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
         """The root's bytes: first the length."""
@@ -70,26 +62,43 @@ class TorchGroup:
 
     def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
         """Everyone's block into one buffer, straight from and to the memory given."""
+        self.all_gather_begin(mine, out)()
+
+    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
+        """The same, on a thread of gloo's."""
         check_blocks(mine, out, self.size)
-        if mine.nbytes:
-            self._gather(_bytes_of(out), _bytes_of(mine))
+        if not mine.nbytes:
+            return lambda: None
+        newer, older = "all_gather_single", "_allgather_base"
+        name = newer if hasattr(self._gloo, newer) else older
+        return self._begin(name, _bytes_of(out), _bytes_of(mine))
 
     def close(self, failed: bool = False) -> None:
         """Leave the store, rank 0 last, and let go of gloo."""
         self._shared.close()
         self._gloo = None
 
-    def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        newer, older = "all_gather_single", "_allgather_base"
-        self._run(newer if hasattr(self._gloo, newer) else older, out, mine)
-
     def _run(self, name: str, *arguments: object) -> None:
+        self._begin(name, *arguments)()
+
+    def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
         if self._gloo is None:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
             raise lost("the group is of no use after a failure")
+        with self._losses():
+            work = getattr(self._gloo, name)(*arguments)
+
+        def wait() -> None:
+            with self._losses():
+                work.wait()
+
+        return wait
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
         try:
-            getattr(self._gloo, name)(*arguments).wait()
+            yield
         except RuntimeError as error:  # gloo's only kind: a timeout, a broken connection
             self._failed = True
             raise lost(f"gloo: {_summary(error)}") from error
