@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import needs
@@ -14,21 +17,41 @@ EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
 # what an example imports beyond the library's own dependencies
 NEEDED = {
     "bert.py": ("tokenizers",),
+    "pipeline.py": ("torch",),
     "torch_dispatch.py": ("torch", "accelerate"),
     "torch_module.py": ("torch",),
     "transformers_model.py": ("torch", "transformers"),
 }
 
 
-def _run(name: str, *arguments: object) -> str:
-    done = subprocess.run(
+def _start(
+    name: str, *arguments: object, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, EXAMPLES / name, *map(str, arguments)],
-        capture_output=True,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def _said(*processes: subprocess.Popen[str]) -> list[str]:
+    """What each has printed, when all have ended."""
+    try:
+        said = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, (_, complaints) in zip(processes, said, strict=True):
+        assert process.returncode == 0, complaints
+    return [printed for printed, _ in said]
+
+
+def _run(name: str, *arguments: object) -> str:
+    (said,) = _said(_start(name, *arguments))
+    return said
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
@@ -128,3 +151,28 @@ def test_transformers_model_generates_what_transformers_does(small_checkpoint: P
     theirs = transformers.AutoModelForCausalLM.from_pretrained(small_checkpoint, dtype="float32")
     tokens = theirs.generate(torch.tensor([[1, 2, 3, 4]]), do_sample=False, max_new_tokens=4)
     assert said.splitlines()[-1].split() == ["tokens:", *map(str, tokens[0].tolist())]
+
+
+def test_pipeline_predicts_the_same_in_one_process_and_in_two(
+    small_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two ranks that can hold a part each compute the logits of one process, bit for bit."""
+    torch = needs.module("torch")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone, first, last = _said(
+        _start("pipeline.py", small_checkpoint, "--budget", "210kB", "--logits", one),
+        *(
+            _start(
+                *("pipeline.py", small_checkpoint, "--budget", "150kB", "--logits", two),
+                env={"RANK": rank, **meeting},
+            )
+            for rank in "01"
+        ),
+    )
+    assert "next token" not in first
+    assert last.splitlines()[-1:] == alone.splitlines()[-1:]
+    assert last.startswith("next token: ")
+    assert torch.equal(torch.load(one), torch.load(two))

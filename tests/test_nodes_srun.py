@@ -16,6 +16,7 @@ from pathlib import Path
 
 import needs
 import pytest
+from distributed_rank import asking, holds, told
 
 HERE = Path(__file__).parent
 BODY = str(HERE / "nodes_body.py")
@@ -118,6 +119,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         said(environment, "scancel", "--user=root")
 
 
+def need_mpi(environment: dict[str, str], mpi: str) -> None:
+    """What tells tasks of each other."""
+    if mpi != "none" and mpi in said(environment, "srun", f"--mpi={mpi}", "-n", "1", "true"):
+        pytest.skip(f"this Slurm has no working {mpi}: libpmix-dev")
+
+
 @pytest.mark.parametrize(
     ("mpi", "engine", "size", "loss"),
     [("none", "torch", 2, "none"), ("none", "torch", 3, "killed"), ("pmix", "mpi", 2, "none")],
@@ -127,8 +134,7 @@ def test_the_same_body_under_srun(
 ) -> None:
     """Torch's ranks meet on the step's first node; with PMIx the engine is MPI."""
     needs.module("torch" if engine == "torch" else "mpi4py")
-    if mpi != "none" and mpi in said(cluster, "srun", f"--mpi={mpi}", "-n", "1", "true"):
-        pytest.skip(f"this Slurm has no working {mpi}: libpmix-dev")
+    need_mpi(cluster, mpi)
     output = said(
         cluster,
         *("srun", f"--mpi={mpi}", "-n", str(size), "--overcommit"),
@@ -139,3 +145,19 @@ def test_the_same_body_under_srun(
     assert [one["rank"] for one in found] == list(range(survivors)), output
     assert {(one["engine"], one["size"]) for one in found} == {(engine, size)}
     assert all(bool(one["error"]) == (loss != "none") for one in found)
+
+
+@pytest.mark.parametrize(("mpi", "engine"), [("none", "torch"), ("pmix", "mpi")])
+def test_a_load_under_srun(
+    cluster: dict[str, str], mpi: str, engine: str, small_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two tasks of a step load a checkpoint, each its own part, bit for bit."""
+    needs.module("torch" if engine == "torch" else "mpi4py")
+    need_mpi(cluster, mpi)
+    argv = asking(tmp_path, small_checkpoint)
+    output = said(cluster, "srun", f"--mpi={mpi}", "-n", "2", "--overcommit", *argv)
+    found = told(tmp_path)
+    assert [one["rank"] for one in found] == [0, 1], output
+    holds(found, small_checkpoint, "layers", engine)
+    names = [node["node"].rpartition("/") for node in found[0]["nodes"]]
+    assert [local for _, _, local in names] == ["0", "1"]

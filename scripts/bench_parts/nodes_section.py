@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,8 +75,17 @@ def _run(
         if one.returncode:
             lines = one.stderr.strip().splitlines() or ["it said nothing"]
             raise RuntimeError(f"host {one.host}: exit {one.returncode}: {lines[-1]}")
-        said += [json.loads(line) for line in one.stdout.splitlines() if line.startswith("{")]
+        said += _objects(one.stdout)
     return said
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text: mpirun may put what two ranks said into one line."""
+    decoder, at = json.JSONDecoder(), text.find("{")
+    while at >= 0:
+        found, stop = decoder.raw_decode(text, at)
+        yield found
+        at = text.find("{", stop)
 
 
 def _engines(options: Options, section: Section) -> None:
