@@ -70,7 +70,7 @@ def _run(
     argv = [sys.executable, "-m", "bench_parts.nodes_jobs", json.dumps(asked)]
     env = {"PYTHONPATH": environment()["PYTHONPATH"], "BENCH_BEGUN": str(time.time())}
     ended = Running(hosts, launcher, argv, env=env).wait(timeout_s)
-    said = []
+    said: list[dict[str, Any]] = []
     for one in ended:
         if one.returncode:
             lines = one.stderr.strip().splitlines() or ["it said nothing"]
