@@ -325,7 +325,8 @@ def plan(
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {path}"
         title = "What each device or node holds"
-        Path(plot).write_text(draw_stacks(title, _printable(total), _PARTS, _stacks(made)))
+        drawn = draw_stacks(title, _printable(total), _PARTS, _stacks(made))
+        Path(plot).write_text(drawn, encoding="utf-8")
     if as_json:
         _print(made.to_json())
         return

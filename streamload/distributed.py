@@ -6,11 +6,11 @@ The same line runs on every rank, under torchrun, mpirun, srun or bare environme
 
 1. HELLO: the ranks meet, and learn each other's node ids and hosts.
 2. INDEX: rank 0 reads the headers and sends them round; each rank checks that its files are those.
-3. OFFER: each says what its device may hold, and which dtypes it really runs.
+3. OFFER: each says what its device may hold, and whether it computes in bfloat16.
 4. PLAN: each computes who loads what; the digests are compared. Then each plans its own load.
 5. LOAD: each streams its part, with no collective. Replicated bytes are read once by all together.
-6. VERIFY: when all are done, names, bytes and checksums are compared: each tensor is where it was
-   planned, exactly once, and replicas agree.
+6. VERIFY: when all are done, names, bytes and checksums of replicas are compared: each tensor is
+   where it was planned, exactly once, and replicas agree.
 
 An error of one rank before LOAD is raised by all, naming it; a rank that is lost at any time is
 named by `streamload.errors.PeerFailedError` on all others within the timeout.
@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from socket import gethostname
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
@@ -54,10 +53,10 @@ from streamload.mapping import MappingArgument, Rename
 from streamload.nodes.gather import Gatherer, held_nbytes, shared_ranges
 from streamload.nodes.group import Group
 from streamload.nodes.index import Index, check_present, write_index
-from streamload.nodes.launch import node_name, open_group
+from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Session
 from streamload.nodes.shares import ClusterPlan, Share, Split, make_shares
-from streamload.plan.budget import MIN_HOST_NBYTES, Budget, BudgetLike, available_cpus
+from streamload.plan.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
 from streamload.plan.kv_cache import CacheRequest
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan
@@ -176,10 +175,12 @@ def load_state_dict(
             and head where they are used. "replicate": everything on every rank. "balanced": whole
             tensors, in no order. Or a function of the nodes and of the bytes by parameter name,
             that gives the names of each node.
-        verify: "crc32" reads every parameter back and compares checksums of replicas; "none"
-            compares names and bytes alone.
-        timeout: seconds within which the loss of a rank is known to all.
-        device: one device; see `streamload.load_state_dict`.
+        verify: "crc32" reads what several ranks hold back from their devices and compares
+            checksums (of ranks with the same dtype); "none" compares names and bytes alone.
+        timeout: seconds within which the loss of a rank is known to all. What all do together must
+            not take longer either: under "replicate", to read a block of 4 MiB.
+        device: one device; see `streamload.load_state_dict`. Ranks that share a GPU each need a
+            budget in bytes.
         dtype: as there; it must decide what devices that differ would do differently.
         out_of_range: as there.
         cast: as there.
@@ -239,8 +240,9 @@ def load_state_dict(
         agreed, load = _prepared(session, asked, _Agreed.reach(session, asked, model))
         with _gathered(session, agreed, load) as gatherer:
             report = _loaded(session, agreed.plan, load, gatherer, progress, clock)
+            read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
         with _stated(load):
-            nodes = _verified(session, asked, agreed.plan, load, report, model)
+            nodes = _verified(session, asked, agreed.plan, load, report, read_nbytes, model)
         return replace(report, nodes=nodes, seconds=clock.seconds)
 
 
@@ -252,7 +254,7 @@ def _meeting(group: object, timeout: float) -> Iterator[Session]:
     opened = open_group(group, timeout)
     torn = True  # whether ranks may wait for each other in a collective
     try:
-        with Session(opened, node_name(), gethostname(), timeout_s=timeout) as session:
+        with Session(opened, node_name(), host_id(), timeout_s=timeout) as session:
             try:
                 yield session
             except Exception as error:  # that of a stage is raised by all
@@ -279,6 +281,8 @@ class _Asked:
 
     def __post_init__(self) -> None:
         """Refuse what is not an argument of these functions."""
+        if self.options.cache is not None and self.split not in ("layers", "replicate"):
+            raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
                 f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
@@ -375,7 +379,7 @@ def _offer(
     undecided = bf16_is_undecided(options.policy, checkpoint, checkpoint.tensors)
     if model is None and not undecided and options.budget.is_stated(name):
         nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
-        return {"budget": max(nbytes, 0), "bf16": None, "unsupported": []}, None
+        return {"budget": max(nbytes, 0), "bf16": None}, None
     place = _one_device(model, options, asked.device)
     (spec,) = place.specs(options, bf16_undecided=undecided)
     nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
@@ -383,7 +387,7 @@ def _offer(
         # all ranks of this host found the same memory free, and each keeps some of it so
         nbytes = max((nbytes + reserved) // session.me.local_size - reserved, 0)
     bf16 = spec.native_bf16 if undecided else None
-    return {"budget": nbytes, "bf16": bf16, "unsupported": sorted(spec.unsupported)}, place
+    return {"budget": nbytes, "bf16": bf16}, place
 
 
 def _one_device(model: Any, options: Options, device: str | None) -> Place:
@@ -418,7 +422,10 @@ def _mine(
 ) -> Options:
     """The options with this rank's part of its host."""
     options, sharing = asked.options, session.me.local_size
-    staging = max(options.budget.host_nbytes // sharing, MIN_HOST_NBYTES)
+    staged = place is not None and not all(
+        device.info.host_visible for device in place.devices.opened.values()
+    )
+    staging, held = options.budget.host_nbytes // sharing, 0
     threads = options.threads
     if threads is None and sharing > 1 and not isinstance(locate(asked.path)[0], Url):
         threads = max(available_cpus() // sharing, 1)
@@ -431,11 +438,21 @@ def _mine(
                 'split="replicate" reads files by pread, for all ranks together, and not with '
                 f'reader="{reader}", transfer="{options.transfer}"'
             )
+        if options.page_cache == "drop":
+            raise ValueError('split="replicate" leaves the page cache: page_cache="drop" is not')
         reader = "pread"  # what is exchanged is read into memory
         held = held_nbytes(checkpoint, session.group.size)
-        staging = max(staging - held, MIN_HOST_NBYTES)
         if place is not None and any(d.info.shared_memory for d in place.devices.opened.values()):
             reserve_nbytes += held
+    if staged and staging - held < MIN_HOST_NBYTES:
+        raise PlanInfeasibleError(
+            STAGING,
+            MIN_HOST_NBYTES + held,
+            staging,
+            limit=f"host budget of each of {sharing} ranks" if sharing > 1 else "host budget",
+            would_fit=[f'Budget(..., host="{-(-(MIN_HOST_NBYTES + held) * sharing // 2**20)}MiB")'],
+        )
+    staging = max(staging - held, MIN_HOST_NBYTES)
     budget = Budget(dict.fromkeys(names, nbytes) or nbytes, host=staging)
     return replace(
         options, budget=budget, threads=threads, reader=reader, reserve_nbytes=reserve_nbytes
@@ -645,7 +662,13 @@ def _unseen(_: object) -> None:
 
 
 def _verified(
-    session: Session, asked: _Asked, plan: ClusterPlan, load: Load, report: LoadReport, model: Any
+    session: Session,
+    asked: _Asked,
+    plan: ClusterPlan,
+    load: Load,
+    report: LoadReport,
+    read_nbytes: int,
+    model: Any,
 ) -> tuple[NodeReport, ...]:
     """See that each parameter is where it was planned, and that replicas agree.
 
@@ -664,13 +687,14 @@ def _verified(
             raise NodeError(session.me.node, said)
         sums.update(dict.fromkeys(dtypes))
         if asked.verify == "crc32":
-            sums.update(checksums(report, model))
+            here = {n for owners, names in replicas if session.me.rank in owners for n in names}
+            sums.update(checksums(report, here & dtypes.keys(), model))
         return {
             "tensors": len(dtypes),
             "names": _digest([name for name in mine if name in dtypes]),
             "dtypes": [_digest([dtypes.get(n) for n in names]) for _, names in replicas],
             "sums": [_digest([sums.get(n) for n in names]) for _, names in replicas],
-            "read": report.read_nbytes,
+            "read": read_nbytes,
             "resident": report.resident_nbytes,
             "seconds": report.seconds,
         }

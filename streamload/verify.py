@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +91,20 @@ def verify(
     return out
 
 
-def checksums(report: LoadReport, model: Any = None) -> dict[str, int]:
-    """The CRC-32 of every parameter of a load, of its bytes on the device.
+def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
+    """The CRC-32 of parameters of a load, of their bytes on the device.
 
     Args:
         report: the load's report.
+        names: of the parameters.
         model: what it was loaded into; None for the report's ``state_dict``.
     """
-    sums = {}
+    sums: dict[str, int] = {}
+    if not names:
+        return sums
     for placement, device, buffer in _buffers(report, model):
+        if placement.name not in names:
+            continue
         crc = 0
         for at in range(0, placement.nbytes, _BLOCK_NBYTES):
             stop = min(at + _BLOCK_NBYTES, placement.nbytes)

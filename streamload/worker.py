@@ -112,6 +112,7 @@ class Worker:
         self._under_way: deque[_UnderWay] = deque()
         self._finished: list[Outcome] = []  # and not told yet
         self._source = memoryview(b"")
+        self._fresh = False  # it has the slot of `open` alone, and has begun nothing
 
     def open(self) -> None:
         """Take a slot that all units will need: the first parameters are allocated meanwhile.
@@ -123,6 +124,7 @@ class Worker:
         devices = {p.device for p in job.plan.placements}
         if len(devices) == 1 and job.staged and job.bulk[name := devices.pop()] is not None:
             self._slots.setdefault(name, deque()).append(self._new_slot(name, None))
+            self._fresh = True
 
     def close(self) -> BaseException | None:
         """Give back the staging slots, all of them; returns what went wrong with the last."""
@@ -226,7 +228,7 @@ class Worker:
         begins = [0]  # of each unit, the first of its reads
         reads: list[Read] = []
         failure = None
-        fresh = kind == "staging" and not self._under_way and len(self._slots.get(name, ())) == 1
+        fresh, self._fresh = self._fresh and kind == "staging", False
         if fresh:  # of all that `open` took: something is on its way before more pages are locked
             whole = whole[:1]
         try:

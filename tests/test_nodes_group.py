@@ -319,7 +319,7 @@ def test_a_store_answers_those_who_know_its_key() -> None:
 
 def test_rank_0_leaves_its_store_last() -> None:
     """Closing waits for the other ranks, who can read to their end."""
-    keeper, store, _ = two_stores()
+    keeper, store, _ = two_stores(60.0)
     keeper.set("last words", b"done")
     closing = threading.Thread(target=keeper.close)
     closing.start()

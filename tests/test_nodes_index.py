@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,15 @@ def test_urls(tmp_path: Path) -> None:
     local = Index.read(data, *locate(tmp_path))  # rank 0 had a URL, this one has the file
     assert local.check() == []
     assert local.checkpoint.shards[0].path == file
+
+
+def test_the_version_of_what_a_server_has_goes_along(tmp_path: Path) -> None:
+    """Each rank compares what it is sent with the version whose header rank 0 read."""
+    write_safetensors(tmp_path / "x.safetensors", {"a": ("U8", (4,), b"abcd")})
+    local = open_checkpoint(tmp_path / "x.safetensors")
+    url = Url.parse("http://127.0.0.1:1/x.safetensors")
+    (header,) = local.shards
+    remote = from_headers(url, [replace(header, path=url.of_version("etag-1"))])
+    (read,) = Index.read(write_index(remote), url, url.parent).checkpoint.shards
+    assert read.path == url.of_version("etag-1")
+    assert {info.shard for info in read.tensors} == {url.of_version("etag-1")}

@@ -472,3 +472,18 @@ def test_closing_twice_does_nothing(rank: int) -> None:
         return "done"
 
     assert run(World(2), meet(body)) == ["done"] * 2
+
+
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_a_rank_that_ends_before_the_others_is_lost(early: int) -> None:
+    """Ranks that make other calls would wait for each other for ever: they are told instead."""
+
+    def body(session: Session) -> None:
+        if session.group.rank != early:
+            session.exchange("one more stage", lambda: None)
+
+    found = run(World(3), meet(body))
+    others = [error for rank, error in enumerate(found) if rank != early]
+    assert found[early] is None
+    assert {name for name, _ in lost_ones(others)} == {("board-10", "board-2", "x")[early]}
+    assert all("ended before the others" in problem for _, problem in lost_ones(others))

@@ -21,6 +21,7 @@ from streamload.checkpoint.header import (
     TensorInfo,
     check_strings,
     describe,
+    is_there,
     open_regular,
     parse_json_object,
     read_header,
@@ -248,7 +249,7 @@ def from_headers(
 
 def _exists(path: Path) -> bool:
     try:
-        return path.exists()
+        return is_there(path)
     except OSError as error:  # a folder above it that may not be searched, a name too long
         raise unreadable(path, error) from error
 

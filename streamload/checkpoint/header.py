@@ -13,6 +13,7 @@ entry are ignored, here as there.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -213,6 +214,24 @@ def read_up_to(file: FileIO, nbytes: int) -> bytes:
     while len(raw) < nbytes and (more := file.read(nbytes - len(raw))):
         raw += more
     return raw
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something of that name.
+
+    Raises:
+        OSError: one may not know, or the name is too long; `Path.exists` keeps that to itself from
+            Python 3.14 on.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP):
+            return False
+        raise
+    except ValueError:  # a zero byte
+        return False
+    return True
 
 
 def unreadable(path: Location, error: OSError | ValueError) -> CheckpointError:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, get_args
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.header import Header, read_header, unreadable
+from streamload.checkpoint.header import Header, is_there, read_header, unreadable
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
 from streamload.convert.journal import Began, Journal
@@ -878,7 +878,7 @@ def _exists(path: Path) -> bool:
         CheckpointError: one may not, or the name is too long.
     """
     try:
-        return path.exists()
+        return is_there(path)
     except OSError as error:
         raise unwritable(path, error) from error
 

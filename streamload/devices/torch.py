@@ -467,6 +467,8 @@ def _cuda_allocator() -> AllocatorKind:
     """How torch's allocator on CUDA takes memory from the driver, by its settings."""
     if torch.cuda.get_allocator_backend() != "native":
         return "exact"
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in environment(("PYTORCH_NO_CUDA_MEMORY_CACHING",)):
+        return "cuda_driver"  # each tensor is the driver's own
     expandable = "expandable_segments:true" in _cuda_settings()
     return "cuda_expandable" if expandable else "cuda_caching"
 

@@ -142,6 +142,7 @@ class Gatherer:
         self._readers: dict[Location, Reader] = {}  # of the files that are read
         self._read: dict[int, tuple[_Block, memoryview]] = {}  # by this rank, to be exchanged
         self._changed = threading.Condition()
+        self.read_nbytes = 0  #: file bytes that this rank has read by itself
         self._error: BaseException | None = None
         self._stopped = False
         self._done = False
@@ -236,6 +237,8 @@ class Gatherer:
             if block is None or block.start > at:
                 until = min(stop, block.start) if block is not None else stop
                 beside.read_into(at, out[at - start : until - start])
+                with self._changed:
+                    self.read_nbytes += until - at
             else:
                 until = min(stop, block.stop)
                 held = self._wait_for(block)
@@ -287,6 +290,7 @@ class Gatherer:
             finally:
                 self._has_read(block.shard)
             with self._changed:
+                self.read_nbytes += last - first
                 if self._stopped:
                     return
                 self._read[index] = block, room

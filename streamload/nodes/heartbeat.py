@@ -247,7 +247,7 @@ class Heartbeat:
         found = self._ask(lambda: self._group.store.get_many(keys))
         now = time.monotonic()
         passed_s, self._looked_s = min(now - self._looked_s, self._most_s), now
-        silent = None
+        silent = gone = None
         with self._news:
             for rank, value in zip(watched, found[:-1], strict=True):
                 peer = self.peers[rank]
@@ -260,6 +260,8 @@ class Heartbeat:
                 peer.silent_s = 0.0 if peer.beat != last else peer.silent_s + passed_s
                 if silent is None and not peer.left and peer.silent_s > self._stale_s:
                     silent = rank
+                if gone is None and peer.left and peer.stage < self._mine.stage:
+                    gone = rank  # it did something else, and nobody will ever meet it
             if rank_0:
                 self._mine.all_at = min(peer.stage for peer in self.peers)
             self._news.notify_all()
@@ -268,6 +270,8 @@ class Heartbeat:
         elif silent is not None:
             said = f"has not been heard of for {self.peers[silent].silent_s:.0f} s"
             self._lose(self._node(silent), said)
+        elif gone is not None:
+            self._lose(self._node(gone), "ended before the others: every rank makes the same calls")
 
     def _is_over(self) -> bool:
         """Whether there is nothing more to say to anyone."""

@@ -42,6 +42,7 @@ def write_index(checkpoint: Checkpoint) -> bytes:
                 "codes": list(codes),
                 "shapes": [info.shape for info in header.tensors],
                 "sample": sample(header),
+                "version": header.path.version if isinstance(header.path, Url) else "",
             }
         )
     document = {"shards": shards, "config": dict(checkpoint.config)}
@@ -121,6 +122,8 @@ class Index:
 
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
+    if isinstance(path, Url):  # every answer is compared with it
+        path = path.of_version(shard["version"])
     dtypes = [BY_CODE[code] for code in shard["codes"]]
     at = shard["data_start"]
     tensors = []

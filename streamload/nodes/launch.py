@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from streamload.errors import NodeError, PeerFailedError
@@ -109,6 +110,15 @@ def find_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 def node_name() -> str:
     """What to call this host in plans: ``STREAMLOAD_NODE_ID``, else the host's name."""
     return os.environ.get("STREAMLOAD_NODE_ID") or socket.gethostname()
+
+
+def host_id() -> str:
+    """What tells this host from others: boards made from one image have the same name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
 
 
 def open_group(group: object = None, timeout: float = 60.0) -> Group:

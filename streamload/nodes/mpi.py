@@ -11,6 +11,7 @@ hangs, they get PeerFailedError.
 from __future__ import annotations
 
 import atexit
+import socket
 import sys
 import time
 from array import array
@@ -89,21 +90,22 @@ class MpiGroup:
             raise NodeError(f"rank {self.rank}", "the group is closed")
         if self._failed:
             raise lost("the group is of no use after a failure")
-        with self._losses(arguments):
-            request = getattr(self._comm, name)(*arguments)
+        with self._losses():
+            under_way = getattr(self._comm, name)(*arguments), arguments
+        _unfinished.append(under_way)
 
         def wait() -> None:
-            with self._losses(arguments):
-                _wait(request, self._timeout)
+            with self._losses():
+                _wait(under_way[0], self._timeout)
+            _unfinished[:] = [other for other in _unfinished if other is not under_way]
 
         return wait
 
     @contextmanager
-    def _losses(self, arguments: object) -> Iterator[None]:
+    def _losses(self) -> Iterator[None]:
         try:
             yield
         except (self._mpi.Exception, TimeoutError) as error:
-            _unfinished.append(arguments)
             self._failed = True
             raise lost(f"MPI: {error}") from error
 
@@ -171,6 +173,12 @@ def _start() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         atexit.register(_finish)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise NodeError(
+            socket.gethostname(),
+            "MPI runs for one thread alone, and a load has several: begin it with "
+            "MPI.Init_thread(MPI.THREAD_SERIALIZED) or leave that to streamload",
+        )
     return MPI
 
 
@@ -189,6 +197,5 @@ def _wait(request: Any, timeout: float) -> None:
     while not request.Test():
         waited = time.monotonic() - began
         if waited > timeout:
-            _unfinished.append(request)
             raise TimeoutError(f"a rank did not come within {timeout:g} s")
         time.sleep(min(max(waited / 1000, shortest), longest))

@@ -34,7 +34,8 @@ _FAREWELL_SHARE = 0.1  # of the group's timeout, which is a promise
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
 
 #: What a broken, silent or foreign connection raises.
-_BROKEN = (OSError, EOFError, ValueError, AuthenticationError)
+# (AssertionError: Python 3.11 asserts how a challenge begins)
+_BROKEN = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
 
 
 class SharedStore(Store, Protocol):

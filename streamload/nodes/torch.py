@@ -7,10 +7,12 @@ group of the program's is used, counted or changed, and none has to exist.
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import re
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,9 @@ from torch.distributed import distributed_c10d as c10d
 from streamload.errors import NodeError, PeerFailedError
 from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
 from streamload.nodes.store import open_store
+
+_NAPS_S = (5e-5, 5e-3)  # between looks at what is under way, the shortest and the longest
+_NAP_SHARE = 0.05  # of the time waited so far
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
 #: port that the program's own init_process_group shares, before or after.
@@ -76,6 +81,9 @@ class TorchGroup:
     def close(self, failed: bool = False) -> None:
         """Leave the store, rank 0 last, and let go of gloo."""
         self._shared.close()
+        if failed and self._gloo is not None:
+            # its end would wait for what is under way with the rank that is lost, until the timeout
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
         self._gloo = None
 
     def _run(self, name: str, *arguments: object) -> None:
@@ -91,6 +99,12 @@ class TorchGroup:
 
         def wait() -> None:
             with self._losses():
+                # Not in gloo: when the program ends, Python ends a thread of its own that comes
+                # back from C++ in a way that C++ takes for a crash.
+                began = time.monotonic()
+                while not work.is_completed():
+                    waited = time.monotonic() - began
+                    time.sleep(min(max(waited * _NAP_SHARE, _NAPS_S[0]), _NAPS_S[1]))
                 work.wait()
 
         return wait

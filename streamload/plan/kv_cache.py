@@ -31,6 +31,9 @@ from streamload.errors import CheckpointError
 COMPUTED_IN = frozenset({F16, BF16, F32, F64})
 
 
+_MOST = 2**40  # of tokens or sequences: beyond it somebody has mistaken the unit
+
+
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
     """The cache to leave room for.
@@ -55,8 +58,10 @@ class CacheRequest:
             ValueError: one is not what it should be, or is given without ``context``.
         """
         for name, count in (("context", context), ("batch", batch)):
-            if not (name == "context" and count is None) and (type(count) is not int or count < 1):
-                raise ValueError(f"{name} is a whole number of at least 1, not {count!r}")
+            if name == "context" and count is None:
+                continue
+            if type(count) is not int or not 1 <= count <= _MOST:
+                raise ValueError(f"{name} is a whole number from 1 to {_MOST}, not {count!r}")
         dtype = None if cache_dtype is None else parse_dtype(cache_dtype)
         if dtype is not None and (dtype.kind != "float" or dtype.bits % 8):
             raise ValueError(f"cache_dtype is a dtype of floats of whole bytes, not {dtype}")
