@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
 import sys
 import time
@@ -198,5 +199,22 @@ def _headline(options: Options, section: Section) -> None:
             "memory of a rank": f"box at most {format_bytes(max(peaks))}",
         }
     )
+    section.rows.append(
+        {
+            "what": "computed: as many layers on each, embedding and head on all",
+            "hosts": RANKS,
+            "memory of a rank": f"{format_bytes(_by_count(RANKS))} of weights",
+        }
+    )
     section.targets.append(Target("ranks killed for memory", killed, at_most=0))
     section.targets.append(Target("ranks that loaded", len(said), at_least=RANKS))
+
+
+def _by_count(ranks: int) -> int:
+    """Bytes on the fullest node of Llama-3-8B where cuts count layers, and all have both ends."""
+    shape = PRESETS["llama-3-8b"]
+    ends = layers = 0
+    for name, dims in shape.tensors().items():
+        nbytes = 2 * math.prod(dims)
+        layers, ends = (layers + nbytes, ends) if ".layers." in name else (layers, ends + nbytes)
+    return layers // shape.layers * -(-shape.layers // ranks) + ends
