@@ -191,6 +191,7 @@ class Gatherer:
         with self._changed:  # the traceback of an error may refer to this for long
             self._free.clear()
             self._read.clear()
+            self._error = None  # a thread that waits for a lost rank would keep what it refers to
             for block in chain.from_iterable(self._blocks.values()):
                 block.held = None
 

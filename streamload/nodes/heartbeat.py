@@ -185,6 +185,11 @@ class Heartbeat:
         self._threads[0].join(self._stale_s if patient else 2 * self._every_s)
         self._ended.set()
         self._threads[1].join(self._every_s)
+        with self._news:
+            # What was raised refers to all that was under way, a load's memory too: it must not
+            # stay with a thread that asks a host which is gone.
+            if self._loss is not None:
+                self._loss = PeerFailedError(self._loss.node, self._loss.problem)
 
     def _beat(self) -> None:
         pause_s = 0.0
