@@ -280,7 +280,7 @@ class HttpReader:
 
     def stop(self) -> None:
         """See `Reader.stop`."""
-        self._file.stopped.set()
+        self._file.stop()
 
     def close(self) -> None:
         """See `Reader.close`."""
@@ -417,6 +417,17 @@ class _File:
         self._url = url
         self._patience = patience or Patience.from_environment()
         self._moved: httpx2.URL | None = None  # where redirects led
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []  # that bodies are read from
+
+    def stop(self) -> None:
+        """Have no more bytes read: who waits for some, of a host that may be gone, wakes up."""
+        with self._lock:
+            self.stopped.set()
+            for connected in self._sockets:
+                with suppress(OSError):  # it is closed already
+                    # not that of TLS: it would say good-bye, and wait
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     def read(self, start: int, out: memoryview) -> int:
         """Fill ``out``, which is not empty, from byte ``start`` on.
@@ -540,8 +551,7 @@ class _File:
         """
         tries = in_a_row = 0
         while True:
-            if self.stopped.is_set():
-                raise CheckpointError(self._url, "reading was stopped")
+            self._check_stopped()
             tries, in_a_row = tries + 1, in_a_row + 1
             try:
                 return attempt()
@@ -714,16 +724,34 @@ class _File:
     ) -> Iterator[bytes]:
         """What a response brings, piece by piece; of at most ``nbytes``, where that is said."""
         begun, done = time.monotonic(), 0
-        for data in response.iter_raw():
-            done += len(data)
-            if nbytes is not None and done > nbytes:
-                raise (too_long or self._sent_more)(done)
-            yield data
-            seconds = time.monotonic() - begun
-            if seconds > 2 * self._patience.read_seconds and done < seconds * _LEAST_RATE:
-                raise _Again(f"{done} bytes in {seconds:.0f} s")
-            if self.stopped.is_set():
-                raise CheckpointError(self._url, "reading was stopped")
+        with self._stoppable(response):
+            for data in response.iter_raw():
+                done += len(data)
+                if nbytes is not None and done > nbytes:
+                    raise (too_long or self._sent_more)(done)
+                yield data
+                seconds = time.monotonic() - begun
+                if seconds > 2 * self._patience.read_seconds and done < seconds * _LEAST_RATE:
+                    raise _Again(f"{done} bytes in {seconds:.0f} s")
+                self._check_stopped()
+
+    @contextmanager
+    def _stoppable(self, response: httpx2.Response) -> Iterator[None]:
+        """Let `stop` wake the thread that reads a response."""
+        stream = response.extensions.get("network_stream")
+        connected = stream.get_extra_info("socket") if stream is not None else None
+        with self._lock:
+            self._check_stopped()
+            self._sockets += [connected] if connected is not None else []
+        try:
+            yield
+        finally:
+            with self._lock:  # from then on the connection may be another reader's
+                self._sockets = [other for other in self._sockets if other is not connected]
+
+    def _check_stopped(self) -> None:
+        if self.stopped.is_set():
+            raise CheckpointError(self._url, "reading was stopped")
 
     def _sent_more(self, found: int) -> CheckpointError:
         return CheckpointError(
