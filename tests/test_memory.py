@@ -83,5 +83,9 @@ def test_loading_again_takes_no_more(folder: Path, device: str) -> None:
 def test_old_weights_do_not_stand_beside_new_ones(folder: Path, device: str) -> None:
     """float32 weights that become float16 are released as these are made, not afterwards."""
     least = _least_nbytes(folder / "small", device, "mmap")
-    peak = _peak_nbytes(folder / "large", device, reader="mmap", model="float32")
+    # twice: a model's kernels are compiled once on a machine, by a compiler that takes 70 MB
+    peaks = [
+        _peak_nbytes(folder / "large", device, reader="mmap", model="float32") for _ in range(2)
+    ]
+    peak = min(peaks)
     assert peak <= least + 2 * NBYTES + SLACK_NBYTES
