@@ -131,6 +131,7 @@ class _Client:
                 problems.append(f"{address}: {'no answer' if silent else error}")
             else:
                 _wait_at_most(self._socket, timeout)
+                self._ask({"get": []})  # answered when the keeper counts this client as one
                 return
         tried = "; ".join(problems)
         raise lost(f"its store on port {port} cannot be reached ({tried})", rank=0)
