@@ -21,6 +21,7 @@ LAYERS = (
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
     ("checkpoint.url",),
+    ("checkpoint.fileless",),
     ("checkpoint.header",),
     ("checkpoint.remote",),
     ("checkpoint.checkpoint",),

@@ -14,7 +14,6 @@ Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import random
@@ -29,9 +28,9 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http import HTTPStatus
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+from streamload.checkpoint.fileless import FilelessReader
 from streamload.checkpoint.header import (
     PREFIX_NBYTES,
     Header,
@@ -226,57 +225,18 @@ def exists(url: Url, patience: Patience | None = None) -> bool:
     return True
 
 
-class HttpReader:
+class HttpReader(FilelessReader):
     """A shard that is read over HTTP; see `streamload.checkpoint.readers.Reader`.
 
     A call is one request, or one for each 64 MiB; many threads at once are as many connections.
     Opening it asks for nothing: each response shows whether the file is still the same.
     """
 
-    mapped = False
-    alignment = 1
-    fallback = ""
-    has_file = False
-
     def __init__(self, url: Url, file_nbytes: int, patience: Patience | None = None) -> None:
-        self.path = url
-        self.nbytes = file_nbytes
+        super().__init__(url, file_nbytes, "over HTTP")
         self._file = _File(url, file_nbytes, patience)
         self._closed = False
         _pool.enter()
-
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
-        """See `Reader.view`."""
-        self._check_range(start, stop)
-        window = memoryview(bytearray(stop - start))
-        try:
-            self.read_into(start, window)
-            yield window.toreadonly()
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """See `Reader.read_into`."""
-        self._check_range(start, start + out.nbytes)
-        if out.nbytes:  # a memoryview of nothing cannot be cast
-            with out.cast("B") as target:
-                self._file.read(start, target)
-
-    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """See `Reader.read_aligned`."""
-        if out.nbytes < stop - start:
-            raise ValueError(f"{self.path}: {stop - start} bytes do not fit into {out.nbytes}")
-        self._check_range(start, stop)
-        if start < stop:
-            with out.cast("B") as target, target[: stop - start] as part:
-                self._file.read(start, part)
-        return stop - start
-
-    def fileno(self) -> NoReturn:
-        """There is none."""
-        raise io.UnsupportedOperation(f"{self.path} is read over HTTP")
 
     def stop(self) -> None:
         """See `Reader.stop`."""
@@ -289,22 +249,13 @@ class HttpReader:
             self.stop()
             _pool.leave()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _fill(self, start: int, out: memoryview) -> None:
+        self._file.read(start, out)
 
     def _check_range(self, start: int, stop: int) -> None:
         if self._closed:
             raise ValueError(f"{self.path}: the reader is closed")
-        if not 0 <= start <= stop <= self.nbytes:
-            raise ValueError(f"{self.path}: no bytes {start} to {stop} in {self.nbytes}")
+        super()._check_range(start, stop)
 
 
 # -- connections -----------------------------------------------------------------------------------

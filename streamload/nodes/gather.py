@@ -11,19 +11,18 @@ broadcasts 9.3 s, this 3.1 s.
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.fileless import FilelessReader
 from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
 from streamload.checkpoint.url import Location
@@ -365,51 +364,15 @@ def _overlap(ranges: Ranges, start: int, stop: int) -> int:
     return total
 
 
-class GatheredReader:
+class GatheredReader(FilelessReader):
     """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
-
-    mapped = False
-    alignment = 1
-    fallback = ""
-    has_file = False
 
     def __init__(
         self, gatherer: Gatherer, path: Location, file_nbytes: int, kind: ResolvedKind
     ) -> None:
-        self.path = path
-        self.nbytes = file_nbytes
+        super().__init__(path, file_nbytes, "by several ranks together")
         self._gatherer = gatherer
         self._beside = open_reader(path, file_nbytes, kind)
-
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
-        """See `Reader.view`."""
-        window = memoryview(bytearray(stop - start))
-        try:
-            self.read_into(start, window)
-            yield window.toreadonly()
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """See `Reader.read_into`."""
-        if not 0 <= start <= start + out.nbytes <= self.nbytes:
-            raise ValueError(f"{self.path}: no bytes {start} to {start + out.nbytes}")
-        if out.nbytes:
-            self._gatherer.take(self.path, start, out.cast("B"), self._beside)
-
-    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """See `Reader.read_aligned`."""
-        if out.nbytes < stop - start:
-            raise ValueError(f"{self.path}: {stop - start} bytes do not fit into {out.nbytes}")
-        if start < stop:
-            self.read_into(start, out.cast("B")[: stop - start])
-        return stop - start
-
-    def fileno(self) -> NoReturn:
-        """There is none for bytes that others read."""
-        raise io.UnsupportedOperation(f"{self.path} is read by several ranks together")
 
     def stop(self) -> None:
         """See `Reader.stop`."""
@@ -420,13 +383,5 @@ class GatheredReader:
         """See `Reader.close`."""
         self._beside.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _fill(self, start: int, out: memoryview) -> None:
+        self._gatherer.take(self.path, start, out, self._beside)

@@ -7,6 +7,7 @@ shapes say where each one lies: 60,000 tensors take some 0.4 MB.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
     at = shard["data_start"]
     tensors = []
     for name, which, shape in zip(shard["names"], shard["dtypes"], shard["shapes"], strict=True):
-        start, at = at, at + dtypes[which].nbytes(_numel(shape))
+        start, at = at, at + dtypes[which].nbytes(math.prod(shape))
         tensors.append(TensorInfo(name, dtypes[which], tuple(shape), path, start, at))
     return Header(
         path,
@@ -137,13 +138,6 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         tuple(tensors),
         MappingProxyType(shard["metadata"]),
     )
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for length in shape:
-        numel *= length
-    return numel
 
 
 def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
