@@ -426,3 +426,21 @@ check_clean()
 """,
         CUDA_PATH=str(library),
     )
+
+
+def test_cold_files_are_read_by_few_threads_into_long_slots(folder: Path, path: Path) -> None:
+    """Past the page cache, by two of 16 MiB at most, unless others are asked for; else 8 MiB."""
+    run(
+        folder,
+        path,
+        """
+direct, pread = (
+    streamload.plan(path, device="CUDA", transfer="staged", reader=reader)
+    for reader in ("direct", "pread")
+)
+assert direct.threads <= 2 and 0.99 * 2**24 <= direct.chunk_nbytes <= 2**24, direct
+assert pread.chunk_nbytes <= 2**23, pread
+asked = streamload.plan(path, device="CUDA", transfer="staged", reader="direct", threads=4)
+assert asked.threads == 4 and asked.host_nbytes <= 2**26, asked
+""",
+    )
