@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from streamload.checkpoint.readers import open_reader
 from streamload.nodes.group import Group
 from streamload.nodes.launch import open_group
 
-BLOCK_NBYTES = 4 * 2**20
+BLOCK_NBYTES, UNDER_WAY = 4 * 2**20, 4  # as `streamload.nodes.gather` has them
 
 
 def by_layers(group: Group, path: str, **asked: Any) -> int:
@@ -60,6 +61,23 @@ def by_broadcast(group: Group, path: str, **asked: Any) -> int:
     return done
 
 
+def by_exchange(group: Group, path: str, budget: int, **asked: Any) -> int:
+    """As many bytes as the model has from everyone to everyone, out of and into one memory."""
+    nbytes = sum(h.file_nbytes - h.data_start for h in streamload.open_checkpoint(path).shards)
+    part = BLOCK_NBYTES // group.size
+    rooms = [memoryview(bytearray(part * group.size)) for _ in range(UNDER_WAY + 1)]
+    waits: deque[Callable[[], None]] = deque()
+    for index in range(nbytes // (part * group.size)):
+        if len(waits) == UNDER_WAY:
+            waits.popleft()()
+        room = rooms[index % len(rooms)]
+        mine = room[group.rank * part : (group.rank + 1) * part]
+        waits.append(group.all_gather_begin(mine, room))
+    for wait in waits:
+        wait()
+    return 0
+
+
 def by_nothing(group: Group, path: str, **asked: Any) -> int:
     """Meet, and part: what an engine takes."""
     return 0
@@ -70,6 +88,7 @@ WAYS: dict[str, Callable[..., int]] = {
     "replicate": by_replicating,
     "every rank reads all": by_everyone,
     "rank 0 broadcasts": by_broadcast,
+    "exchange alone": by_exchange,
     "nothing": by_nothing,
 }
 

@@ -30,13 +30,21 @@ from streamload.plan.budget import available_host_nbytes
 from streamload.units import format_bytes
 
 HOSTS = (4, 14)
-LINK, LINK_BITS_PER_S = "1gbit", 1e9
+LINK_NBYTES = 1_000_000_000
+#: Hosts, their link, its bits per second, and most bytes of the model.
+LINKS = (
+    (4, "1gbit", 1e9, LINK_NBYTES),
+    (14, "1gbit", 1e9, LINK_NBYTES),
+    # as fast as two cores can be 14 hosts: what the loads themselves make of a link
+    (14, "200mbit", 2e8, LINK_NBYTES // 4),
+)
 #: Of a load over the time that the link takes for the model's bytes.
 MOST_OVER_LINK = 1.25
 SHARED = ("layers", "replicate")
 OTHERS = ("every rank reads all", "rank 0 broadcasts")
+#: The bytes of a replicated load through the engine's collective: not read, not kept.
+EXCHANGE = "exchange alone"
 LAUNCHERS = {"torch": "env", "mpi": "mpirun"}
-LINKED_NBYTES = 1_000_000_000
 
 # the headline: Llama-3-8B in full
 BUDGET_NBYTES = 3_000_000_000
@@ -49,7 +57,7 @@ def nodes(options: Options) -> Section:
     """What an engine takes, what a link allows, and a model larger than any of its boxes."""
     section = Section(
         "nodes",
-        f"hosts in network namespaces; storage is a range server behind {LINK}, and so is each "
+        "hosts in network namespaces; storage is a range server behind a link, and so is each "
         "host; all share this machine's processors; seconds are of the slowest rank, from when all "
         "are ready; medians; where a link is measured nothing is cast or read back (14 hosts would "
         "compile 14 times and read back 3.6 GB on these processors); processes take turns",
@@ -109,52 +117,60 @@ def _engines(options: Options, section: Section) -> None:
 
 
 def _links(options: Options, section: Section) -> None:
-    """Loads from storage behind a link."""
-    nbytes = min(options.nbytes, LINKED_NBYTES)
-    with cached_checkpoint(options, nbytes, shards=4) as path:
-        _link_loads(options, section, path, nbytes)
+    """Loads from storage behind links."""
+    for count, link, bits_per_s, most_nbytes in LINKS:
+        nbytes = min(options.nbytes, most_nbytes)
+        with cached_checkpoint(options, nbytes, shards=4) as path:
+            _link_loads(options, section, path, nbytes, count, link, bits_per_s)
 
 
-def _link_loads(options: Options, section: Section, path: Path, nbytes: int) -> None:
+def _link_loads(
+    options: Options,
+    section: Section,
+    path: Path,
+    nbytes: int,
+    count: int,
+    link: str,
+    bits_per_s: float,
+) -> None:
     files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    least_s = files_nbytes * 8 / LINK_BITS_PER_S
-    for count in HOSTS:
-        found: dict[str, list[tuple[float, int]]] = {way: [] for way in (*SHARED, *OTHERS)}
-        with Cluster(count, link=LINK, storage=path) as hosts:
-            for number in range(options.runs):
-                for way in found:
-                    if way in OTHERS and number:  # they take long, and are here to be seen once
-                        continue
-                    options.say(f"nodes: {count} hosts, run {number + 1}, {way}")
-                    before = hosts.served_nbytes()
-                    said = _run(
-                        hosts,
-                        "env",
-                        way=way,
-                        path=hosts.storage_url,
-                        budget=nbytes + 64_000_000,
-                        timeout=120.0,
-                        device="host",
-                        dtype="checkpoint",
-                        verify="none",
-                    )
-                    served = hosts.served_nbytes() - before
-                    found[way].append((max(one["seconds"] for one in said), served))
-        for way, runs in found.items():
-            seconds = median(s for s, _ in runs)
-            section.rows.append(
-                {
-                    "what": way,
-                    "hosts": count,
-                    "seconds": round(seconds, 2),
-                    "of the link's time": round(seconds / least_s, 2),
-                    "served": round(median(n for _, n in runs) / files_nbytes, 3),
-                }
-            )
-            section.raw.append({"what": way, "hosts": count, "runs": runs})
-            if way in SHARED:
-                what = f"{way}, {count} hosts, over the link's {least_s:.2f} s"
-                section.targets.append(Target(what, seconds / least_s, at_most=MOST_OVER_LINK))
+    least_s = files_nbytes * 8 / bits_per_s
+    found: dict[str, list[tuple[float, int]]] = {way: [] for way in (*SHARED, EXCHANGE, *OTHERS)}
+    with Cluster(count, link=link, storage=path) as hosts:
+        for number in range(options.runs):
+            for way in found:
+                if way in OTHERS and number:  # they take long, and are here to be seen once
+                    continue
+                options.say(f"nodes: {count} hosts, {link}, run {number + 1}, {way}")
+                before = hosts.served_nbytes()
+                said = _run(
+                    hosts,
+                    "env",
+                    way=way,
+                    path=hosts.storage_url,
+                    budget=nbytes + 64_000_000,
+                    timeout=120.0,
+                    device="CL" if "CL" in options.devices else "host",
+                    dtype="checkpoint",
+                    verify="none",
+                )
+                served = hosts.served_nbytes() - before
+                found[way].append((max(one["seconds"] for one in said), served))
+    for way, runs in found.items():
+        seconds = median(s for s, _ in runs)
+        section.rows.append(
+            {
+                "what": f"{way}, {link}",
+                "hosts": count,
+                "seconds": round(seconds, 2),
+                "of the link's time": round(seconds / least_s, 2),
+                "served": round(median(n for _, n in runs) / files_nbytes, 3),
+            }
+        )
+        section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
+        if way in SHARED:
+            what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
+            section.targets.append(Target(what, seconds / least_s, at_most=MOST_OVER_LINK))
 
 
 def _headline(options: Options, section: Section) -> None:

@@ -30,13 +30,17 @@ from streamload.nodes.group import Group
 from streamload.plan.plan import Placement
 
 BLOCK_NBYTES = 4 * 2**20
-#: Blocks that are held at once: two each that are read, exchanged, and taken from.
-BLOCKS = 6
+#: Blocks that are held at once: two each that are read and taken from, and four exchanged.
+BLOCKS = 8
 
 _JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
-# Who read by one request after the other left a wire of 1 Gbit/s idle in between, for a tenth.
+# 1 GB to 4 hosts behind 1 Gbit/s, as is the storage (8.0 s), medians of three in turn, seconds with
+# (readers, under way, blocks): (2, 2, 6) 9.67, (2, 4, 8) 9.53, (1, 2, 6) 9.51, (1, 4, 8) 9.35. A
+# second reader takes more of the wire from what is exchanged, for which all wait; but one alone
+# waits for each answer, which from storage that is far away takes longer than the bytes. With 12
+# blocks and more (behind 200 Mbit/s) it took longer again.
 _READERS = 2
-_UNDER_WAY = 2
+_UNDER_WAY = 4
 
 Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
 
