@@ -132,6 +132,39 @@ def test_a_full_probe_computes_in_every_dtype(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+FAKE = """
+from streamload.devices.base import ProbeResult
+
+class Framework:
+    def canonical(self, name): return name
+    def trusted(self, name): return True
+    def lasting(self, name): return name == "lasting"
+    def fingerprint(self, name): return "one"
+    def probe(self, name, full):
+        probed.append(name)
+        return ProbeResult(name, True, "", {"bfloat16": "native"})
+
+probed = []
+FRAMEWORK = Framework()
+"""
+
+
+def test_what_lasts_is_remembered_on_disk_from_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a child's probe is; of a device that is trusted and does not last, each process asks."""
+    (tmp_path / "fake_framework.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(base._FRAMEWORKS, "fake", "fake_framework")
+    monkeypatch.setattr(base, "_PROBES", {})
+    first = {name: base.probe("fake", name) for name in ("lasting", "passing")}
+    base._PROBES.clear()
+    assert {name: base.probe("fake", name) for name in first} == first
+    module = sys.modules.pop("fake_framework")
+    assert vars(module)["probed"] == ["lasting", "passing", "passing"]
+
+
 def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process, and on disk; a damaged file is probed again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ import needs
 import pytest
 
 import streamload
+from streamload.devices.base import nvidia_parts
 from streamload.errors import AllocationError, PlanInfeasibleError
 from streamload.plan.allocators import taken
 from streamload.verify import verify
@@ -214,3 +218,29 @@ def test_the_host_holds_a_little(tmp_checkpoint: Callable[..., Path]) -> None:
     again = streamload.load_state_dict(None, path, device="cuda:0", budget="1GB")
     assert again.measured_nbytes["process"] <= 100_000_000
     check(again, path)
+
+
+KEPT = """
+import sys
+import torch
+from streamload.devices import base
+from streamload.devices.torch import FRAMEWORK
+
+torch.empty(1, device="cuda:0")  # in this process, and not in a child
+if sys.argv[1] == "again":
+    FRAMEWORK.probe = None  # would fail
+print(base.probe("torch", "cuda:0").dtypes["bfloat16"])
+"""
+
+
+def test_what_was_seen_of_a_gpu_is_kept(tmp_path: Path) -> None:
+    """A later process computes nothing before it loads; another GPU, or driver, is looked at."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", KEPT, which], env=env, capture_output=True, text=True, check=True
+        ).stdout
+        for which in ("first", "again")
+    ]
+    assert said[0] == said[1] != ""
+    assert any("GPU UUID" in part for part in nvidia_parts()), nvidia_parts()

@@ -458,6 +458,9 @@ class Framework(Protocol):
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """What a dtype is on a device, by computing on a real buffer in this process."""
 
+    def lasting(self, name: str) -> bool:
+        """Whether what this process computes there, any other would: it is kept as a child's is."""
+
     def fingerprint(self, name: str) -> str:
         """Text that changes whenever a probe of the device may come out differently."""
 
@@ -699,24 +702,39 @@ def probe(
 
     The child has a compile cache of its own, since a warm one hides a missing compiler, and its
     stderr is captured. Results are kept on disk under a fingerprint of what they depend on
-    (versions, drivers, compilers), where a cache directory can be written. A child that takes
-    longer than ``timeout_s`` is ended, with all that it started: the device does not work.
+    (versions, drivers, GPUs, compilers), where a cache directory can be written: the first kernels
+    of a process took 18 of the 50 ms before the first read of a load to one H200. A child that
+    takes longer than ``timeout_s`` is ended, with all that it started: the device does not work.
     """
     owner = framework(framework_name)
     key = (framework_name, owner.canonical(device), full)
     if key in _PROBES:
         return _PROBES[key]
-    if owner.trusted(device):
+    trusted = owner.trusted(device)
+    if trusted and not owner.lasting(device):
         _PROBES[key] = owner.probe(device, full)
         return _PROBES[key]
     parts = [*map(str, key), owner.fingerprint(device), sys.version, sys.executable]
     cached = _cache_file("probe", *parts).with_suffix(".json")
     result = _read_probe(cached)
     if result is None:
-        result = _probe_in_child(*key, timeout_s)
+        result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
         _write_probe(cached, result)
     _PROBES[key] = result
     return result
+
+
+def nvidia_parts() -> list[str]:
+    """What NVIDIA's driver for Linux says of itself and of each GPU: for fingerprints.
+
+    Folders that are kept may be shared by machines that differ in their GPUs alone.
+    """
+    root = Path("/proc/driver/nvidia")
+    parts = []
+    for path in (root / "version", *sorted(root.glob("gpus/*/information"))):
+        with suppress(OSError):
+            parts.append(path.read_text(encoding="utf-8", errors="replace"))
+    return parts
 
 
 def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:

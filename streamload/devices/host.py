@@ -343,6 +343,10 @@ class HostFramework:
         """numpy computes in this process anyway."""
         return True
 
+    def lasting(self, name: str) -> bool:
+        """There is nothing worth keeping."""
+        return False
+
     def fingerprint(self, name: str) -> str:
         """The host works."""
         return ""

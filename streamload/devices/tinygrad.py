@@ -45,6 +45,7 @@ from streamload.devices.base import (
     Staging,
     Ticket,
     environment,
+    nvidia_parts,
 )
 from streamload.devices.tinygrad_tensors import (
     ALLOCATORS,
@@ -617,6 +618,10 @@ class TinygradFramework:
         """None: compilers and drivers end processes."""
         return False
 
+    def lasting(self, name: str) -> bool:
+        """None: kernels that are compiled already work without a compiler."""
+        return False
+
     def fingerprint(self, name: str) -> str:
         """Versions, compilers, drivers and settings that a device's working depends on."""
         parts = [importlib.metadata.version("tinygrad"), str(tinygrad.__file__), sys.platform]
@@ -632,8 +637,7 @@ class TinygradFramework:
 
             found = getattr(nvrtc.dll, "_name", None)  # None where there is no such library
             parts.append(f"nvrtc={found}{_stamp(found)}")
-            with contextlib.suppress(OSError):
-                parts.append(Path("/proc/driver/nvidia/version").read_text())
+            parts += nvidia_parts()
         settings.pop("POCL_CACHE_DIR", None)
         if re.fullmatch("[A-Z]*", settings.get("DEV", "")):
             settings.pop("DEV", None)  # which device is the default, and tinygrad sets that itself
