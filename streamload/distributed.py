@@ -35,6 +35,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind, resolve_reader
 from streamload.checkpoint.url import Url
+from streamload.devices.base import framework, spelled_as, split_name
 from streamload.dtypes import DType
 from streamload.errors import (
     LoadState,
@@ -50,11 +51,18 @@ from streamload.load import DTypeArgument, Load, Options, Place, TransferArgumen
 from streamload.load import plan as plan_load
 from streamload.lookup import CastArgument, bf16_is_undecided
 from streamload.mapping import MappingArgument, Rename
-from streamload.nodes.gather import Gatherer, held_nbytes, shared_ranges
+from streamload.nodes.gather import (
+    BLOCK_NBYTES,
+    BLOCKS,
+    LEAST_BLOCK_NBYTES,
+    Gatherer,
+    held_nbytes,
+    shared_ranges,
+)
 from streamload.nodes.group import Group
 from streamload.nodes.index import Index, check_present, write_index
 from streamload.nodes.launch import host_id, node_name, open_group
-from streamload.nodes.session import Session
+from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Share, Split, make_shares
 from streamload.plan.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
 from streamload.plan.kv_cache import CacheRequest
@@ -115,7 +123,7 @@ def plan(
         ValueError: an argument is not what it should be.
     """
 
-    def read() -> _Asked:
+    def read(me: Member) -> _Asked:
         options = Options.read(
             budget,
             dtype,
@@ -123,10 +131,11 @@ def plan(
             reserve,
             CacheRequest.read(context, batch, cache_dtype),
         )
-        return _Asked(path, options, split, rename, mapping, device)
+        return _Asked(path, options, split, rename, mapping, _own_device(device, me))
 
     with _meeting(group, timeout) as session:
-        return _Agreed.reach(session, session.step("its arguments", read), None).plan
+        asked = session.step("its arguments", lambda: read(session.me))
+        return _Agreed.reach(session, asked, None).plan
 
 
 def load_state_dict(
@@ -167,7 +176,9 @@ def load_state_dict(
         path: the checkpoint, where this rank finds it; it may lie elsewhere on each, and needs
             only the files that a rank reads. Rank 0 reads the headers.
         budget: most bytes on this rank's device; each rank may have another. Host staging is
-            divided by the ranks that share a host, and so is free memory that no one stated.
+            divided by the ranks that share a host (8 MiB at least), and so is free memory that no
+            one stated. What "replicate" exchanges takes up to 32 MiB more of a rank's host, or
+            of the staging that was stated by ``Budget(..., host=...)``.
         group: who loads together. None: what the launcher says (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
@@ -179,8 +190,9 @@ def load_state_dict(
             checksums (of ranks with the same dtype); "none" compares names and bytes alone.
         timeout: seconds within which the loss of a rank is known to all. What all do together must
             not take longer either: under "replicate", to read a block of 4 MiB.
-        device: one device; see `streamload.load_state_dict`. Ranks that share a GPU each need a
-            budget in bytes.
+        device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
+            is for each the GPU of its number there, if there are as many. Ranks that share a GPU
+            each need a budget in bytes.
         dtype: as there; it must decide what devices that differ would do differently.
         out_of_range: as there.
         cast: as there.
@@ -213,7 +225,7 @@ def load_state_dict(
     """
     clock = Clock()
 
-    def read() -> _Asked:
+    def read(me: Member) -> _Asked:
         options = Options.read(
             budget,
             dtype,
@@ -233,10 +245,11 @@ def load_state_dict(
         ):
             if value not in choices:
                 raise ValueError(f"{name} is {' or '.join(map(str, choices))}, not {value!r}")
-        return _Asked(path, options, split, rename, mapping, device, verify, strict)
+        own = _own_device(device, me)
+        return _Asked(path, options, split, rename, mapping, own, verify, strict)
 
     with _meeting(group, timeout) as session:
-        asked = session.step("its arguments", read)
+        asked = session.step("its arguments", lambda: read(session.me))
         agreed, load = _prepared(session, asked, _Agreed.reach(session, asked, model))
         with _gathered(session, agreed, load) as gatherer:
             report = _loaded(session, agreed.plan, load, gatherer, progress, clock)
@@ -322,6 +335,7 @@ class _Agreed:
         place: the model and the device of this rank; None where no device was looked at.
         options: with this rank's part of the host.
         budgets: of each rank, in bytes.
+        block_nbytes: most that is exchanged at once, under "replicate".
         plan: who loads what.
     """
 
@@ -330,6 +344,7 @@ class _Agreed:
     place: Place | None
     options: Options
     budgets: tuple[int, ...]
+    block_nbytes: int
     plan: ClusterPlan
 
     @classmethod
@@ -352,12 +367,15 @@ class _Agreed:
         offers = session.exchange("its device", offer)
         _check_alike(session, offers)
         budgets = tuple(offered["budget"] for offered in offers)
+        rooms = [offered["host"] - MIN_HOST_NBYTES for offered in offers if offered["host"]]
+        block_nbytes = min([BLOCK_NBYTES, *(max(n // BLOCKS, LEAST_BLOCK_NBYTES) for n in rooms)])
         place = looked[0] if looked else None
         made = _planned(session, asked, index.checkpoint, budgets)
         options = session.step(
-            "its options", lambda: _mine(session, asked, index.checkpoint, budgets, place)
+            "its options",
+            lambda: _mine(session, asked, index.checkpoint, budgets, block_nbytes, place),
         )
-        return cls(index, missing, place, options, budgets, made)
+        return cls(index, missing, place, options, budgets, block_nbytes, made)
 
 
 def _indexed(session: Session, asked: _Asked) -> tuple[Index, list[str]]:
@@ -376,10 +394,13 @@ def _offer(
 ) -> tuple[dict[str, Any], Place | None]:
     """What this rank's device may hold, and how it would decide about bfloat16."""
     options, name = asked.options, asked.device or "device"
+    # None: what is exchanged is held beside what is staged by default, and not out of it
+    host = options.budget.host_nbytes // session.me.local_size
+    said = {"host": host if options.budget.host_stated else None}
     undecided = bf16_is_undecided(options.policy, checkpoint, checkpoint.tensors)
     if model is None and not undecided and options.budget.is_stated(name):
         nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
-        return {"budget": max(nbytes, 0), "bf16": None}, None
+        return said | {"budget": max(nbytes, 0), "bf16": None}, None
     place = _one_device(model, options, asked.device)
     (spec,) = place.specs(options, bf16_undecided=undecided)
     nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
@@ -387,7 +408,23 @@ def _offer(
         # all ranks of this host found the same memory free, and each keeps some of it so
         nbytes = max((nbytes + reserved) // session.me.local_size - reserved, 0)
     bf16 = spec.native_bf16 if undecided else None
-    return {"budget": nbytes, "bf16": bf16}, place
+    return said | {"budget": nbytes, "bf16": bf16}, place
+
+
+def _own_device(device: str | None, me: Member) -> str | None:
+    """A device by its number, where several ranks of a host ask for one without: each has its own.
+
+    tinygrad does not tell how many it has, and where there are fewer than ranks they may share.
+    """
+    if not isinstance(device, str) or me.local_size == 1:
+        return device
+    named, name = split_name(device)
+    if (named or spelled_as(name)) != "torch" or ":" in name:
+        return device
+    torch = framework("torch")
+    kind = (name.lower() or torch.default_device()).partition(":")[0]
+    alike = [other for other in torch.candidates() if other.partition(":")[0] == kind]
+    return alike[me.local_rank] if len(alike) >= me.local_size else device
 
 
 def _one_device(model: Any, options: Options, device: str | None) -> Place:
@@ -418,6 +455,7 @@ def _mine(
     asked: _Asked,
     checkpoint: Checkpoint,
     budgets: Sequence[int],
+    block_nbytes: int,
     place: Place | None,
 ) -> Options:
     """The options with this rank's part of its host."""
@@ -425,6 +463,7 @@ def _mine(
     staged = place is not None and not all(
         device.info.host_visible for device in place.devices.opened.values()
     )
+    stated = options.budget.host_stated
     staging, held = options.budget.host_nbytes // sharing, 0
     threads = options.threads
     if threads is None and sharing > 1 and not isinstance(locate(asked.path)[0], Url):
@@ -441,10 +480,10 @@ def _mine(
         if options.page_cache == "drop":
             raise ValueError('split="replicate" leaves the page cache: page_cache="drop" is not')
         reader = "pread"  # what is exchanged is read into memory
-        held = held_nbytes(checkpoint, session.group.size)
+        held = held_nbytes(checkpoint, session.group.size, block_nbytes)
         if place is not None and any(d.info.shared_memory for d in place.devices.opened.values()):
             reserve_nbytes += held
-    if staged and staging - held < MIN_HOST_NBYTES:
+    if staged and stated and staging - held < MIN_HOST_NBYTES:
         raise PlanInfeasibleError(
             STAGING,
             MIN_HOST_NBYTES + held,
@@ -452,7 +491,7 @@ def _mine(
             limit=f"host budget of each of {sharing} ranks" if sharing > 1 else "host budget",
             would_fit=[f'Budget(..., host="{-(-(MIN_HOST_NBYTES + held) * sharing // 2**20)}MiB")'],
         )
-    staging = max(staging - held, MIN_HOST_NBYTES)
+    staging = max(staging - held if stated else staging, MIN_HOST_NBYTES)
     budget = Budget(dict.fromkeys(names, nbytes) or nbytes, host=staging)
     return replace(
         options, budget=budget, threads=threads, reader=reader, reserve_nbytes=reserve_nbytes
@@ -596,7 +635,7 @@ def _gathered(session: Session, agreed: _Agreed, load: Load) -> Iterator[Gathere
     mine = shared_ranges(part, load.plan.placements)
     reader = agreed.options.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
-    with Gatherer(session.group, whole, shared, mine, kinds) as gatherer:
+    with Gatherer(session.group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
         yield gatherer
 
 

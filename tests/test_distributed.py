@@ -192,17 +192,22 @@ def test_replicas_by_small_chunks_and_several_threads(
         equal(report.state_dict, alone(path))
 
 
-def test_replicas_larger_than_all_blocks(tmp_path: Path) -> None:
-    """24 MB of one tensor and some around it: more than the ring holds at once."""
+@pytest.mark.parametrize("hosts", [None, ("64MiB", "8MiB", "1GB")], ids=str)
+def test_replicas_larger_than_all_blocks(hosts: Sequence[str] | None, tmp_path: Path) -> None:
+    """40 MB of one tensor and some around it: more than the ring holds at once.
+
+    Ranks whose hosts have less room for blocks than others exchange shorter ones with all.
+    """
     generator = np.random.default_rng(0)
     tensors = {
         "a": ("U8", (5,), generator.bytes(5)),
-        "b": ("U8", (24_000_001,), generator.bytes(24_000_001)),
+        "b": ("U8", (40_000_001,), generator.bytes(40_000_001)),
         "c": ("U8", (2**22,), generator.bytes(2**22)),
         "d": ("U8", (1,), b"d"),
     }
     file = write_safetensors(tmp_path / "m.safetensors", tensors)
-    for report in succeeded(run(World(3), load(file, split="replicate"))):
+    budgets = [streamload.Budget(PLENTY, host=host) for host in hosts or [None] * 3]
+    for report in succeeded(with_budgets(file, budgets, split="replicate")):
         for name, array in report.state_dict.items():
             assert array.tobytes() == tensors[name][2]
     nothing_left()

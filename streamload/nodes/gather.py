@@ -30,6 +30,7 @@ from streamload.nodes.group import Group
 from streamload.plan.plan import Placement
 
 BLOCK_NBYTES = 4 * 2**20
+LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer ones
 #: Blocks that are held at once: two each that are read and taken from, and four exchanged.
 BLOCKS = 8
 

@@ -27,8 +27,8 @@ from streamload.errors import NodeError, PeerFailedError
 from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
 from streamload.nodes.store import open_store
 
-_NAPS_S = (5e-5, 5e-3)  # between looks at what is under way, the shortest and the longest
-_NAP_SHARE = 0.05  # of the time waited so far
+_NAPS_S = (2e-4, 5e-3)  # between looks at what is under way, the shortest and the longest
+_NAP_SHARE = 0.1  # of the time waited so far
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
 #: port that the program's own init_process_group shares, before or after.

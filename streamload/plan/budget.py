@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -107,11 +107,13 @@ class Budget:
         default: for the devices that are not named; None: what is free, less a reserve.
         named: (canonical device name, size or None), sorted by name.
         host_nbytes: bytes of host staging for devices with memory of their own.
+        host_stated: whether they were asked for.
     """
 
     default: Size | None
     named: tuple[tuple[str, Size | None], ...]
     host_nbytes: int
+    host_stated: bool = field(compare=False)
 
     def __init__(
         self,
@@ -151,6 +153,7 @@ class Budget:
         object.__setattr__(self, "default", default)
         object.__setattr__(self, "named", tuple(sorted(named.items(), key=lambda pair: pair[0])))
         object.__setattr__(self, "host_nbytes", staging.nbytes)
+        object.__setattr__(self, "host_stated", host is not None)
 
     @classmethod
     def parse(cls, value: BudgetLike) -> Budget:
