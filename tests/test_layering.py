@@ -85,6 +85,7 @@ READ_ENVIRONMENT = (
 START_THREADS = (
     *("stream", "convert.writing", "bench.limits"),  # of a process each
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+    "verify",  # checksums of replicas, after the load
 )
 STARTERS = {
     *("Thread", "Timer", "start_new_thread", "ThreadPool", "ThreadPoolExecutor"),
@@ -157,7 +158,7 @@ def test_a_framework_is_imported_in_its_own_file_only(module: str) -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_threads_are_started_in_one_file_only(module: str) -> None:
-    """Only loads, conversions and benches start threads; locks may be anywhere."""
+    """Only loads, their checksums, conversions and benches start threads; locks may be anywhere."""
     started = _names(module) & STARTERS
     assert not started or module in START_THREADS, f"{module} uses {started}"
 
