@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -25,7 +25,7 @@ from streamload.dtypes import DType
 from streamload.errors import DeviceError, OutOfRangeError
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.chunks import Chunk, Pack, packs_and_chunks
-from streamload.plan.plan import SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.plan.plan import SEGMENTS, Placement, Plan, alike, kinds, slot_nbytes
 
 NO_COUNTS = CastCounts()
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
@@ -51,6 +51,9 @@ class Target(Protocol):
 
     def finish(self, index: int, counts: CastCounts) -> None:
         """All bytes of the placement are there; its buffer is written no more."""
+
+    def finish_range(self, indices: range) -> None:
+        """The same of placements that `begin_range` made room for; nothing of them was cast."""
 
 
 #: Opens a shard, in the way that the plan has for it.
@@ -108,7 +111,7 @@ class Job:
         self.bulk = {name: device.bulk for name, device in devices.items()}
         infos = {name: device.info for name, device in devices.items()}
         self.host_visible = {name: info.host_visible for name, info in infos.items()}
-        cast_there = {p.device for p in plan.placements if p.cast == "device"}
+        cast_there = {p.device for p, _ in alike(plan.placements) if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
         self.staged = plan.transfer == "staged"
         # of a buffer's first byte, for devices that tell
@@ -120,7 +123,8 @@ class Job:
                 self._address[name] = device.address
         self.joins = {name for name, info in infos.items() if info.allocator in SEGMENTS}
         self.casts: dict[str, DeviceCasts] = {}  # by device, of those that cast what they were sent
-        share = sum(p.nbytes for p in plan.placements) // (_LEAST_SHARE * max(plan.threads, 1))
+        nbytes = sum(p.nbytes * count for p, count in alike(plan.placements))
+        share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: what is left over of each unit would be a small copy
         slots = max(min(share, _BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
         self._bulk_nbytes = slots * plan.slot_nbytes
@@ -236,7 +240,7 @@ class Job:
 
     def addresses(self, pack: Pack) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
-        address = self._address.get(self.plan.placements[pack.first].device)
+        address = self._address.get(kinds(self.plan.placements)[pack.first].device)
         if address is None:
             return None
         buffers = map(self.buffers.__getitem__, pack.placements)
@@ -259,9 +263,8 @@ class Job:
         before = self.stats.read_nbytes
         if isinstance(unit, Pack):
             self.stats.read_nbytes += unit.stop - unit.start
-            for index in unit.placements:
-                self._target.finish(index, NO_COUNTS)
-                del self.buffers[index]
+            self._target.finish_range(unit.placements)
+            deque(map(self.buffers.__delitem__, unit.placements), maxlen=0)
             self._account(unit, self.stats.read_nbytes - before)
             return
         for chunk, count in zip(unit, counts, strict=True):

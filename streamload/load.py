@@ -43,7 +43,7 @@ from streamload.lookup import (
     open_devices,
     unseen_spec,
 )
-from streamload.mapping import MappingArgument, Rename, Source, sources
+from streamload.mapping import MappingArgument, Rename, Source, Unchanged, sources
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
 from streamload.plan.budget import (
@@ -56,14 +56,16 @@ from streamload.plan.budget import (
 )
 from streamload.plan.kv_cache import CacheRequest, KvCache
 from streamload.plan.partition import Node
-from streamload.plan.plan import Plan, Transfer
+from streamload.plan.plan import Plan, Transfer, alike, names_of
 from streamload.plan.planner import (
     DEFAULT_CHUNK_NBYTES,
     MAPPED_WINDOW_NBYTES,
     CastChoice,
     DeviceSpec,
     DTypePolicy,
+    EveryTensor,
     Want,
+    different,
     make_plan,
 )
 from streamload.progress import Progress, reporting
@@ -593,7 +595,7 @@ def _host_moves(made: Plan, specs: Iterable[DeviceSpec]) -> bool:
     staged = {spec.name for spec in specs if not spec.host_visible}
     return any(
         p.device in staged and (p.cast in ("llvm", "numpy") or p.transpose is not None)
-        for p in made.placements
+        for p, _ in alike(made.placements)
     )
 
 
@@ -689,6 +691,7 @@ class Load:
         devices = place.devices
         fill, _, tied = found
         match = None
+        wants: Sequence[Want]
         if place.owner is None:
             wants = _wants(checkpoint, fill)
         else:
@@ -698,14 +701,15 @@ class Load:
             match.check(checkpoint.path, strict)
             wants = match.wants
             tied = {}  # the model says what is tied
-        free = [want.source[0].tensor for want in wants if want.dtype is None]
+        distinct = different(checkpoint, wants, options.policy)
+        free = [want.source[0].tensor for want in distinct if want.dtype is None]
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
         def planned(over: Devices) -> Plan:
             specs = place.specs(options, bf16_undecided=undecided, over=over)
             specs, refused = over.compile_casts(
                 specs,
-                wants,
+                distinct,
                 checkpoint,
                 options.policy,
                 clamp=options.out_of_range == "clamp",
@@ -713,7 +717,7 @@ class Load:
             )
             on_host = options.policy.fp16_cast == "llvm"  # some of it, whatever casts
             native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
-            engine, notes = _host_cast(checkpoint, wants, options, native)
+            engine, notes = _host_cast(checkpoint, distinct, options, native)
             free = over.host_free_nbytes()
             made = options.plan(checkpoint, wants, specs, tied, engine, free)
             return replace(made, notes=(*made.notes, *refused, *notes))
@@ -730,8 +734,10 @@ class Load:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes]
-        loaded = {r.tensor for want in wants for r in want.source}
-        skipped = [name for name in checkpoint.tensors if name not in loaded]
+        skipped: list[str] = []
+        if not isinstance(wants, EveryTensor):
+            loaded = {r.tensor for want in wants for r in want.source}
+            skipped = [name for name in checkpoint.tensors if name not in loaded]
         notes += on_unstored(place.unstored, made)
         return cls(
             checkpoint,
@@ -744,7 +750,11 @@ class Load:
 
     def _device_map(self) -> dict[str, str | int]:
         """Where everything is, by module."""
-        by_name = {p.name: p.device for p in self.plan.placements}
+        placements = self.plan.placements
+        where = {p.device for p, _ in alike(placements)}
+        if self.match is None and len(where) == 1:
+            return device_map({"": where.pop()})
+        by_name = {p.name: p.device for p in placements}
         if self.match is None:
             return device_map(by_name)
         names = {
@@ -757,7 +767,7 @@ class Load:
     @property
     def read_nbytes(self) -> int:
         """File bytes that it will read."""
-        return sum(p.src_nbytes for p in self.plan.placements)
+        return sum(p.src_nbytes * count for p, count in alike(self.plan.placements))
 
     def run(self, progress: Progress, clock: Clock, opener: Opener = open_shard) -> LoadReport:
         """Stream."""
@@ -831,7 +841,9 @@ class Load:
             notes=(*made.notes, *fallbacks),
             page_cache=stats.page_cache,
             dropped_nbytes=stats.dropped_nbytes,
-            state_dict={p.name: tensors[p.name] for p in made.placements} if tensors else {},
+            state_dict={name: tensors[name] for name in names_of(made.placements)}
+            if tensors
+            else {},
         )
 
 
@@ -864,8 +876,10 @@ def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
     ]
 
 
-def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> list[Want]:
+def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Sequence[Want]:
     """Everything in the checkpoint, as it is there."""
+    if isinstance(fill, Unchanged):
+        return EveryTensor(checkpoint)
     problems = [
         f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
     ]
@@ -881,7 +895,7 @@ def _host_cast(
 
     Args:
         checkpoint: the headers.
-        wants: what is loaded.
+        wants: what is loaded; of each kind one will do.
         options: those of the load.
         native_bf16: what the devices that do not cast themselves say of themselves; kernels that
             none needs are not compiled.

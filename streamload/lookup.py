@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 from streamload.cast.table import supported
@@ -29,7 +30,7 @@ from streamload.errors import (
 )
 from streamload.plan.allocators import AllocatorKind
 from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
-from streamload.plan.plan import Plan
+from streamload.plan.plan import Plan, alike
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
 
@@ -60,11 +61,12 @@ class Devices:
         """Whether bf16 stays on a device: claimed, and seen on a real buffer."""
         if not self.opened[name].info.native_bf16:
             return False
-        if self.framework.trusted(name):
-            status = self.framework.dtype_status(name, BF16)
-        else:
-            status = probe(self.framework.name, name, full=True).dtypes.get("bfloat16", "absent")
-        return status in ("native", "emulated")
+        seen = probe(self.framework.name, name).dtypes.get("bfloat16")
+        if seen is None and self.framework.trusted(name):
+            seen = self.framework.dtype_status(name, BF16)
+        elif seen is None:
+            seen = probe(self.framework.name, name, full=True).dtypes.get("bfloat16")
+        return seen in ("native", "emulated")
 
     def specs(
         self,
@@ -153,7 +155,7 @@ class Devices:
 
         Args:
             specs: the devices, described.
-            wants: what is loaded.
+            wants: what is loaded; of each kind one will do.
             checkpoint: the headers.
             policy: the dtypes asked for.
             clamp: what overflows becomes the largest finite value.
@@ -212,7 +214,9 @@ class Devices:
         """Raise DeviceError where a device cannot hold as many buffers as a plan allocates."""
         for name, device in self.opened.items():
             most = device.info.max_buffers
-            count = sum(p.device == name and p.action != "in_place" for p in plan.placements)
+            count = sum(
+                n for p, n in alike(plan.placements) if p.device == name and p.action != "in_place"
+            )
             if most is not None and count > most:
                 raise DeviceError(
                     name,
@@ -272,10 +276,10 @@ def cast_pairs(
 
 def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint, names: Iterable[str]) -> bool:
     """Whether the dtype of some of these tensors depends on what a device computes in natively."""
+    found = (name for name in names if checkpoint.tensors[name].dtype is BF16)
     return any(
         policy.resolve(name, BF16, False) is not policy.resolve(name, BF16, True)
-        for name in names
-        if checkpoint.tensors[name].dtype is BF16
+        for name in (found if policy.by_name else islice(found, 1))
     )
 
 

@@ -8,13 +8,15 @@ Meta's ``llama/model.py`` (``tok_embeddings``, ``attention.wq``, ...).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import records
 from streamload.errors import CheckpointError
-from streamload.plan.plan import RowRange, RowTranspose
+from streamload.plan.plan import RowRange, RowTranspose, all_rows
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 Sources: TypeAlias = "str | RowRange | Sequence[str | RowRange] | Source"
@@ -84,9 +86,40 @@ class Source:
     shape: tuple[int, ...] | None = None
 
 
+class Unchanged(Mapping[str, Source]):
+    """Every tensor of a checkpoint, all of it, under its own name.
+
+    Sources are made when one is asked for, all at once: 0.5 microseconds each, one by one 1.4. A
+    load without a model asks for none.
+    """
+
+    __slots__ = ("_found", "checkpoint")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._found: dict[str, Source] | None = None
+
+    def __getitem__(self, name: str) -> Source:
+        if self._found is None:
+            names = list(self.checkpoint.tensors)
+            rows = list(zip(all_rows(tuple(self.checkpoint.tensors.values()))))
+            made = records(Source, rows, repeat(None), repeat(None))
+            self._found = dict(zip(names, made, strict=True))
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint.tensors)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint.tensors)
+
+
 def sources(
     checkpoint: Checkpoint, mapping: MappingArgument | None, rename: Rename | None
-) -> tuple[dict[str, Source], list[str], dict[str, str]]:
+) -> tuple[Mapping[str, Source], list[str], dict[str, str]]:
     """Say what fills each parameter, by the model's names.
 
     Args:
@@ -106,6 +139,8 @@ def sources(
         ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
             argument is not what it should be.
     """
+    if mapping is None and rename is None:
+        return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
     named = _mapped(checkpoint, mapping)
     by_tensor = {source.rows[0].tensor: name for name, source in named}
     tied: dict[str, str] = {}

@@ -177,11 +177,13 @@ def match(
         source = fill[found[0]] if found else fill[tied[head or ""]]
         if not found:
             out.notes.append(f"{name} is tied to {tied[head or '']} by config.json: it is a copy")
-        problem = incoherent(checkpoint, source) or parameter.refused
+        stored = _whole(checkpoint, source)  # most are: nothing else needs to be asked of it
+        problem = "" if stored is not None else incoherent(checkpoint, source)
+        problem = problem or parameter.refused
         if problem:
             out.problems.append(f"{name}: {problem}")
             continue
-        shape = _shape(checkpoint, source)
+        shape = stored.shape if stored is not None else _shape(checkpoint, source)
         if shape != parameter.shape:
             out.wrong_shape.append(ShapeMismatch(name, parameter.shape, shape))
             out.unfilled += parameter.names

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.plan.budget import Ledger
-from streamload.plan.plan import Plan
+from streamload.plan.plan import Plan, alike, kinds, names_of, resident_nbytes
 
 _POISON_NBYTES = 2**20
 
@@ -45,6 +47,7 @@ class ModelTarget:
         self._devices = devices
         self._parameters = parameters
         self._ledger = ledger
+        self._all_new = all(p.action == "new" for p, _ in alike(plan.placements))
         self._buffers: dict[int, Buffer] = {}  # begun and not finished
         self._released: set[int] = set()  # what they held is gone
         self._loaded: set[int] = set()
@@ -57,12 +60,13 @@ class ModelTarget:
     def begin_all(self) -> None:
         """Enter what the model holds into the ledger; release it now where that is planned."""
         made = self._plan
-        for p in made.placements:
+        held = () if self._all_new else made.placements
+        for p in held:
             if p.action == "in_place":
                 self._ledger.reserve(p.device, p.resident_nbytes)
             elif p.released_nbytes:
                 self._ledger.reserve(p.device, p.released_nbytes)
-        for index, p in enumerate(made.placements):
+        for index, p in enumerate(held):
             if p.action == "replace" and made.device(p.device).release_first:
                 self._release(index)
         for d in made.devices:
@@ -106,14 +110,16 @@ class ModelTarget:
     def begin_range(self, indices: range) -> list[Buffer]:
         """Make room for parameters of one device that follow each other."""
         placements = self._plan.placements[indices.start : indices.stop]
-        name = placements[0].device
+        like = kinds(placements)
+        name = like[0].device
         device = self._devices[name]
-        if not isinstance(device, Addressed) or any(p.action != "new" for p in placements):
+        new = self._all_new or all(p.action == "new" for p in placements)
+        if not new or not isinstance(device, Addressed):
             return [self.begin(index) for index in indices]
-        nbytes = sum(p.resident_nbytes for p in placements)
+        nbytes = resident_nbytes(placements)
         self._ledger.reserve(name, nbytes)
         try:
-            buffers = device.allocate_all([(p.dst, p.shape) for p in placements])
+            buffers = device.allocate_all([(p.dst, p.shape) for p in like])
         except BaseException as error:
             self._ledger.release(name, nbytes)
             if isinstance(error, AllocationError):  # one by one: what is too much is named
@@ -136,6 +142,25 @@ class ModelTarget:
             parameter.attach(self._buffers[index], p.dst)
         self._loaded.add(index)
         del self._buffers[index]
+
+    def finish_range(self, indices: range) -> None:
+        """Make parameters tensors that follow each other, whose casts are not counted."""
+        if self._parameters is not None:
+            for index in indices:
+                self.finish(index, CastCounts())
+            return
+        placements = self._plan.placements[indices.start : indices.stop]
+        like = kinds(placements)
+        columns = (
+            repeat(self._devices[like[0].device]),
+            map(self._buffers.__getitem__, indices),
+            [p.dst for p in like],
+            [p.shape for p in like],
+        )
+        tensors = map(self._framework.tensor, *columns)
+        self.state_dict.update(zip(names_of(placements), tensors, strict=True))
+        self._loaded.update(indices)
+        deque(map(self._buffers.__delitem__, indices), maxlen=0)
 
     def fail(self) -> LoadState:
         """Give back what is half-filled, and say what each parameter is now.

@@ -25,7 +25,7 @@ from streamload.errors import AllocationError, CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
 from streamload.plan.allocators import DRIVER_BLOCK_NBYTES
 from streamload.plan.chunks import Chunk, Pack, Run, split
-from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
+from streamload.plan.plan import STAGING_SLOTS, Placement, alike, slot_nbytes
 from streamload.units import round_up
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
@@ -121,7 +121,7 @@ class Worker:
         locks those of one thread at a time: the others are taken when this one is in use.
         """
         job = self._job
-        devices = {p.device for p in job.plan.placements}
+        devices = {p.device for p, _ in alike(job.plan.placements)}
         if len(devices) == 1 and job.staged and job.bulk[name := devices.pop()] is not None:
             self._slots.setdefault(name, deque()).append(self._new_slot(name, None))
             self._fresh = True
@@ -399,25 +399,28 @@ class Worker:
         """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
         addresses = self._job.addresses(pack)
         assert addresses is not None, device
-        starts, stops = pack.bounds[:-1], pack.bounds[1:]
-        for first in range(pack.start, pack.stop, size):
+        firsts = np.arange(pack.start, pack.stop, size)
+        begin = np.union1d(pack.bounds[:-1], firsts)  # of what goes from one read to one parameter
+        of = np.searchsorted(pack.bounds, begin, "right") - 1
+        target = addresses[of] + (begin - pack.bounds[of])
+        nbytes = np.diff(begin, append=pack.stop)
+        at = (begin - pack.start) % size  # in its read
+        if device in self._job.joins:
+            # neighbours in one segment by one copy; segments begin at a multiple of this
+            new = np.empty(len(begin), bool)
+            new[0] = True
+            new[1:] = target[1:] != target[:-1] + nbytes[:-1]
+            new |= (at == 0) | (target % DRIVER_BLOCK_NBYTES == 0)
+            where = np.flatnonzero(new)
+            at, target, nbytes = at[where], target[where], np.add.reduceat(nbytes, where)
+        rows = np.zeros((len(at), len(Copy._fields)), np.int64)
+        rows[:, 1] = nbytes
+        rows[:, 2] = target
+        ends = [*np.flatnonzero(at == 0).tolist(), len(at)]
+        for first, (begun, end) in zip(firsts.tolist(), pairwise(ends), strict=True):
+            rows[begun:end, 0] = at[begun:end] + first % alignment
             last = min(first + size, pack.stop)
-            after, stop = np.searchsorted(pack.bounds, (first + 1, last))
-            inside = slice(after - 1, stop)
-            begin = np.maximum(starts[inside], first)
-            target = addresses[inside] + (begin - starts[inside])
-            nbytes = np.minimum(stops[inside], last) - begin
-            if device in self._job.joins:
-                # neighbours in one segment by one copy; segments begin at a multiple of this
-                follows = target[1:] == target[:-1] + nbytes[:-1]
-                new = np.flatnonzero(~follows | (target[1:] % DRIVER_BLOCK_NBYTES == 0))
-                new = np.concatenate(([0], new + 1))
-                begin, target, nbytes = begin[new], target[new], np.add.reduceat(nbytes, new)
-            rows = np.zeros((len(begin), len(Copy._fields)), np.int64)
-            rows[:, 0] = begin - first + first % alignment
-            rows[:, 1] = nbytes
-            rows[:, 2] = target
-            yield _read(first, last, alignment, CopyTable(rows))
+            yield _read(first, last, alignment, CopyTable(rows[begun:end]))
 
     def _copy(
         self, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors_files import header_bytes
 
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.header import Header, parse_header
+from streamload.checkpoint.header import Header, _plain, _strict, parse_header
 from streamload.dtypes import BY_CODE
 from streamload.errors import CheckpointError, HeaderError
 
@@ -43,6 +43,9 @@ json_values: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
+USUAL = b'{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+EMPTY = USUAL.replace(b"[2]", b"[0]").replace(b"[0,8]", b"[0,0]")
+AFTER = USUAL.replace(b"[0,8]", b"[8,16]")
 near = st.sampled_from([-1, 1, 4, 8, -4, -8, 2**32, 2**64])
 
 
@@ -67,6 +70,50 @@ def valid_headers(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
     if draw(st.booleans()):
         entries.append(("__metadata__", draw(st.dictionaries(names, names, max_size=2))))
     return dict(draw(st.permutations(entries))), start
+
+
+def of_data(text: bytes, data_nbytes: int) -> tuple[bytes, int]:
+    """The JSON of a header, and the length of a file with so much data."""
+    return text, 8 + len(text) + data_nbytes
+
+
+@st.composite
+def usual_headers(draw: st.DrawFn) -> tuple[bytes, int]:
+    """JSON as libraries write it, but for one thing at most, and the length of the file."""
+    text_of = st.text(st.sampled_from('a:"é\ud800\\/.'), max_size=4)
+    header: dict[str, Any] = {}
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(text_of, text_of, max_size=2))
+    start = 0
+    for name in draw(st.lists(text_of, max_size=4, unique=True)):
+        dtype = BY_CODE[draw(st.sampled_from(["F32", "BF16", "U8", "F4"]))]
+        shape = [*draw(st.lists(st.integers(1, 3), max_size=2)), 2]
+        stop = start + dtype.nbytes(math.prod(shape))
+        header[name] = {"dtype": dtype.code, "shape": shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=draw(st.booleans()))
+    changed = draw(
+        st.sampled_from(
+            [
+                ("", ""),
+                (text[1:-1], text[1:-1] + "," + text[1:-1]),  # every name twice
+                (":", "\\u003a"),
+                ("1,", "true,"),
+                ("1]", "1.0]"),
+                ("2]", "NaN]"),
+                ("[0,", "[-0,"),
+                ("[0,", "[1,"),
+                ('"shape"', '"dtype"'),
+                ("[2]", "[18446744073709551617]"),
+                ("[2]", "[0]"),
+                ("}", ' ,"x":":"}'),
+                ("{", " {"),
+            ]
+        )
+    )
+    raw = text.replace(*changed, draw(st.sampled_from([1, -1]))).encode("utf-8", "surrogatepass")
+    nbytes = draw(st.sampled_from([0, 0, 0, 0, 0, 1, -1]))
+    return raw, max(8 + len(raw) + start + nbytes, 0)
 
 
 def paths_into(value: Any) -> list[list[Any]]:
@@ -192,6 +239,43 @@ def test_valid_headers_are_valid(header: tuple[dict[str, Any], int]) -> None:
     if reference(content) is not None:  # an unknown key may hold what cannot be JSON
         check(content)
         parse_header(content, PATH, len(content))
+
+
+@settings(fuzz, max_examples=1000)
+@given(usual_headers())
+# members are lost, and as many colons found that are none
+@example(of_data(b'{"__metadata__":{"k":"\\u003a","k":""},"a":' + USUAL + b"}", 8))
+@example(of_data(b'{"\\u003a":' + USUAL[:-1] + b',"shape":[2]}}', 8))
+@example(
+    of_data(b'{"' + b"\\u003a" * 4 + b'":' + USUAL + b',"a":' + USUAL + b',"a":' + AFTER + b"}", 16)
+)
+@example(of_data(b'{"a":' + USUAL + b',"a":' + USUAL + b"}", 8))
+@example(of_data(b'{"a":' + USUAL.replace(b",8]", b",%d]" % (2**61 + 8)) + b"}", 2**61 + 8))
+@example(of_data(b'{"a":' + USUAL.replace(b"[2]", b"[%d]" % 2**61) + b"}", 8))
+@example(of_data(b'{"b":' + EMPTY + b',"a":' + EMPTY + b"}", 0))  # in order of name
+def test_columns_say_the_same_as_entries(header: tuple[bytes, int]) -> None:
+    """What is read in columns is read alike one by one; what is not valid never is."""
+    text, file_nbytes = header
+    found = _plain(text, PATH, file_nbytes)
+    try:
+        expected = _strict(text, PATH, file_nbytes)
+    except CheckpointError:
+        assert found is None
+    else:
+        assert found in (None, expected)
+
+
+def test_usual_headers_are_read_in_columns() -> None:
+    """With and without metadata, with colons in names: otherwise nothing would be gained."""
+    for header in (
+        b'{"a":' + USUAL + b"}",
+        b'{"__metadata__":{"format":"pt"},"a":' + USUAL + b"}  ",
+        b'{"__metadata__":{"url":"https://a.b"}, "a:b\\n": ' + USUAL + b"}",
+        '{"é":'.encode() + USUAL + b"}",
+    ):
+        found = _plain(header, PATH, of_data(header, 8)[1])
+        assert found is not None
+        assert [info.nbytes for info in found.tensors] == [8]
 
 
 @fuzz

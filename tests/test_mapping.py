@@ -218,6 +218,23 @@ def test_a_permutation_is_its_transposes_inverse(tmp_path: Path) -> None:
     assert MAPPINGS == ("hf-llama", "meta-llama")
 
 
+def test_without_a_mapping_every_tensor_fills_the_parameter_of_its_name(tmp_path: Path) -> None:
+    """All of it, scalars and empty ones too; as an empty mapping has it, name by name."""
+    shapes: dict[str, tuple[int, ...]] = {"b": (4, 2), "s": (), "a": (0, 3), "c": (1,)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    checkpoint = streamload.open_checkpoint(write(tmp_path, tensors))
+    fill, skipped, tied = sources(checkpoint, None, None)
+    expected = sources(checkpoint, {}, None)[0]
+    assert (skipped, tied) == ([], {})
+    assert dict(fill) == dict(expected)
+    assert list(fill) == list(expected) == list(checkpoint.tensors)
+    assert len(fill) == 4
+    assert "s" in fill and "t" not in fill
+    assert fill["b"].rows == (RowRange("b", 0, 4),)
+    with pytest.raises(KeyError):
+        fill["t"]
+
+
 # --- explicit mappings ----------------------------------------------------------------------------
 
 ABC = {

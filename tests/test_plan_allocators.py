@@ -205,14 +205,17 @@ def by_address(sizes: Iterable[int]) -> list[int]:
 
 
 SIZES = st.lists(
-    st.one_of(
-        st.integers(0, 3000),
-        st.integers(0, 3 * MIB),
-        st.integers(0, 64 * MIB),
-        st.sampled_from([MIB, MIB + 1, 2 * MIB, 10 * MIB - 512, 10 * MIB, 19 * MIB, 20 * MIB]),
+    st.tuples(
+        st.one_of(
+            st.integers(0, 3000),
+            st.integers(0, 3 * MIB),
+            st.integers(0, 64 * MIB),
+            st.sampled_from([MIB, MIB + 1, 2 * MIB, 10 * MIB - 512, 10 * MIB, 19 * MIB, 20 * MIB]),
+        ),
+        st.sampled_from([1, 1, 1, 2, 30]),  # many of one size are taken together
     ),
-    max_size=80,
-)
+    max_size=40,
+).map(lambda runs: [nbytes for nbytes, count in runs for _ in range(count)])
 
 
 KINDS = st.sampled_from(["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])

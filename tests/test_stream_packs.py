@@ -33,8 +33,8 @@ from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import Chunk, Pack, chunks, packs_and_chunks
-from streamload.plan.plan import Plan, RowRange
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.plan.plan import Plan
+from streamload.plan.planner import DeviceSpec, DTypePolicy, EveryTensor, Want, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 
@@ -55,11 +55,9 @@ def write(folder: Path, sizes: Sequence[int], *, shards: int = 1) -> Mapping[str
 
 def planned(checkpoint: Checkpoint, spec: DeviceSpec, skipped: Sequence[str] = ()) -> Plan:
     """A plan for all of a checkpoint, but for some."""
-    wants = [
-        Want(name, info.shape, (RowRange(name, 0, info.shape[0]),))
-        for name, info in checkpoint.tensors.items()
-        if name not in skipped
-    ]
+    wants: Sequence[Want] = EveryTensor(checkpoint)
+    if skipped:
+        wants = [want for want in wants if want.name not in skipped]
     return make_plan(
         checkpoint,
         wants=wants,

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from streamload.checkpoint import remote
 from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
@@ -84,6 +86,15 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of data, of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    def shard_numbers(self, infos: Sequence[TensorInfo]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Of tensors of this checkpoint, which of its shards they are in."""
+        number_of = {header.path: number for number, header in enumerate(self.shards)}
+        paths = [info.shard for info in infos]
+        # a path's own hash takes ten times as long, and all are one of a few objects
+        keys = list(map(id, paths))
+        numbers = {k: number_of[path] for k, path in dict(zip(keys, paths, strict=True)).items()}
+        return np.fromiter(map(numbers.__getitem__, keys), np.int64, len(keys))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_headers, (self.path, self.shards, dict(self.config))
@@ -223,6 +234,10 @@ def from_headers(
     shards = tuple(sorted(headers, key=lambda header: header.path.name))
     tensors: dict[str, TensorInfo] = {}
     for header in shards:
+        found = {info.name: info for info in header.tensors}
+        if tensors.keys().isdisjoint(found):  # one by one only to say which is in two
+            tensors |= found
+            continue
         for info in header.tensors:
             first = tensors.setdefault(info.name, info)
             if first is not info:

@@ -18,14 +18,17 @@ import json
 import math
 import os
 import stat
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
-from operator import attrgetter
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
 
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, DType
@@ -45,6 +48,7 @@ _MAX_U64 = 2**64 - 1
 _MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
 _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
+_COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
 
 #: What is often found under the name of a safetensors file, by its first bytes.
 _LOOKALIKES = {
@@ -62,6 +66,8 @@ _FILE_TYPES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,89 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
     data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
         raise TruncatedFileError(path, "the header is cut off", expected=data_start, found=len(raw))
-    document = parse_json_object(raw[PREFIX_NBYTES:data_start], path)
+    text = raw[PREFIX_NBYTES:data_start]
+    return _plain(text, path, file_nbytes) or _strict(text, path, file_nbytes)
+
+
+def records(
+    kind: type[_Record], first: Collection[Any], *columns: Iterable[Any]
+) -> Sequence[_Record]:
+    """Many objects of a frozen dataclass with slots, of columns of its fields.
+
+    Its own ``__init__`` sets one field after the other by ``object.__setattr__``: it takes 0.72
+    microseconds for a `TensorInfo`, this 0.37. No ``__post_init__`` is called.
+
+    Args:
+        kind: the dataclass.
+        first: its first field of each object; as many are made.
+        columns: its other fields, in order, for at least as many.
+    """
+    made = list(map(object.__new__, repeat(kind, len(first))))
+    fields = kind.__slots__  # type: ignore[attr-defined]
+    for field, column in zip(fields, (first, *columns), strict=True):
+        deque(map(getattr(kind, field).__set__, made, column), maxlen=0)
+    return made
+
+
+def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
+    """The header, where there is nothing unusual about it; None where `_strict` is to look.
+
+    Usual is what libraries write: tensors that are not empty, in the order of their bytes, with
+    three keys each. That is looked at in columns, which takes 2.6 microseconds a tensor, the JSON's
+    own 0.9 among them, where `_strict` takes 3.9.
+
+    Args:
+        text: the JSON.
+        path: the file.
+        file_nbytes: its length in bytes.
+    """
+
+    def fail(problem: str, expected: object, found: object) -> HeaderError:
+        return HeaderError(path, problem, expected=expected, found=found)
+
+    data_start = PREFIX_NBYTES + len(text)
+    if text[:1] != b"{" or rb"\u003" in text:
+        return None
+    try:
+        document: dict[str, Any] = json.loads(text.decode("utf-8"))
+        has_metadata = "__metadata__" in document
+        metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
+        entries = document.values()
+        if set(map(type, entries)) != {dict}:
+            return None
+        codes, dims, offsets = ([*map(column, entries)] for column in _COLUMNS)
+        types = [set(map(type, column)) for column in (codes, dims, offsets)]
+        if types != [{str}, {list}, {list}] or set(map(len, offsets)) != {2}:
+            return None
+        if set(map(type, chain.from_iterable(dims + offsets))) != {int}:  # true would pass as 1
+            return None
+        keys = list(zip(codes, map(tuple, dims), strict=True))
+        layouts = {key: _layout(*key, fail) for key in set(keys)}
+        dtypes, shapes, nbits = zip(*map(layouts.__getitem__, keys), strict=True)
+        bits = np.array(nbits, np.int64)
+        starts, stops = np.fromiter(chain(*offsets), np.int64).reshape(-1, 2).T
+    except (ValueError, KeyError, OverflowError, RecursionError):
+        return None
+    # A name that occurs twice has lost a member, and other keys are more of them. Each that was
+    # written has a colon, and there are no others but in strings; no escape (\u003a) is one.
+    strings = "".join(chain(document, metadata, metadata.values()))
+    members = 4 * len(document) + has_metadata + len(metadata)
+    if text.count(b":") != members + strings.count(":") or not is_text(strings):
+        return None
+    follow = starts[0] == 0 and (starts[1:] == stops[:-1]).all() and (stops > starts).all()
+    if not follow or (bits % 8).any() or (stops - starts != bits // 8).any():
+        return None
+    if data_start + int(stops[-1]) != file_nbytes:
+        return None
+    places = (starts + data_start).tolist(), (stops + data_start).tolist()
+    infos = records(TensorInfo, document, dtypes, shapes, repeat(path), *places)
+    return Header(path, file_nbytes, data_start, tuple(infos), MappingProxyType(metadata))
+
+
+def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
+    """The header, each entry held to every rule by itself."""
+    data_start = PREFIX_NBYTES + len(text)
+    document = parse_json_object(text, path)
     if isinstance(document, RepeatedNames):
         raise HeaderError(
             path,

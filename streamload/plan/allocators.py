@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import groupby, repeat
 from typing import Literal
 
 from streamload.units import round_up
@@ -63,15 +64,16 @@ def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) ->
             yield round_up(nbytes, granularity_nbytes)
         return
     pools = {True: _Pool(small=True), False: _Pool(small=False)}
-    for nbytes in sizes:
+    for nbytes, same in groupby(sizes):
+        count = len(list(same))
         size = max(round_up(nbytes, _BLOCK_NBYTES), _BLOCK_NBYTES) if nbytes else 0
         pool = pools[size <= _SMALL_NBYTES]
         if kind == "cuda_expandable":
-            yield pool.extend(size)
+            yield from map(pool.extend, repeat(size, count))
         elif kind == "cuda_driver" and size > DRIVER_SHARED_NBYTES:
-            yield round_up(size, DRIVER_BLOCK_NBYTES)
+            yield from repeat(round_up(size, DRIVER_BLOCK_NBYTES), count)
         else:  # the driver's shared blocks are as large as torch's small segments, and shared alike
-            yield pool.take(size)
+            yield from pool.take(size, count)
 
 
 class _Pool:
@@ -82,21 +84,28 @@ class _Pool:
         self._free: list[int] = []  # sizes of free blocks, ascending
         self._mapped = self._used = 0
 
-    def take(self, size: int) -> int:
-        """Allocate a block; returns the bytes of a new segment, or 0."""
+    def take(self, size: int, count: int) -> Iterator[int]:
+        """Allocate blocks of one size; yields for each the bytes of a new segment, or 0."""
         if size == 0:
-            return 0
-        grown = 0
-        at = bisect_left(self._free, size)
-        if at < len(self._free):
-            block = self._free.pop(at)
-        else:
-            block = grown = self._segment(size)
-        rest = block - size
-        # should_split: a large block keeps a rest of up to 1 MiB to itself
-        if rest >= _BLOCK_NBYTES if self._small else rest > _SMALL_NBYTES:
-            insort(self._free, rest)
-        return grown
+            yield from repeat(0, count)
+            return
+        while count:
+            grown = 0
+            at = bisect_left(self._free, size)
+            if at < len(self._free):
+                block = self._free.pop(at)
+            else:
+                block = grown = self._segment(size)
+            # what is left of the smallest that is large enough is the smallest, while it is that:
+            # many at once, where one by one took 0.9 microseconds each
+            n = min(count, block // size) if self._small else 1
+            rest = block - n * size
+            # should_split: a large block keeps a rest of up to 1 MiB to itself
+            if rest >= _BLOCK_NBYTES if self._small else rest > _SMALL_NBYTES:
+                insort(self._free, rest)
+            yield grown
+            yield from repeat(0, n - 1)
+            count -= n
 
     def _segment(self, size: int) -> int:
         if self._small:

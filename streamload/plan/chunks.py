@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -11,7 +12,13 @@ import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
-from streamload.plan.plan import Placement, Plan, slot_nbytes
+from streamload.plan.plan import (
+    SLOT_ALIGNMENT,
+    Placement,
+    Plan,
+    WholeTensors,
+    kinds,
+)
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
 # stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which
@@ -21,6 +28,9 @@ from streamload.plan.plan import Placement, Plan, slot_nbytes
 _PACKED_NBYTES = 2**17
 # Fewer than these are not a pack: as chunks, they share a read with large neighbours.
 _LEAST_PACKED = 32
+_ALONE = -1  # in place of a number of those who may be packed with each other
+
+_Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,45 +218,70 @@ def packs_and_chunks(
         most: most parameters of a pack.
     """
     shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    small_nbytes = min(_PACKED_NBYTES, plan.chunk_nbytes)
+    placements, like = plan.placements, kinds(plan.placements)
+    starts, stops, shards, groups = _extents(placements, checkpoint, shard_of)
+    sizes = stops - starts
+    groups[(sizes < 1) | (sizes > min(_PACKED_NBYTES, plan.chunk_nbytes))] = _ALONE
     out: list[Chunk | Pack] = []
-    packs: list[tuple[int, int, list[int]]] = []
-    bounds: list[int] = []  # of the pack that grows, and what else is known of it
-    first, room = 0, 0
-    device, shard = "", None
-    for index, p in enumerate(plan.placements):
-        r = p.source[0]
-        info = checkpoint.tensors[r.tensor]
-        size = info.stop - info.start
-        if (
-            not 0 < size <= small_nbytes
-            or p.cast != "copy"
-            or p.transpose is not None
-            or len(p.source) > 1
-            or r.start > 0
-            or r.stop < (info.shape[0] if info.shape else 1)
-        ):
-            out.extend(_cut(index, p, checkpoint, shard_of, largest(p)))
-            continue
-        takes = slot_nbytes(size)
-        if (
-            takes > room
-            or len(bounds) > most
-            or index != first + len(bounds) - 1
-            or info.start != bounds[-1]
-            or info.shard is not shard
-            or p.device != device
-        ):
-            first, bounds, room = index, [info.start], pack_nbytes(p)
-            device, shard = p.device, info.shard
-            packs.append((first, shard_of[shard], bounds))
-        bounds.append(info.stop)
-        room -= takes
-    for first, in_shard, found in packs:
-        pack = Pack(first, in_shard, np.array(found))
-        out.extend([pack] if len(pack) >= _LEAST_PACKED else pack)
+    alone = (groups == _ALONE).tolist()
+    for index in [index for index, is_alone in enumerate(alone) if is_alone]:
+        p = placements[index]
+        out.extend(_cut(index, p, checkpoint, shard_of, largest(p)))
+    follows = (groups[1:] == groups[:-1]) & (starts[1:] == stops[:-1]) & (groups[1:] != _ALONE)
+    ends = [*(np.flatnonzero(~follows) + 1).tolist(), len(groups)]
+    taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT).tolist()  # with all before
+    first = before = 0
+    for end in ends:
+        while first < end:
+            if alone[first]:
+                stop = end
+            else:
+                room = pack_nbytes(like[first])
+                stop = bisect_right(taken, before + room, first, min(first + most, end))
+                stop = max(stop, first + 1)
+                bounds = np.append(starts[first:stop], stops[stop - 1])
+                pack = Pack(first, int(shards[first]), bounds)
+                out.extend([pack] if len(pack) >= _LEAST_PACKED else pack)
+            first, before = stop, taken[stop - 1]
     out.sort(key=_place)
     return out
+
+
+def _extents(
+    placements: Sequence[Placement], checkpoint: Checkpoint, shard_of: Mapping[Location, int]
+) -> tuple[_Column, _Column, _Column, _Column]:
+    """Where the first tensors of placements are, and who may be packed with whom.
+
+    Returns:
+        Their first file bytes, their last ones (exclusive), their shards, and a number that those
+        have in common that go as they are, all of them, from one shard to one device.
+    """
+    if isinstance(placements, WholeTensors):
+        starts = np.array([info.start for info in placements.infos], np.int64)
+        stops = np.array([info.stop for info in placements.infos], np.int64)
+        shards = checkpoint.shard_numbers(placements.infos)
+        together = shards.copy()
+        if any(p.cast != "copy" for p, _ in placements.alike):
+            together[[p.cast != "copy" for p in placements.kinds]] = _ALONE
+        return starts, stops, shards, together
+    rows: list[int] = []  # of four numbers each, one after the other
+    groups: dict[tuple[int, str], int] = {}
+    for p in placements:
+        r = p.source[0]
+        info = checkpoint.tensors[r.tensor]
+        shard = shard_of[info.shard]
+        group = _ALONE
+        if (
+            p.cast == "copy"
+            and p.transpose is None
+            and len(p.source) == 1
+            and r.start == 0
+            and r.stop == (info.shape[0] if info.shape else 1)
+        ):
+            group = groups.setdefault((shard, p.device), len(groups))
+        rows += info.start, info.stop, shard, group
+    starts, stops, shards, together = np.array(rows, np.int64).reshape(-1, 4).T.copy()
+    return starts, stops, shards, together
 
 
 def _cut(

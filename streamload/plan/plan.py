@@ -11,10 +11,14 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Literal, overload
 
 from streamload.cast.table import OutOfRange
+from streamload.checkpoint.header import TensorInfo, records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
@@ -118,6 +122,140 @@ class Placement:
         return self.src.nbytes(math.prod(self.shape))
 
 
+class WholeTensors(Sequence[Placement]):
+    """Placements of whole tensors, as new parameters of their names, all on one device.
+
+    There may be very many, of few kinds: here is what tells them apart, in columns. Placements are
+    made when they are asked for, which a load of small ones does for few of them: 1 microsecond
+    each where all are made at once, 1.5 one by one, of 10 that a load of 50,000 takes. For the rest
+    it is like a tuple, and equal to one of the same placements.
+
+    Attributes:
+        infos: the tensors.
+        kinds: for each a placement that differs from its own by name, source and resident bytes at
+            the most; one object for all that are alike.
+        resident_nbytes: of each.
+    """
+
+    __slots__ = ("_alike", "_all", "_made", "infos", "kinds", "resident_nbytes")
+
+    def __init__(
+        self,
+        infos: Sequence[TensorInfo],
+        kinds: Sequence[Placement],
+        resident_nbytes: Sequence[int],
+    ) -> None:
+        self.infos = infos
+        self.kinds = kinds
+        self.resident_nbytes = resident_nbytes
+        self._alike: tuple[tuple[Placement, int], ...] | None = None
+        self._made: dict[int, Placement] = {}
+        self._all: tuple[Placement, ...] | None = None
+
+    @property
+    def alike(self) -> tuple[tuple[Placement, int], ...]:
+        """The different ones of ``kinds``, and of each how many there are."""
+        if self._alike is None:
+            keys = list(map(id, self.kinds))
+            count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))
+            self._alike = tuple((kind[key], count[key]) for key in count)
+        return self._alike
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    @overload
+    def __getitem__(self, at: int) -> Placement: ...
+    @overload
+    def __getitem__(self, at: slice) -> WholeTensors: ...
+    def __getitem__(self, at: int | slice) -> Placement | WholeTensors:
+        """One placement, or several."""
+        if isinstance(at, slice):
+            return WholeTensors(self.infos[at], self.kinds[at], self.resident_nbytes[at])
+        if self._all is not None:
+            return self._all[at]
+        found = self._made.get(at)
+        if found is None:
+            info, kind = self.infos[at], self.kinds[at]
+            source = (whole(info),)
+            resident = self.resident_nbytes[at]
+            found = replace(kind, name=info.name, source=source, resident_nbytes=resident)
+            self._made[at] = found
+        return found
+
+    def __iter__(self) -> Iterator[Placement]:
+        return iter(self._whole())
+
+    def _whole(self) -> tuple[Placement, ...]:
+        if self._all is None:
+            names = [info.name for info in self.infos]
+            fields = ("device", "shape", "src", "dst")
+            same = (map(attrgetter(field), self.kinds) for field in fields)
+            self._all = tuple(
+                records(
+                    Placement,
+                    names,
+                    *same,
+                    zip(all_rows(self.infos)),
+                    repeat(None),
+                    map(attrgetter("action"), self.kinds),
+                    map(attrgetter("cast"), self.kinds),
+                    self.resident_nbytes,
+                    repeat(0),
+                )
+            )
+        return self._all
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (tuple, WholeTensors)):
+            return NotImplemented
+        return tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
+def whole(info: TensorInfo) -> RowRange:
+    """All rows of a tensor; a scalar is one."""
+    return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
+
+
+def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
+    """What `whole` says of each."""
+    stops = [info.shape[0] if info.shape else 1 for info in infos]
+    return records(RowRange, [info.name for info in infos], repeat(0), stops)
+
+
+def kinds(placements: Sequence[Placement]) -> Sequence[Placement]:
+    """For each placement one that differs by name, source and resident bytes at the most."""
+    return placements.kinds if isinstance(placements, WholeTensors) else placements
+
+
+def alike(placements: Sequence[Placement]) -> Iterable[tuple[Placement, int]]:
+    """Placements that differ by more than name, source and resident bytes, and how many of each."""
+    return placements.alike if isinstance(placements, WholeTensors) else zip(placements, repeat(1))
+
+
+def names_of(placements: Sequence[Placement]) -> list[str]:
+    """The name of each."""
+    if isinstance(placements, WholeTensors):
+        return [info.name for info in placements.infos]
+    return [p.name for p in placements]
+
+
+def resident_nbytes(placements: Sequence[Placement]) -> int:
+    """Bytes that they take of their devices together."""
+    if isinstance(placements, WholeTensors):
+        return sum(placements.resident_nbytes)
+    return sum(p.resident_nbytes for p in placements)
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """What a plan takes on one device.
@@ -208,7 +346,7 @@ class Plan:
     """
 
     path: str
-    placements: tuple[Placement, ...]
+    placements: Sequence[Placement]
     devices: tuple[DevicePlan, ...]
     host_nbytes: int
     host_budget_nbytes: int

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from operator import itemgetter
-from typing import Literal
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from typing import Literal, overload
+
+import numpy as np
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo, records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
 from streamload.checkpoint.url import Location
@@ -42,7 +47,13 @@ from streamload.plan.plan import (
     RowRange,
     RowTranspose,
     Transfer,
+    WholeTensors,
+    alike,
+    all_rows,
+    kinds,
+    resident_nbytes,
     slot_nbytes,
+    whole,
 )
 from streamload.units import format_bytes, round_up
 
@@ -143,6 +154,40 @@ class Want:
     dtype: DType | None = None
 
 
+class EveryTensor(Sequence[Want]):
+    """Every tensor of a checkpoint, under its own name. Each is made when it is asked for.
+
+    Attributes:
+        infos: the tensors, in the checkpoint's order.
+    """
+
+    __slots__ = ("infos",)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.infos = tuple(checkpoint.tensors.values())
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    @overload
+    def __getitem__(self, at: int) -> Want: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Want]: ...
+    def __getitem__(self, at: int | slice) -> Want | list[Want]:
+        """One, or several."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        info = self.infos[at]
+        return Want(info.name, info.shape, (whole(info),))
+
+    def __iter__(self) -> Iterator[Want]:
+        names = [info.name for info in self.infos]
+        shapes = [info.shape for info in self.infos]
+        return iter(
+            records(Want, names, shapes, zip(all_rows(self.infos)), *repeat(repeat(None), 4))
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class DTypePolicy:
     """Which dtype each tensor gets.
@@ -180,9 +225,15 @@ class DTypePolicy:
             read.append((pattern, dtype))
         return cls(tuple(read), fp16_cast)
 
+    @property
+    def by_name(self) -> bool:
+        """Whether tensors of one dtype may get different ones."""
+        return any(pattern != "*" for pattern, _ in self.rules)
+
     def mentions(self, name: str) -> bool:
         """Whether a rule decides the dtype of tensor ``name``."""
-        return any(pattern == "*" or fnmatchcase(name, pattern) for pattern, _ in self.rules)
+        rules = self.rules  # without any, which is usual, this is asked of every parameter
+        return bool(rules) and any(p == "*" or fnmatchcase(name, p) for p, _ in rules)
 
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
@@ -194,6 +245,23 @@ class DTypePolicy:
         if src is BF16 and (self.fp16_cast is not None or not native_bf16):
             return F16
         return src
+
+
+def different(checkpoint: Checkpoint, wants: Sequence[Want], policy: DTypePolicy) -> Sequence[Want]:
+    """The first want of each kind: by its dtypes and its device, all that are the same.
+
+    All wants, where a rule may tell them apart by name.
+    """
+    if policy.by_name:
+        return wants
+    if isinstance(wants, EveryTensor):
+        dtypes = [info.dtype.name for info in wants.infos]
+        return [wants[dtypes.index(name)] for name in dict.fromkeys(dtypes)]
+    found: dict[tuple[str, str, str | None], Want] = {}
+    for want in wants:
+        src = checkpoint.tensors[want.source[0].tensor].dtype.name
+        found.setdefault((src, want.dtype.name if want.dtype else "", want.device), want)
+    return list(found.values())
 
 
 def make_plan(
@@ -244,32 +312,27 @@ def make_plan(
         CheckpointError: there is a cache, and it is not known in which dtype or of which tensors.
     """
     specs = {spec.name: spec for spec in devices}
+    notes = dict.fromkeys(cache.notes if cache is not None else ())
+    engine = partial(
+        _engine, cast=cast, fp16_cast=dtype.fp16_cast, out_of_range=out_of_range, notes=notes
+    )
     native = any(spec.native_bf16 for spec in devices)
+    if isinstance(wants, EveryTensor) and (len(devices) > 1 or dtype.by_name or cache is not None):
+        wants = list(wants)  # they are looked at one by one, and often
     room = _Room.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
     by_layer = room.layers if room is not None else ()
-    parts, assigned = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
-    room = room.placed(checkpoint, assigned, dtype) if room is not None else None
-    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    placed: list[tuple[int, int, Placement]] = []
-    notes = dict.fromkeys(cache.notes if cache is not None else ())
-    engines: dict[tuple[str, str, str], str] = {}  # casts, by the names of dtypes and device
-    for want, device in assigned:
-        spec = specs[device]
-        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
-        pair = src.name, dst.name, device
-        if pair not in engines:
-            engines[pair], note = _engine(src, dst, spec, cast, dtype.fp16_cast, out_of_range)
-            if note:
-                notes[note] = None
-        if src is not dst or dst.name in spec.unsupported:
-            _check_dtypes(checkpoint, want, src, dst, spec)
-        placement = _place(want, spec, src, dst, engines[pair])
-        placed.append((*_first_byte(placement, checkpoint, shard_of), placement))
-    # stable: in the order in which the chunks come, so that each shard is read once
-    placed.sort(key=itemgetter(0, 1))
+    parts: Mapping[str, Part] = {}
+    placements: Sequence[Placement]
+    if isinstance(wants, EveryTensor):
+        placements = _place_every(checkpoint, wants, devices[0], dtype, engine)
+    else:
+        parts, assigned = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
+        room = room.placed(checkpoint, assigned, dtype) if room is not None else None
+        placements = _place_each(checkpoint, assigned, specs, dtype, engine)
+        placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
-        placements=_allocated(_settled([p for _, _, p in placed], specs, notes), specs),
+        placements=placements,
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=host_budget_nbytes,
@@ -284,14 +347,14 @@ def make_plan(
         reader_reasons=tuple(reader_reasons),
         cache=room.request if room is not None else None,
     )
-    by_device: dict[str, list[Placement]] = {name: [] for name in specs}
-    for placement in draft.placements:
-        by_device[placement.device].append(placement)
+    by_device: dict[str, Sequence[Placement]] = {devices[0].name: placements}
+    if len(devices) > 1 or not isinstance(placements, WholeTensors):
+        by_device = {name: [p for p in placements if p.device == name] for name in specs}
     plan = _fit(draft, specs, by_device, parts, room)
     same_budget = len({spec.budget_nbytes for spec in devices}) == 1
     for mine in plan.devices:
-        placements = by_device[mine.device]
-        _check(plan, mine, specs, placements, same_budget=same_budget, room=room)
+        here = by_device[mine.device]
+        _check(plan, mine, specs, here, same_budget=same_budget, room=room)
     _check_pool(plan, specs)
     if plan.host_nbytes > plan.host_budget_nbytes:
         raise PlanInfeasibleError(
@@ -304,6 +367,78 @@ def make_plan(
             else (),
         )
     return plan
+
+
+def _place_each(
+    checkpoint: Checkpoint,
+    assigned: Iterable[tuple[Want, str]],
+    specs: Mapping[str, DeviceSpec],
+    dtype: DTypePolicy,
+    engine: _EngineChoice,
+) -> list[Placement]:
+    """Place wants, in the order in which the chunks come, so that each shard is read once."""
+    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
+    placed: list[tuple[int, int, Placement]] = []
+    engines: dict[tuple[str, str, str], str] = {}  # casts, by the names of dtypes and device
+    for want, device in assigned:
+        spec = specs[device]
+        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
+        pair = src.name, dst.name, device
+        if pair not in engines:
+            engines[pair] = engine(src, dst, spec)
+        if src is not dst or dst.name in spec.unsupported:
+            _check_dtypes(checkpoint, want, src, dst, spec)
+        placement = _place(want, spec, src, dst, engines[pair])
+        placed.append((*_first_byte(placement, checkpoint, shard_of), placement))
+    placed.sort(key=itemgetter(0, 1))  # stable
+    return [p for _, _, p in placed]
+
+
+def _place_every(
+    checkpoint: Checkpoint,
+    wants: EveryTensor,
+    spec: DeviceSpec,
+    dtype: DTypePolicy,
+    engine: _EngineChoice,
+) -> WholeTensors:
+    """Do for all tensors of a checkpoint what `_place_each` and `_allocated` do, kind by kind.
+
+    Those of one dtype and shape are alike, but for their bytes and what an allocator takes.
+    """
+    infos = wants.infos
+    layouts = list(map(attrgetter("dtype.name", "shape"), infos))
+    of: dict[tuple[str, tuple[int, ...]], Placement] = {}
+    doubtful: set[tuple[str, tuple[int, ...]]] = set()
+    engines: dict[tuple[str, str], str] = {}
+    for layout, info in dict(zip(layouts, infos, strict=True)).items():
+        want = Want(info.name, info.shape, (whole(info),))
+        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
+        pair = src.name, dst.name
+        if pair not in engines:
+            engines[pair] = engine(src, dst, spec)
+        of[layout] = _place(want, spec, src, dst, engines[pair])
+        # all for which `_check_dtypes` may find something: only small floats have scales
+        if dst.name in spec.unsupported or (
+            src is not dst and (src.bits <= 8 or not supported(src, dst))
+        ):
+            doubtful.add(layout)
+    for at in [at for at, layout in enumerate(layouts) if layout in doubtful] if doubtful else ():
+        _check_dtypes(checkpoint, wants[at], of[layouts[at]].src, of[layouts[at]].dst, spec)
+    order = _file_order(checkpoint, infos)
+    found = [of[layouts[at]] for at in order]
+    resident = [kind.resident_nbytes for kind in found]
+    if spec.allocator != "exact":
+        nbytes = {id(kind): kind.nbytes for kind in of.values()}
+        sizes = map(nbytes.__getitem__, map(id, found))
+        resident = list(taken(spec.allocator, spec.granularity_nbytes, sizes))
+    return WholeTensors([infos[at] for at in order], found, resident)
+
+
+def _file_order(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[int]:
+    """Where tensors are in a sequence, in the order of their shards and bytes; stable."""
+    starts = np.fromiter(map(attrgetter("start"), infos), np.int64, len(infos))
+    order: list[int] = np.lexsort((starts, checkpoint.shard_numbers(infos))).tolist()
+    return order
 
 
 def _settled(
@@ -622,28 +757,36 @@ def _engine(
     src: DType,
     dst: DType,
     spec: DeviceSpec,
+    *,
     cast: CastChoice,
     fp16_cast: str | None,
     out_of_range: OutOfRange,
-) -> tuple[str, str]:
-    """The cast of one pair, and a note where it is not the one that was asked for."""
+    notes: dict[str, None],
+) -> str:
+    """The cast of one pair; notes where it is not the one that was asked for."""
     if src is dst:
-        return "copy", ""
+        return "copy"
     if spec.casts and not (fp16_cast == "llvm" and (src, dst) == (BF16, F16)):
-        return "device", ""
+        return "device"
     wanted = fp16_cast if fp16_cast is not None and (src, dst) == (BF16, F16) else cast
     if wanted == "llvm" and cast == "numpy":
         wanted = cast  # asked for, or all there is: no kernel can be compiled here
     if wanted != "device":
-        return wanted, ""
+        return wanted
     fallback = "llvm" if cast == "device" else cast
     if (src.name, dst.name) not in spec.device_casts:
         why = f"{spec.name} does not cast {src} to {dst} exactly"
     elif out_of_range != "inf":
         why = f'only the host can do out_of_range="{out_of_range}"'
     else:
-        return "device", f"{src} is cast to {dst} on the device: overflows there are not counted"
-    return fallback, f"{src} is cast to {dst} on the host ({fallback}), not on the device: {why}"
+        notes[f"{src} is cast to {dst} on the device: overflows there are not counted"] = None
+        return "device"
+    notes[f"{src} is cast to {dst} on the host ({fallback}), not on the device: {why}"] = None
+    return fallback
+
+
+#: The cast of one pair on a device.
+_EngineChoice = Callable[[DType, DType, DeviceSpec], str]
 
 
 def _fit(
@@ -655,7 +798,8 @@ def _fit(
 ) -> Plan:
     """Choose threads and chunk size so that staging fits, and predict the peaks."""
     threads = min([draft.threads, *(specs[n].threads for n, ps in by_device.items() if ps)])
-    if any(p.cast == "device" and not specs[p.device].casts for p in draft.placements):
+    needs = _needs(draft.placements, specs)
+    if any("device" in casts and not specs[n].casts for n, casts in needs.casts.items()):
         threads = 0  # the framework launches kernels from the calling thread
     chunk = min(
         [draft.chunk_nbytes]
@@ -668,11 +812,10 @@ def _fit(
         most_host_nbytes = min(most_host_nbytes, MAPPED_MOST_NBYTES)
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     whole = 0
-    for p in draft.placements:
+    for p in kinds(draft.placements):
         whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
         if whole >= slot_nbytes(chunk):  # no slot is larger
             break
-    needs = _needs(draft.placements, specs)
     share = _share(draft, specs, needs, threads, most_host_nbytes)
     while share < min(_SHARED_CHUNK_NBYTES, chunk) and threads > 1:
         threads -= 1
@@ -703,7 +846,7 @@ def _fit(
             DevicePlan(
                 device=name,
                 budget_nbytes=specs[name].budget_nbytes,
-                resident_nbytes=sum(p.resident_nbytes for p in ps),
+                resident_nbytes=resident_nbytes(ps),
                 scratch_nbytes=scratch[name],
                 peak_nbytes=peak + scratch[name],
                 fresh_nbytes=max(peak - held + _not_given_back(ps, specs[name]), 0) + scratch[name],
@@ -747,6 +890,9 @@ def _room(spec: DeviceSpec, held_nbytes: int, peak_nbytes: int) -> int:
 def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, int, bool]:
     """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
     budget_nbytes = max(spec.budget_nbytes, 0)
+    if all(p.action == "new" for p, _ in alike(placements)):  # nothing is held, nothing goes
+        total = resident_nbytes(placements)
+        return 0, total, total > budget_nbytes
     held = sum(
         p.released_nbytes + (p.resident_nbytes if p.action == "in_place" else 0) for p in placements
     )
@@ -786,6 +932,8 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
 
 def _in_shared_blocks(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
     """Sizes of what shares blocks of CUDA's driver now: of those that stay, of those that go."""
+    if isinstance(placements, WholeTensors):
+        return [], []  # all are new
     kept = [p.resident_nbytes for p in placements if p.action == "in_place"]
     released = [p.released_nbytes for p in placements]
     small = range(1, DRIVER_SHARED_NBYTES + 1)
@@ -824,12 +972,12 @@ def _needs(placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]) -> 
     moves: set[str] = set()
     tallies: dict[str, int] = {}
     resizes: set[str] = set()
-    for p in placements:
+    for p, count in alike(placements):
         casts.setdefault(p.device, set()).add(p.cast)
         if p.cast in ("llvm", "numpy") or p.transpose:
             moves.add(p.device)
         if p.cast == "device" and specs[p.device].casts:
-            tallies[p.device] = tallies.get(p.device, 0) + 1
+            tallies[p.device] = tallies.get(p.device, 0) + count
             if p.src.bits != p.dst.bits:
                 resizes.add(p.device)
     return _Needs(casts, moves, tallies, resizes)
@@ -891,11 +1039,11 @@ def _check(
     """Refuse a plan that does not fit one device, with the numbers and with what would fit."""
     spec = specs[mine.device]
     most = spec.largest_allocation_nbytes
-    for p in placements:
-        if most is not None and p.nbytes > most:
-            raise PlanInfeasibleError(
-                spec.name, p.nbytes, most, limit="largest allocation", largest=[(p.name, p.nbytes)]
-            )
+    if most is not None and any(p.nbytes > most for p, _ in alike(placements)):
+        p = next(p for p in placements if p.nbytes > most)
+        raise PlanInfeasibleError(
+            spec.name, p.nbytes, most, limit="largest allocation", largest=[(p.name, p.nbytes)]
+        )
     limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
     if (
         spec.free_nbytes is not None
