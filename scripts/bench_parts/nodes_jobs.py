@@ -61,9 +61,8 @@ def by_broadcast(group: Group, path: str, **asked: Any) -> int:
     return done
 
 
-def by_exchange(group: Group, path: str, budget: int, **asked: Any) -> int:
+def by_exchange(group: Group, path: str, nbytes: int) -> int:
     """As many bytes as the model has from everyone to everyone, out of and into one memory."""
-    nbytes = sum(h.file_nbytes - h.data_start for h in streamload.open_checkpoint(path).shards)
     part = BLOCK_NBYTES // group.size
     rooms = [memoryview(bytearray(part * group.size)) for _ in range(UNDER_WAY + 1)]
     waits: deque[Callable[[], None]] = deque()
