@@ -34,7 +34,6 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind, resolve_reader
-from streamload.checkpoint.url import Url
 from streamload.devices.base import framework, spelled_as, split_name
 from streamload.dtypes import DType
 from streamload.errors import (
@@ -177,8 +176,8 @@ def load_state_dict(
             only the files that a rank reads. Rank 0 reads the headers.
         budget: most bytes on this rank's device; each rank may have another. Host staging is
             divided by the ranks that share a host (8 MiB at least), and so is free memory that no
-            one stated. What "replicate" exchanges takes up to 32 MiB more of a rank's host, or
-            of the staging that was stated by ``Budget(..., host=...)``.
+            one stated. What "replicate" exchanges takes 8 to 32 MiB more of the host for each
+            rank, or is part of the staging where ``Budget(..., host=...)`` stated it.
         group: who loads together. None: what the launcher says (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
@@ -367,8 +366,8 @@ class _Agreed:
         offers = session.exchange("its device", offer)
         _check_alike(session, offers)
         budgets = tuple(offered["budget"] for offered in offers)
-        rooms = [offered["host"] - MIN_HOST_NBYTES for offered in offers if offered["host"]]
-        block_nbytes = min([BLOCK_NBYTES, *(max(n // BLOCKS, LEAST_BLOCK_NBYTES) for n in rooms)])
+        room = min(offered["room"] for offered in offers)
+        block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
         place = looked[0] if looked else None
         made = _planned(session, asked, index.checkpoint, budgets)
         options = session.step(
@@ -394,9 +393,7 @@ def _offer(
 ) -> tuple[dict[str, Any], Place | None]:
     """What this rank's device may hold, and how it would decide about bfloat16."""
     options, name = asked.options, asked.device or "device"
-    # None: what is exchanged is held beside what is staged by default, and not out of it
-    host = options.budget.host_nbytes // session.me.local_size
-    said = {"host": host if options.budget.host_stated else None}
+    said = {"room": _block_room(options.budget, session.me.local_size)}
     undecided = bf16_is_undecided(options.policy, checkpoint, checkpoint.tensors)
     if model is None and not undecided and options.budget.is_stated(name):
         nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
@@ -411,6 +408,17 @@ def _offer(
     return said | {"budget": nbytes, "bf16": bf16}, place
 
 
+def _block_room(budget: Budget, sharing: int) -> int:
+    """Bytes of a rank's host for what is exchanged: of its part of what was stated.
+
+    By default they are taken beside what is staged, 32 MiB of a host for all ranks there or a
+    little more.
+    """
+    if budget.host_stated:
+        return budget.host_nbytes // sharing - MIN_HOST_NBYTES
+    return BLOCKS * BLOCK_NBYTES // sharing
+
+
 def _own_device(device: str | None, me: Member) -> str | None:
     """A device by its number, where several ranks of a host ask for one without: each has its own.
 
@@ -419,11 +427,10 @@ def _own_device(device: str | None, me: Member) -> str | None:
     if not isinstance(device, str) or me.local_size == 1:
         return device
     named, name = split_name(device)
-    if (named or spelled_as(name)) != "torch" or ":" in name:
+    if not name or ":" in name or (named or spelled_as(name)) != "torch":
         return device
-    torch = framework("torch")
-    kind = (name.lower() or torch.default_device()).partition(":")[0]
-    alike = [other for other in torch.candidates() if other.partition(":")[0] == kind]
+    known = framework("torch").candidates()
+    alike = [other for other in known if other.partition(":")[0] == name.lower()]
     return alike[me.local_rank] if len(alike) >= me.local_size else device
 
 
@@ -465,9 +472,6 @@ def _mine(
     )
     stated = options.budget.host_stated
     staging, held = options.budget.host_nbytes // sharing, 0
-    threads = options.threads
-    if threads is None and sharing > 1 and not isinstance(locate(asked.path)[0], Url):
-        threads = max(available_cpus() // sharing, 1)
     nbytes = max(budgets[session.me.rank] + options.reserve_nbytes, 1)
     names = place.devices.opened if place is not None else {}
     reader, reserve_nbytes = options.reader, options.reserve_nbytes
@@ -494,7 +498,12 @@ def _mine(
     staging = max(staging - held if stated else staging, MIN_HOST_NBYTES)
     budget = Budget(dict.fromkeys(names, nbytes) or nbytes, host=staging)
     return replace(
-        options, budget=budget, threads=threads, reader=reader, reserve_nbytes=reserve_nbytes
+        options,
+        budget=budget,
+        reader=reader,
+        reserve_nbytes=reserve_nbytes,
+        cpus=max(available_cpus() // sharing, 1),
+        host_held_nbytes=held,
     )
 
 

@@ -187,7 +187,7 @@ def load_state_dict(
         chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped, and
             past the page cache to CUDA.
         threads: most streaming threads; None: the CPUs that this process may use (affinity, and
-            the limit of its cgroup), at most 8.
+            the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
 
     Returns:
         What was done; ``print(report)`` shows it.
@@ -404,6 +404,8 @@ class Options:
     threads: int | None
     reserve_nbytes: int
     cache: CacheRequest | None = None
+    cpus: int | None = None  # of those that there are, for this load; None: all
+    host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
     @classmethod
     def read(
@@ -537,7 +539,7 @@ class Options:
                         f"{filesystem or 'an unknown filesystem'}"
                     )
             return "mapped"
-        if unable or (self.threads or available_cpus()) > MAPPED_MOST_CPUS:
+        if unable or (self.threads or self.cpus or available_cpus()) > MAPPED_MOST_CPUS:
             return "staged"
         # not where it has to be read first: mapping waits for the disk, and reads it no faster
         resident = all(c.kind == "mmap" and c.resident == 1 for c in choices)
@@ -557,7 +559,7 @@ class Options:
         budget, free = self.budget.host_nbytes, host_free_nbytes
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind == "http" for choice in choices)
-        threads = _MOST_THREADS if remote else min(available_cpus(), _MOST_THREADS)
+        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
         most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
         if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
@@ -719,6 +721,7 @@ class Load:
             native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
             engine, notes = _host_cast(checkpoint, distinct, options, native)
             free = over.host_free_nbytes()
+            free = None if free is None else max(free - options.host_held_nbytes, 0)
             made = options.plan(checkpoint, wants, specs, tied, engine, free)
             return replace(made, notes=(*made.notes, *refused, *notes))
 

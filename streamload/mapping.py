@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import records
 from streamload.errors import CheckpointError
-from streamload.plan.plan import RowRange, RowTranspose, all_rows
+from streamload.plan.plan import RowRange, RowTranspose, all_rows, whole
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 Sources: TypeAlias = "str | RowRange | Sequence[str | RowRange] | Source"
@@ -207,11 +207,6 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     return new
 
 
-def _whole(checkpoint: Checkpoint, name: str) -> RowRange:
-    shape = checkpoint.tensors[name].shape
-    return RowRange(name, 0, shape[0] if shape else 1)
-
-
 def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tuple[str, Source]]:
     if isinstance(mapping, str):
         if mapping not in _FAMILIES:
@@ -238,11 +233,11 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
             name = part if isinstance(part, str) else part.tensor
             _check_there(checkpoint, parameter, [name])
             used.add(name)
-            rows.append(_whole(checkpoint, name) if isinstance(part, str) else part)
+            rows.append(whole(checkpoint.tensors[name]) if isinstance(part, str) else part)
         _check_there(checkpoint, parameter, [r.tensor for r in rows])
         explicit.append((parameter, Source(tuple(rows))))
     rest = [
-        (name, Source((RowRange(name, 0, info.shape[0] if info.shape else 1),)))
+        (name, Source((whole(info),)))
         for name, info in checkpoint.tensors.items()
         if name not in used
     ]
@@ -261,7 +256,7 @@ def _of_family(checkpoint: Checkpoint, family: _Family) -> list[tuple[str, Sourc
     rotated = re.compile(family.rotated)
     out = []
     for name in checkpoint.tensors:
-        row = _whole(checkpoint, name)
+        row = whole(checkpoint.tensors[name])
         match = rotated.fullmatch(name)
         transpose = None
         if match:

@@ -33,6 +33,7 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.nodes.gather import Gatherer
+from streamload.nodes.session import Member
 from streamload.plan.partition import Node
 
 ROOT = Path(__file__).parent.parent
@@ -192,12 +193,35 @@ def test_replicas_by_small_chunks_and_several_threads(
         equal(report.state_dict, alone(path))
 
 
-@pytest.mark.parametrize("hosts", [None, ("64MiB", "8MiB", "1GB")], ids=str)
-def test_replicas_larger_than_all_blocks(hosts: Sequence[str] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "block_nbytes"),
+    [
+        ([None] * 3, 4 * 2**20 // 3),
+        (["64MiB", "8MiB", "1GB"], 2**20),
+        (["300MB"] * 3, 4 * 2**20),
+        (["64MiB"] * 3, (2**26 // 3 - 2**23) // 8),
+    ],
+    ids=str,
+)
+def test_replicas_larger_than_all_blocks(
+    hosts: Sequence[str | None],
+    block_nbytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """40 MB of one tensor and some around it: more than the ring holds at once.
 
-    Ranks whose hosts have less room for blocks than others exchange shorter ones with all.
+    Blocks are as long as the host has room for that has the least, and all are told so.
     """
+    held: list[int] = []
+
+    class Seen(Gatherer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            longest = max(block.stop - block.start for block in self._blocks[file])
+            held.append(longest)
+
+    monkeypatch.setattr(distributed, "Gatherer", Seen)
     generator = np.random.default_rng(0)
     tensors = {
         "a": ("U8", (5,), generator.bytes(5)),
@@ -206,11 +230,37 @@ def test_replicas_larger_than_all_blocks(hosts: Sequence[str] | None, tmp_path: 
         "d": ("U8", (1,), b"d"),
     }
     file = write_safetensors(tmp_path / "m.safetensors", tensors)
-    budgets = [streamload.Budget(PLENTY, host=host) for host in hosts or [None] * 3]
+    budgets = [streamload.Budget(PLENTY, host=host) for host in hosts]
     for report in succeeded(with_budgets(file, budgets, split="replicate")):
         for name, array in report.state_dict.items():
             assert array.tobytes() == tensors[name][2]
+    assert held == [block_nbytes // 3 * 3] * 3
     nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "own"),
+    [
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("torch:CUDA", 3, ["cuda:0", "cuda:1"]),
+        ("cuda", 1, ["cuda", "cuda"]),  # they share it, or a launcher shows each its own
+        ("cuda:1", 2, ["cuda:1", "cuda:1"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+        ("torch", 2, ["torch", "torch"]),  # what the program has chosen
+        ("CUDA", 2, ["CUDA", "CUDA"]),  # tinygrad does not say how many there are
+        (None, 2, [None, None]),
+    ],
+)
+def test_ranks_of_a_host_have_gpus_of_their_own(
+    device: str | None, gpus: int, own: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they ask for one without its number, and there are as many."""
+    framework = needs.module("streamload.devices.torch").FRAMEWORK
+    names = [*(f"cuda:{number}" for number in range(gpus)), "cpu"]
+    monkeypatch.setattr(type(framework), "candidates", lambda self: names)
+    ranks = [Member(rank, f"n/{rank}", "n", rank, 2) for rank in range(2)]
+    assert [distributed._own_device(device, rank) for rank in ranks] == own
+    assert distributed._own_device(device, Member(0, "n", "n", 0, 1)) == device
 
 
 def test_a_plan_says_what_a_rank_will_load(path: Path) -> None:

@@ -223,3 +223,9 @@ def test_one_want_of_each_kind() -> None:
             set(dtypes), key=dtypes.index
         )
     assert different(checkpoint, every, DTypePolicy.parse({"a*": "float16"})) is every
+
+
+def test_tensors_longer_than_any_file_do_not_fit() -> None:
+    """Their bytes cannot be counted in 64 bits: planned one by one or not, that is said."""
+    giant = checkpoint_of({f"t{i}": ("U8", (2**61 - 8,)) for i in range(6)})
+    refused(PlanInfeasibleError, giant, DeviceSpec("dev", 2**30))

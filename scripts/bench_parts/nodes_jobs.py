@@ -16,10 +16,9 @@ from typing import Any
 import streamload.distributed
 from streamload.bench.processes import process_memory
 from streamload.checkpoint.readers import open_reader
+from streamload.nodes.gather import BLOCK_NBYTES, UNDER_WAY
 from streamload.nodes.group import Group
 from streamload.nodes.launch import open_group
-
-BLOCK_NBYTES, UNDER_WAY = 4 * 2**20, 4  # as `streamload.nodes.gather` has them
 
 
 def by_layers(group: Group, path: str, **asked: Any) -> int:
@@ -62,7 +61,7 @@ def by_broadcast(group: Group, path: str, **asked: Any) -> int:
 
 
 def by_exchange(group: Group, path: str, nbytes: int) -> int:
-    """As many bytes as the model has from everyone to everyone, out of and into one memory."""
+    """A model's bytes, in whole blocks, from everyone to everyone, out of and into one memory."""
     part = BLOCK_NBYTES // group.size
     rooms = [memoryview(bytearray(part * group.size)) for _ in range(UNDER_WAY + 1)]
     waits: deque[Callable[[], None]] = deque()

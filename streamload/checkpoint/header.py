@@ -18,6 +18,7 @@ import json
 import math
 import os
 import stat
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ MAX_HEADER_NBYTES = 100_000_000
 PREFIX_NBYTES = 8
 _MAX_U64 = 2**64 - 1
 _MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
+_MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
 _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
 _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
@@ -214,6 +216,8 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
 
     data_start = PREFIX_NBYTES + len(text)
     if text[:1] != b"{" or rb"\u003" in text:
+        return None
+    if not 0 < sys.get_int_max_str_digits() <= _MOST_DIGITS:  # a number of MBs takes minutes
         return None
     try:
         document: dict[str, Any] = json.loads(text.decode("utf-8"))

@@ -719,7 +719,9 @@ def probe(
     result = _read_probe(cached)
     if result is None:
         result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
-        _write_probe(cached, result)
+        # what seems broken in a process that does other things may have found the device full
+        if not (trusted and "broken" in result.dtypes.values()):
+            _write_probe(cached, result)
     _PROBES[key] = result
     return result
 

@@ -41,7 +41,7 @@ _JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the g
 # waits for each answer, which from storage that is far away takes longer than the bytes. With 12
 # blocks and more (behind 200 Mbit/s) it took longer again.
 _READERS = 2
-_UNDER_WAY = 4
+UNDER_WAY = 4
 
 Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
 
@@ -335,7 +335,7 @@ class Gatherer:
                     if self._stopped or self._error is not None:
                         return
                     self._changed.wait()
-                full = len(under_way) == _UNDER_WAY
+                full = len(under_way) == UNDER_WAY
                 found = None if full else self._read.pop(index, None)
             if found is None:
                 self._exchanged(*under_way.popleft())

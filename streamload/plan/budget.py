@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -113,7 +113,7 @@ class Budget:
     default: Size | None
     named: tuple[tuple[str, Size | None], ...]
     host_nbytes: int
-    host_stated: bool = field(compare=False)
+    host_stated: bool
 
     def __init__(
         self,

@@ -127,8 +127,9 @@ class WholeTensors(Sequence[Placement]):
 
     There may be very many, of few kinds: here is what tells them apart, in columns. Placements are
     made when they are asked for, which a load of small ones does for few of them: 1 microsecond
-    each where all are made at once, 1.5 one by one, of 10 that a load of 50,000 takes. For the rest
-    it is like a tuple, and equal to one of the same placements.
+    each where all are made at once, 1.5 one by one, of 10 that a load of 50,000 takes. It compares,
+    hashes, prints, pickles and is written as JSON like a tuple of the same placements, and is none:
+    it cannot be added to one, and `dataclasses.asdict` leaves it as it is.
 
     Attributes:
         infos: the tensors.

@@ -155,7 +155,7 @@ class Want:
 
 
 class EveryTensor(Sequence[Want]):
-    """Every tensor of a checkpoint, under its own name. Each is made when it is asked for.
+    """Every tensor of a checkpoint, under its own name; made when one, or all, are asked for.
 
     Attributes:
         infos: the tensors, in the checkpoint's order.
@@ -436,8 +436,12 @@ def _place_every(
 
 def _file_order(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[int]:
     """Where tensors are in a sequence, in the order of their shards and bytes; stable."""
-    starts = np.fromiter(map(attrgetter("start"), infos), np.int64, len(infos))
-    order: list[int] = np.lexsort((starts, checkpoint.shard_numbers(infos))).tolist()
+    numbers = checkpoint.shard_numbers(infos)
+    try:
+        starts = np.fromiter(map(attrgetter("start"), infos), np.int64, len(infos))
+    except OverflowError:  # longer than any file: it will not fit, which is said elsewhere
+        return sorted(range(len(infos)), key=lambda at: (numbers[at], infos[at].start))
+    order: list[int] = np.lexsort((starts, numbers)).tolist()
     return order
 
 
