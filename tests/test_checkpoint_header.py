@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,18 @@ def test_file_cut_off_anywhere_is_truncated(tmp_path: Path) -> None:
             assert error.expected == len(content)
             assert error.tensor == ("x" if nbytes < data_start + 12 else "y")
         assert second_opinion(path) is not None
+
+
+def test_long_integers_are_not_computed_where_python_would(tmp_path: Path) -> None:
+    """Python, told to read any, takes half an hour for ten million digits; they are refused."""
+    path = write(tmp_path, header_bytes('{"a":' + "9" * 10_000_000 + "}"))
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        with pytest.raises(HeaderError, match="an integer of 10000000 digits"):
+            read_header(path)
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def test_file_with_bytes_after_the_last_tensor_is_refused(tmp_path: Path) -> None:
