@@ -59,8 +59,9 @@ def nodes(options: Options) -> Section:
         "nodes",
         "hosts in network namespaces; storage is a range server behind a link, and so is each "
         "host; all share this machine's processors; seconds are of the slowest rank, from when all "
-        "are ready; medians; where a link is measured nothing is cast or read back (14 hosts would "
-        "compile 14 times and read back 3.6 GB on these processors); processes take turns",
+        "are ready, with the device open; medians; where a link is measured nothing is cast or "
+        "read back (14 hosts would compile 14 times and read back 3.6 GB on these processors); "
+        "processes take turns",
     )
     try:
         Cluster(1).close()
