@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import NoReturn, Self
 
 from streamload.checkpoint.url import Location
+
+
+@contextmanager
+def filled(
+    read_into: Callable[[int, memoryview], None], start: int, stop: int
+) -> Iterator[memoryview]:
+    """A view of bytes that are read into memory of its own; see `Reader.view`."""
+    window = memoryview(bytearray(stop - start))
+    try:
+        read_into(start, window)
+        yield window.toreadonly()
+    finally:
+        with suppress(BufferError):  # something of the caller's still refers to it
+            window.release()
 
 
 class FilelessReader(ABC):
@@ -31,17 +45,10 @@ class FilelessReader(ABC):
         self.nbytes = file_nbytes
         self._how = how
 
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """See `Reader.view`."""
         self._check_range(start, stop)
-        window = memoryview(bytearray(stop - start))
-        try:
-            self.read_into(start, window)
-            yield window.toreadonly()
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
+        return filled(self.read_into, start, stop)
 
     def read_into(self, start: int, out: memoryview) -> None:
         """See `Reader.read_into`."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
+from streamload.checkpoint.fileless import filled
 from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
 from streamload.checkpoint.remote import HttpReader
@@ -518,17 +519,10 @@ class PreadReader(_Shard):
 
     mapped = False
 
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """See `Reader.view`."""
         self._check_range(start, stop)
-        window = memoryview(bytearray(stop - start))
-        try:
-            self.read_into(start, window)
-            yield window.toreadonly()
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
+        return filled(self.read_into, start, stop)
 
 
 class MmapReader(_Shard):

@@ -27,7 +27,7 @@ from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
 from streamload.checkpoint.url import Location
 from streamload.nodes.group import Group
-from streamload.plan.plan import Placement
+from streamload.plan.plan import Placement, whole
 
 BLOCK_NBYTES = 4 * 2**20
 LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer ones
@@ -70,9 +70,8 @@ def shared_ranges(
     for p in placements:
         for r in p.source:
             uses[r.tensor] = uses.get(r.tensor, 0) + 1
-        rows = p.source[0].stop - p.source[0].start
         info = checkpoint.tensors[p.source[0].tensor]
-        if len(p.source) == 1 and p.transpose is None and rows == (*info.shape, 1)[0]:
+        if p.transpose is None and p.source == (whole(info),):
             plain.append(info.name)
     found: dict[Location, list[tuple[int, int]]] = {header.path: [] for header in checkpoint.shards}
     for name in plain:
