@@ -212,6 +212,7 @@ class PlanInfeasibleError(BudgetError):
         limit: what sets ``budget_nbytes``: "budget", "free memory", "largest allocation", ....
         largest: the largest contributors, (name, bytes), largest first.
         would_fit: what would fit, one sentence each; empty where nothing would.
+        reason: why more is needed than one might expect, or "".
     """
 
     device: str
@@ -220,6 +221,7 @@ class PlanInfeasibleError(BudgetError):
     limit: str
     largest: tuple[tuple[str, int], ...]
     would_fit: tuple[str, ...]
+    reason: str
 
     def __init__(
         self,
@@ -230,11 +232,14 @@ class PlanInfeasibleError(BudgetError):
         limit: str = "budget",
         largest: Sequence[tuple[str, int]] = (),
         would_fit: Sequence[str] = (),
+        reason: str = "",
     ) -> None:
         message = (
             f"does not fit on {device}: needs {_bytes(needed_nbytes)}, "
             f"but the {limit} is {_bytes(budget_nbytes)}"
         )
+        if reason:
+            message += f"; {reason}"
         if largest:
             message += "; largest: " + ", ".join(f"{n} {_bytes(b, False)}" for n, b in largest[:3])
         if would_fit:
@@ -247,10 +252,11 @@ class PlanInfeasibleError(BudgetError):
             limit=limit,
             largest=tuple(largest),
             would_fit=tuple(would_fit),
+            reason=reason,
         )
 
-    def suggesting(self, also: Sequence[str]) -> PlanInfeasibleError:
-        """The same error with more that would fit."""
+    def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
+        """The same error with more that would fit, and with another reason if one is given."""
         return PlanInfeasibleError(
             self.device,
             self.needed_nbytes,
@@ -258,6 +264,7 @@ class PlanInfeasibleError(BudgetError):
             limit=self.limit,
             largest=self.largest,
             would_fit=(*self.would_fit, *also),
+            reason=reason or self.reason,
         )
 
 

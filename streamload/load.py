@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, get_args
 
+from streamload._pages import reusable_nbytes
 from streamload.cast.table import OutOfRange, cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
@@ -69,7 +71,14 @@ from streamload.plan.planner import (
     make_plan,
 )
 from streamload.progress import Progress, reporting
-from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
+from streamload.report import (
+    Clock,
+    LoadReport,
+    Meter,
+    device_map,
+    process_nbytes,
+    warn_of_overflow,
+)
 from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes, parse_bytes
@@ -488,10 +497,13 @@ class Options:
         if self.transfer == "auto" and made.transfer == "mapped" and _host_moves(made, specs):
             made = planned(choices, "staged")  # it needs slots anyhow
         kinds = {choice.kind for choice in choices}
-        if "mmap" not in kinds or host_free_nbytes is None:
+        if host_free_nbytes is None:
             return made
-        shared = {spec.name for spec in specs if spec.shared_memory}
-        taken = made.host_nbytes + sum(d.fresh_nbytes for d in made.devices if d.device in shared)
+        taken = made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
+        if taken > host_free_nbytes:  # what devices with memory of their own need of the host
+            raise PlanInfeasibleError("host", taken, host_free_nbytes, limit="free memory")
+        if "mmap" not in kinds:
+            return made
         if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
             return made
         if self.reader == "mmap" or self.transfer == "mapped":
@@ -609,7 +621,9 @@ class Place:
         owner: the framework of the model; None for a load without one.
         parameters: the model's.
         unstored: tensors of the model that no checkpoint has, and where they are.
-        held: bytes that the model holds, by device.
+        held: bytes that the model holds in memory which the load takes over, by device.
+        reusable: the same of each parameter, by its number.
+        pages_are_known: whether the system tells which memory that is; where not, it is none.
         keep: devices on which a parameter that is there stays.
         devices: those of the load, open.
     """
@@ -618,6 +632,8 @@ class Place:
     parameters: Sequence[Parameter]
     unstored: Mapping[str, str]
     held: Mapping[str, int]
+    reusable: Mapping[int, int]
+    pages_are_known: bool
     keep: frozenset[str]
     devices: Devices
 
@@ -629,15 +645,20 @@ class Place:
         if model is not None:
             owner = framework(framework_of(model) or "tinygrad")
             parameters = owner.parameters(model)
-        held: dict[str, int] = {}
-        for parameter in parameters:
-            if parameter.device is not None:
-                held[parameter.device] = held.get(parameter.device, 0) + parameter.nbytes
-        devices = open_devices(device, owner, held)
+        where = {p.device for p in parameters if p.device is not None}
+        devices = open_devices(device, owner, where)
         _check_names(options.budget, devices.opened, device)
+        shared = {name for name, d in devices.opened.items() if d.info.shared_memory}
+        reusable = _reusable(parameters, shared)
+        known = reusable if reusable is not None else {}
+        held = dict.fromkeys(where, 0)
+        for number, p in enumerate(parameters):
+            if p.device is not None:
+                held[p.device] += known.get(number, 0 if p.device in shared else p.nbytes)
         keep = frozenset(devices.opened) if device is None else frozenset()
         unstored = owner.unstored(model) if owner is not None else {}
-        return cls(owner, parameters, unstored, held, keep, devices)
+        is_known = reusable is not None
+        return cls(owner, parameters, unstored, held, known, is_known, keep, devices)
 
     def specs(
         self, options: Options, *, bf16_undecided: bool, over: Devices | None = None
@@ -657,8 +678,27 @@ class Place:
                 self.held,
                 bf16_undecided=bf16_undecided,
                 reserve_nbytes=options.reserve_nbytes,
+                of_model=self.owner is not None,
             )
         )
+
+
+def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
+    """How many bytes of each parameter on the host are memory that a load can take over.
+
+    Args:
+        parameters: of the model.
+        shared: devices whose memory is the host's.
+
+    Returns:
+        Bytes by the numbers of those parameters; None where the system does not tell.
+    """
+    places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
+    found = reusable_nbytes([place for each in places.values() for place in each])
+    if found is None:
+        return None
+    nbytes = iter(found)
+    return {number: sum(islice(nbytes, len(each))) for number, each in places.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -671,6 +711,7 @@ class Load:
     match: Match | None  # None: a load without a model
     skipped: tuple[str, ...]
     unstored: tuple[str, ...] = ()  # tensors of the model that no checkpoint has
+    process_nbytes: int | None = None  # of the process, when memory was looked at for the plan
 
     @classmethod
     def prepare(
@@ -698,7 +739,13 @@ class Load:
             wants = _wants(checkpoint, fill)
         else:
             match = match_parameters(
-                checkpoint, place.parameters, fill, tied, place.keep, options.policy
+                checkpoint,
+                place.parameters,
+                fill,
+                tied,
+                place.keep,
+                options.policy,
+                place.reusable,
             )
             match.check(checkpoint.path, strict)
             wants = match.wants
@@ -707,7 +754,10 @@ class Load:
         free = [want.source[0].tensor for want in distinct if want.dtype is None]
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
+        begun: int | None = None
+
         def planned(over: Devices) -> Plan:
+            nonlocal begun
             specs = place.specs(options, bf16_undecided=undecided, over=over)
             specs, refused = over.compile_casts(
                 specs,
@@ -720,6 +770,7 @@ class Load:
             on_host = options.policy.fp16_cast == "llvm"  # some of it, whatever casts
             native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
             engine, notes = _host_cast(checkpoint, distinct, options, native)
+            begun = process_nbytes()
             free = over.host_free_nbytes()
             free = None if free is None else max(free - options.host_held_nbytes, 0)
             made = options.plan(checkpoint, wants, specs, tied, engine, free)
@@ -728,10 +779,10 @@ class Load:
         try:
             made = planned(devices)
         except PlanInfeasibleError as error:
+            if error.reason and not place.pages_are_known:
+                error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
             wider = _wider(devices, planned)
-            if wider is None:
-                raise
-            raise error.suggesting([wider]) from None
+            raise error.suggesting([wider] if wider is not None else ()) from None
         devices.check_buffers(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
@@ -749,6 +800,7 @@ class Load:
             match,
             tuple(skipped),
             tuple(place.unstored),
+            begun,
         )
 
     def _device_map(self) -> dict[str, str | int]:
@@ -782,7 +834,7 @@ class Load:
         )
         parameters = self.match.parameters if self.match else None
         target = ModelTarget(made, self.devices.framework, devices, parameters, ledger)
-        meter = Meter(devices)
+        meter = Meter(devices, self.process_nbytes)
         try:
             with reporting(progress, self.read_nbytes) as tell:
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import MappingProxyType
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
@@ -152,6 +153,7 @@ def match(
     tied: Mapping[str, str],
     keep_on: Set[str],
     policy: DTypePolicy,
+    reusable: Mapping[int, int] = MappingProxyType({}),
 ) -> Match:
     """Match parameters to sources by name, and collect everything that is wrong.
 
@@ -162,10 +164,12 @@ def match(
         tied: parameter names that are not stored, to the parameter name that they share.
         keep_on: devices on which a parameter that is there stays.
         policy: the dtypes asked for; what it does not mention keeps its dtype, where it has one.
+        reusable: by number, how many of the bytes that a parameter holds the load takes over; all
+            where it is not said.
     """
     out = Match()
     used: set[str] = set()
-    for parameter in parameters:
+    for number, parameter in enumerate(parameters):
         found = [name for name in parameter.names if name in fill]
         head = None if found else next((name for name in parameter.names if name in tied), None)
         if not found and head is None:
@@ -197,7 +201,8 @@ def match(
         out.tied += [other for other in parameter.names if other != name]
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
-            held = (parameter.device, parameter.dtype, parameter.nbytes)
+            nbytes = parameter.nbytes
+            held = (parameter.device, parameter.dtype, nbytes, reusable.get(number, nbytes))
         where = parameter.device if parameter.device in keep_on else None
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
         out.wants.append(Want(name, shape, source.rows, source.transpose, where, held, dtype))

@@ -282,9 +282,17 @@ class Clock:
 class Meter:
     """Peaks by counters that are not ours, above what they said at the beginning."""
 
-    def __init__(self, devices: Mapping[str, Device]) -> None:
+    def __init__(self, devices: Mapping[str, Device], process_nbytes: int | None = None) -> None:
+        """Begin now.
+
+        Args:
+            devices: by name.
+            process_nbytes: what the process had when memory was looked at for the plan; None: now.
+        """
         self._devices = devices
         self._begun = self._now()
+        if process_nbytes is not None:
+            self._begun["process"] = process_nbytes
         self._last = time.monotonic()
         self.peaks = dict.fromkeys(self._begun, 0)
 
@@ -294,7 +302,7 @@ class Meter:
             for name, device in self._devices.items()
             if (nbytes := device.allocated_nbytes()) is not None
         }
-        process = _process_nbytes()
+        process = process_nbytes()
         if process is not None:
             now["process"] = process
         return now
@@ -309,7 +317,7 @@ class Meter:
             self.peaks[name] = max(self.peaks.get(name, 0), nbytes - self._begun.get(name, 0))
 
 
-def _process_nbytes() -> int | None:
+def process_nbytes() -> int | None:
     """RssAnon + RssShmem of this process, from /proc (Linux); None elsewhere."""
     try:
         status = Path("/proc/self/status").read_bytes()

@@ -11,6 +11,7 @@ from typing import Any
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
+from streamload.plan.allocators import TRIM_NBYTES
 from streamload.plan.budget import Ledger
 from streamload.plan.plan import Plan, alike, kinds, names_of, resident_nbytes
 
@@ -50,6 +51,8 @@ class ModelTarget:
         self._all_new = all(p.action == "new" for p, _ in alike(plan.placements))
         self._buffers: dict[int, Buffer] = {}  # begun and not finished
         self._released: set[int] = set()  # what they held is gone
+        # freed heap by device, since it was trimmed; other devices trim as they release
+        self._freed = {name: 0 for name, device in devices.items() if device.info.shared_memory}
         self._loaded: set[int] = set()
 
     def _parameter(self, index: int) -> Parameter | None:
@@ -82,6 +85,11 @@ class ModelTarget:
         if not reason:
             self._released.add(index)
             self._ledger.release(p.device, p.released_nbytes)
+            if p.device in self._freed:
+                self._freed[p.device] += p.released_nbytes
+                if self._freed[p.device] >= TRIM_NBYTES:
+                    self._devices[p.device].trim()
+                    self._freed[p.device] = 0
         return reason
 
     def begin(self, index: int) -> Buffer:

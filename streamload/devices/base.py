@@ -32,7 +32,7 @@ import numpy as np
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
-from streamload.plan.allocators import AllocatorKind
+from streamload.plan.allocators import NO_COSTS, AllocatorKind, TensorCosts
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -55,6 +55,7 @@ class DeviceInfo:
         max_transfer_nbytes: the largest single transfer; None for no limit.
         granularity_nbytes: allocations are rounded up to a multiple of this.
         allocator: how its allocator takes memory from the device.
+        costs: what each tensor takes of the host beside its bytes.
         max_buffers: how many more buffers it can hold, whatever their size; None for no limit.
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively, or in float16 no better.
@@ -75,6 +76,7 @@ class DeviceInfo:
     max_transfer_nbytes: int | None = None
     granularity_nbytes: int = 1
     allocator: AllocatorKind = "exact"
+    costs: TensorCosts = NO_COSTS
     max_buffers: int | None = None
     threads: int = 16
     native_bf16: bool = False
@@ -395,6 +397,9 @@ class Parameter(Protocol):
         As (identity of the allocation, first byte, stop): two parameters whose bytes overlap in
         one allocation stand on the same memory.
         """
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """Where the CPU sees the bytes that it holds, as (address, bytes); () where it does not."""
 
     def buffer(self) -> Buffer:
         """The memory that it holds, to be written in place."""

@@ -25,7 +25,9 @@ from streamload.devices.base import (
 )
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+from streamload.plan.allocators import TensorCosts
 
+_COSTS = TensorCosts(object_nbytes=600, parameter_nbytes=1000, left_nbytes=1024)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)
 
 
@@ -42,7 +44,14 @@ class HostDevice:
     def info(self) -> DeviceInfo:
         """The host has no limits of its own but what is free."""
         # numpy takes large arrays from the kernel in whole pages, small ones in multiples of 16
-        return DeviceInfo("host", "host", "numpy", unsupported=_UNSUPPORTED, granularity_nbytes=16)
+        return DeviceInfo(
+            "host",
+            "host",
+            "numpy",
+            unsupported=_UNSUPPORTED,
+            granularity_nbytes=16,
+            costs=_COSTS,
+        )
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """An uninitialised array; no page of it is touched."""
@@ -244,6 +253,13 @@ class HostParameter:
     def _put(self, value: Any) -> None:
         for container, key in self._slots:
             container[key] = value
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The array's own bytes."""
+        if self.span is None:
+            return ()
+        _, first, stop = self.span
+        return ((first, stop - first),)
 
     def buffer(self) -> np.ndarray[Any, Any]:
         """The array."""

@@ -62,6 +62,7 @@ from streamload.devices.tinygrad_tensors import (
 )
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+from streamload.plan.allocators import TensorCosts
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
 
@@ -73,6 +74,9 @@ _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 
 # What allocations are rounded up to, by backend: those on CUDA at the least.
 _GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
+# On the CPU each buffer is a map of its own, of shared memory: 1,975 bytes of the kernel each.
+_COSTS = TensorCosts(object_nbytes=3150, parameter_nbytes=2150)
+_MAPPED_COSTS = TensorCosts(object_nbytes=3500, parameter_nbytes=2250, kernel_nbytes=2048)
 
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = (
@@ -126,6 +130,7 @@ class TinygradDevice(ABC):
             shared_memory=backend in SHARED,
             granularity_nbytes=_GRANULARITY_NBYTES.get(backend, 1),
             allocator="cuda_driver" if backend == "CUDA" else "exact",  # cuMemAlloc, once for each
+            costs=_MAPPED_COSTS if backend == "CPU" else _COSTS,
             max_buffers=_max_buffers() if backend == "CPU" else None,  # each is a map
             threads=self.threads,
             native_bf16=backend in _BF16_NATIVE and self._computes_in(dtypes.bfloat16),
@@ -311,6 +316,7 @@ class _OpenCLDevice(TinygradDevice):
                 self._cl.CL_DEVICE_MAX_MEM_ALLOC_SIZE, ctypes.c_uint64
             ),
             granularity_nbytes=max(align, 1),
+            costs=base.costs,
             threads=self.threads,
             native_bf16=False,
             unsupported=base.unsupported,

@@ -260,6 +260,18 @@ class TinygradParameter:
         self.nbytes, self._under = sizes[self.device], by_device[self.device]
         self.dtype += " (of a graph)"
 
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The bytes that it holds, or those under its graph, on devices that show them."""
+        if self._under:
+            found = ((_address(uop.buffer), uop.buffer.nbytes) for uop in self._under)
+            return [(address, nbytes) for address, nbytes in found if address is not None]
+        held = None if self.span is None else _memory(_stands_on(self._tensors[0].uop))
+        address = None if held is None else _address(held.buffer.base)
+        if self.span is None or address is None:
+            return ()
+        _, first, stop = self.span
+        return ((address + first, stop - first),)
+
     def buffer(self) -> Buffer:
         """The memory that it holds."""
         return _stands_on(self._tensors[0].uop).buffer.ensure_allocated()
@@ -354,6 +366,27 @@ class TinygradParameter:
     def _put(self, uop: UOp) -> None:
         for tensor in self._tensors:  # tied ones may have shapes of their own
             tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
+
+
+def _address(buffer: Buffer) -> int | None:
+    """Where the CPU sees a buffer's memory; None where it does not, or the device does not tell."""
+    device = _Devices[buffer.device]
+    if backend_of(buffer.device) == "CL":
+        from tinygrad.runtime.autogen import opencl as cl
+
+        status = ctypes.c_int32()
+        arguments = (True, cl.CL_MAP_READ, 0, 1, 0, None, None, status)
+        pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, *arguments)
+        if status.value != 0:
+            return None
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        place = ctypes.c_void_p(address)
+        cl.clEnqueueUnmapMemObject(device.queue, buffer._buf, place, 0, None, None)
+        return address
+    if backend_of(buffer.device) not in SHARED or not has(device.allocator, "_as_buffer"):
+        return None
+    view = device.allocator._as_buffer(buffer._buf)
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 _HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"

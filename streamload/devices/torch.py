@@ -39,7 +39,7 @@ from streamload.devices.base import (
 )
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.plan.allocators import AllocatorKind
+from streamload.plan.allocators import AllocatorKind, TensorCosts
 
 # torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
 # checkpoint's shapes are those of whole bytes
@@ -53,6 +53,8 @@ _UNSUPPORTED = frozenset(BY_NAME) - frozenset(_TO_TORCH)
 
 _CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
 _CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
+_COSTS = TensorCosts(object_nbytes=850, parameter_nbytes=850)
+_LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.
@@ -141,6 +143,7 @@ class TorchDevice:
             shared_memory=self.torch_device.type in ("cpu", "mps"),
             free_nbytes=free,
             total_nbytes=total,
+            costs=_COSTS,
             threads=self.threads,
             native_bf16="bfloat16" not in _UNSUPPORTED,
             unsupported=_UNSUPPORTED,
@@ -310,6 +313,7 @@ class CPUDevice(TorchDevice):
             framework="torch",
             description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
             granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
+            costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
             threads=self.threads,
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
             unsupported=_UNSUPPORTED,
@@ -375,6 +379,7 @@ class ROCmDevice(TorchDevice):
             total_nbytes=total,
             granularity_nbytes=_CUDA_BLOCK_NBYTES,
             allocator=_cuda_allocator(),
+            costs=_COSTS,
             threads=self.threads,
             native_bf16=native,
             unsupported=_UNSUPPORTED,
@@ -635,6 +640,13 @@ class TorchParameter:
             if id(old) not in made:
                 made[id(old)] = new(old)
             container[key] = made[id(old)]
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The tensor's own bytes, on the CPU."""
+        if self.span is None or self.device != "cpu":
+            return ()
+        _, first, stop = self.span
+        return ((first, stop - first),)
 
     def buffer(self) -> torch.Tensor:
         """The memory that it holds."""

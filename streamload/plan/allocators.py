@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import Literal
 
@@ -46,6 +47,30 @@ _SEGMENT_ROUNDING_NBYTES = 2 * _MIB  # kRoundLarge
 #: `DRIVER_SHARED_NBYTES`, while smaller ones share them, rounded to 512 bytes.
 DRIVER_BLOCK_NBYTES = 2 * _MIB
 DRIVER_SHARED_NBYTES = _MIB
+
+
+#: Old memory of the host that is released before freed heap goes back to the kernel.
+TRIM_NBYTES = 4 * _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCosts:
+    """What each tensor takes of the host beside its bytes, in bytes.
+
+    Attributes:
+        object_nbytes: objects of Python and of the framework, and what the load notes of it.
+        parameter_nbytes: the same where the tensor fills a parameter of a model.
+        kernel_nbytes: what the kernel takes, which no counter of the process has.
+        left_nbytes: what stays in the heap of one that is released, since others share its pages.
+    """
+
+    object_nbytes: int = 0
+    parameter_nbytes: int = 0
+    kernel_nbytes: int = 0
+    left_nbytes: int = 0
+
+
+NO_COSTS = TensorCosts()
 
 
 def taken(kind: AllocatorKind, granularity_nbytes: int, sizes: Iterable[int]) -> Iterator[int]:

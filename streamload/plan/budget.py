@@ -179,12 +179,13 @@ class Budget:
         size = self.for_device(device)
         return size is not None and size.nbytes is not None
 
-    def resolve(self, device: str, free_nbytes: int | None) -> int:
+    def resolve(self, device: str, free_nbytes: int | None, held_nbytes: int = 0) -> int:
         """The budget of one device (or `STAGING`) in bytes.
 
         Args:
             device: its name.
             free_nbytes: what is free there; used only where `is_stated` is false.
+            held_nbytes: what the model holds there already, on top of that.
 
         Raises:
             ValueError: what is free is needed, and unknown or negative.
@@ -198,32 +199,31 @@ class Budget:
                 f"{'unknown' if free_nbytes is None else free_nbytes}: state it in bytes"
             )
         if size is None:
-            return free_nbytes - reserve_nbytes(free_nbytes)
+            return held_nbytes + free_nbytes - reserve_nbytes(free_nbytes)
         # str: the shortest decimal, which is what the user wrote; 0.8 as a double is a bit more
-        return int(Fraction(str(size.fraction)) * free_nbytes)
+        return held_nbytes + int(Fraction(str(size.fraction)) * free_nbytes)
 
 
 def overhead_nbytes(free_nbytes: int) -> int:
-    """What a load takes of the host's memory and no plan counts, of ``free_nbytes`` free now.
+    """What a load leaves alone of the host's memory, of ``free_nbytes`` free now, in bytes.
 
-    Even a stated budget leaves it alone: 32 MiB for what the process still grows by (kernels that
-    are compiled, threads, a verification; up to 30 MB were seen where a memory cgroup killed loads
-    without it), and 1/256 for page tables, which are 1/512 of what is mapped with 4 KiB pages.
+    A stated budget leaves it alone, too. 12 MiB are for what no plan counts: kernels that are
+    compiled take 6.4 MB, and in a memory cgroup of just what was predicted, loads by pread needed
+    2 MB more, and loads by a map 4 to 8 MB. 1/256 is for page tables, which are 1/512 of what is
+    mapped with 4 KiB pages.
     """
-    return min(32 * 2**20 + free_nbytes // 256, free_nbytes)
+    return min(12 * 2**20 + free_nbytes // 256, free_nbytes)
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
     """What a budget that was guessed leaves alone, of ``free_nbytes`` that are free now.
 
-    On a large device max(5%, 1 GiB), which is 5% from 20 GiB on. A small one keeps max(10%,
-    64 MiB) instead, so that 3 GB leave 2.7 GB for the load: 64 MiB is what the interpreter still
-    grows by (compiled kernels, the framework), and 10% covers page tables (0.2% of each mapping:
-    8 bytes for a page of 4 KiB), drivers' rounding and the windows of mapped files.
-    Never more than half. Neither the reserve nor what it leaves shrinks as more is free.
+    16 MiB and 2%, which leaves 94% of 1 GB and 97% of 3 GB. Beyond 4 GiB an eighth more, until that
+    is max(5%, 1 GiB), which others on a large device are left. Never more than half. Neither the
+    reserve nor what it leaves shrinks as more is free.
     """
     large = max(free_nbytes // 20, 2**30)
-    small = max(free_nbytes // 10, 64 * 2**20)
+    small = 2**24 + free_nbytes // 50 + max(free_nbytes - 2**32, 0) // 8
     return min(large, small, free_nbytes // 2)
 
 

@@ -38,6 +38,9 @@ DIRECT_ROOM_NBYTES = 2 * 4096
 MAPPED_ROOM_NBYTES = 2 * 2**16
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
+# What a load takes of the process beside what grows with its tensors: stacks of threads, readers.
+# Seen were 0.1 to 0.7 MB with 1 to 8 threads.
+LOAD_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
@@ -97,6 +100,8 @@ class Placement:
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
             fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
+        reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
+            written in place, or really given back. The others have none yet, or share it.
     """
 
     name: str
@@ -110,6 +115,7 @@ class Placement:
     cast: str
     resident_nbytes: int
     released_nbytes: int = 0
+    reusable_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -203,6 +209,7 @@ class WholeTensors(Sequence[Placement]):
                     map(attrgetter("cast"), self.kinds),
                     self.resident_nbytes,
                     repeat(0),
+                    repeat(0),
                 )
             )
         return self._all
@@ -267,7 +274,7 @@ class DevicePlan:
         resident_nbytes: parameters, when the load is done.
         scratch_nbytes: temporary device memory (and host staging, on shared memory).
         peak_nbytes: predicted peak: parameters, scratch, and old parameters not yet released.
-        fresh_nbytes: how much of the peak is not held already when the load begins.
+        fresh_nbytes: how much memory the load newly takes at its peak, scratch included.
         held_nbytes: what the parameters hold there when the load begins; more than the peak where
             old parameters are larger than the budget, and go first.
         layers: first and last (exclusive) layer, under a split; None without one.
@@ -276,6 +283,10 @@ class DevicePlan:
         release_first: old parameters go all at once before the first is loaded.
         cache_nbytes: the KV cache of its layers, which is allocated when the load is done.
         reserve_nbytes: what stays free beside that, of the budget and of what is free.
+        reusable_nbytes: of `held_nbytes`, memory that the load takes over.
+        object_nbytes: what the process takes for tensors beside their bytes.
+        kernel_nbytes: what the kernel takes for them.
+        shared_memory: its memory is the host's.
     """
 
     device: str
@@ -291,6 +302,10 @@ class DevicePlan:
     release_first: bool = False
     cache_nbytes: int = 0
     reserve_nbytes: int = 0
+    reusable_nbytes: int = 0
+    object_nbytes: int = 0
+    kernel_nbytes: int = 0
+    shared_memory: bool = True
 
     @property
     def run_nbytes(self) -> int:
@@ -304,8 +319,14 @@ class DevicePlan:
 
     @property
     def fresh_needed_nbytes(self) -> int:
-        """How much of that is not held already when the load begins."""
-        return max(self.fresh_nbytes, self.run_nbytes - self.held_nbytes)
+        """How much of that is newly taken."""
+        return max(self.fresh_nbytes, self.run_nbytes - self.reusable_nbytes)
+
+    @property
+    def host_needed_nbytes(self) -> int:
+        """What the host gives: for tensors beside their bytes, and for these where it shares."""
+        beside = self.object_nbytes + self.kernel_nbytes
+        return beside + (self.fresh_needed_nbytes if self.shared_memory else 0)
 
     @property
     def stated_nbytes(self) -> int:
@@ -376,6 +397,13 @@ class Plan:
     def resident_nbytes(self) -> int:
         """Bytes of all parameters on all devices when the load is done."""
         return sum(d.resident_nbytes for d in self.devices)
+
+    @property
+    def process_nbytes(self) -> int:
+        """By how much the process will grow at most: RssAnon + RssShmem, in bytes."""
+        fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
+        staged = self.host_nbytes if self.transfer == "staged" else 0
+        return LOAD_NBYTES + fresh + staged + sum(d.object_nbytes for d in self.devices)
 
     @property
     def host_memory(self) -> str:

@@ -29,6 +29,7 @@ from streamload.errors import CheckpointError, PlanInfeasibleError, UnsupportedC
 from streamload.plan.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
+    TRIM_NBYTES,
     AllocatorKind,
     taken,
 )
@@ -103,6 +104,9 @@ class DeviceSpec:
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
+        object_nbytes: what the process takes for each tensor beside its bytes.
+        kernel_nbytes: what the kernel takes for each.
+        left_nbytes: what stays taken of each that is released.
         own_host: it is a node, on whose memory no other one draws.
     """
 
@@ -124,6 +128,9 @@ class DeviceSpec:
     maps_host_memory: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
+    object_nbytes: int = 0
+    kernel_nbytes: int = 0
+    left_nbytes: int = 0
     own_host: bool = False
 
     def resident(self, nbytes: int) -> int:
@@ -141,7 +148,8 @@ class Want:
         source: row ranges, concatenated in order.
         transpose: a permutation of the concatenated rows, or None.
         device: where it must go; None lets the planner split over the devices.
-        held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
+        held: (device, dtype, bytes, bytes of them that are reusable) that the parameter holds now
+            (see `Placement.reusable_nbytes`); None where it holds nothing.
         dtype: the dtype it must have; None asks the policy.
     """
 
@@ -150,7 +158,7 @@ class Want:
     source: tuple[RowRange, ...]
     transpose: RowTranspose | None = None
     device: str | None = None
-    held: tuple[str, str, int] | None = None
+    held: tuple[str, str, int, int] | None = None
     dtype: DType | None = None
 
 
@@ -508,6 +516,7 @@ def _sized(p: Placement, resident_nbytes: int, released_nbytes: int) -> Placemen
         p.cast,
         resident_nbytes,
         released_nbytes,
+        p.reusable_nbytes,
     )
 
 
@@ -680,7 +689,7 @@ class _Room:
             spec = specs[d.device]
             room = spec.budget_nbytes - d.resident_nbytes
             if spec.free_nbytes is not None:
-                room = min(room, spec.free_nbytes + d.held_nbytes - d.resident_nbytes)
+                room = min(room, spec.free_nbytes + d.reusable_nbytes - d.resident_nbytes)
             rooms.append((spec, room))
         contexts = range(1, self.cache.request.context + 1)
         return bisect_right(
@@ -736,12 +745,13 @@ def _check_dtypes(
 def _place(want: Want, spec: DeviceSpec, src: DType, dst: DType, engine: str) -> Placement:
     dst_nbytes = dst.nbytes(math.prod(want.shape))
     action: Action = "new"
-    released = 0
+    released = reusable = 0
     if want.held is not None:
-        where, what, nbytes = want.held
+        where, what, nbytes, found = want.held
         same = (where, what, nbytes) == (spec.name, dst.name, dst_nbytes)
         action = "in_place" if same else "replace"
         released = nbytes if not same and where == spec.name else 0
+        reusable = found if where == spec.name else 0
     return Placement(
         want.name,
         spec.name,
@@ -754,6 +764,7 @@ def _place(want: Want, spec: DeviceSpec, src: DType, dst: DType, engine: str) ->
         engine,
         spec.resident(dst_nbytes),
         released,
+        reusable,
     )
 
 
@@ -815,6 +826,7 @@ def _fit(
         chunk = min(chunk, MAPPED_WINDOW_NBYTES - MAPPED_ROOM_NBYTES)
         most_host_nbytes = min(most_host_nbytes, MAPPED_MOST_NBYTES)
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
+    fresh = {name: _fresh(ps, specs[name], *base[name]) for name, ps in by_device.items()}
     whole = 0
     for p in kinds(draft.placements):
         whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
@@ -830,7 +842,7 @@ def _fit(
         plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
         scratch, host = _staging(plan, specs, needs)
         tight = host > most_host_nbytes or any(
-            nbytes and nbytes > _room(specs[name], *base[name][:2])
+            nbytes and nbytes > _room(specs[name], base[name][1], fresh[name])
             for name, nbytes in scratch.items()
         )
         if not tight or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
@@ -853,7 +865,7 @@ def _fit(
                 resident_nbytes=resident_nbytes(ps),
                 scratch_nbytes=scratch[name],
                 peak_nbytes=peak + scratch[name],
-                fresh_nbytes=max(peak - held + _not_given_back(ps, specs[name]), 0) + scratch[name],
+                fresh_nbytes=fresh[name] + scratch[name],
                 held_nbytes=held,
                 layers=(part.layers.start, part.layers.stop) if part else None,
                 embedding=bool(part and part.has_embedding),
@@ -861,6 +873,10 @@ def _fit(
                 release_first=release_first,
                 cache_nbytes=room.nbytes(specs[name], room.request.context) if room else 0,
                 reserve_nbytes=specs[name].reserve_nbytes,
+                reusable_nbytes=_reusable(ps, specs[name], held),
+                object_nbytes=len(ps) * specs[name].object_nbytes,
+                kernel_nbytes=len(ps) * specs[name].kernel_nbytes,
+                shared_memory=specs[name].shared_memory,
             )
         )
     return replace(plan, devices=tuple(out), host_nbytes=host)
@@ -883,11 +899,11 @@ def _share(
     return (host_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
 
 
-def _room(spec: DeviceSpec, held_nbytes: int, peak_nbytes: int) -> int:
+def _room(spec: DeviceSpec, peak_nbytes: int, fresh_nbytes: int) -> int:
     """Bytes that are left for scratch on a device beside its parameters."""
     room = spec.budget_nbytes - peak_nbytes
     if spec.free_nbytes is not None:
-        room = min(room, spec.free_nbytes - max(peak_nbytes - held_nbytes, 0))
+        room = min(room, spec.free_nbytes - fresh_nbytes)
     return room
 
 
@@ -932,6 +948,38 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
         # released together they make room for the new ones
         return held, now, True
     return held, peak, False
+
+
+def _fresh(
+    placements: Sequence[Placement],
+    spec: DeviceSpec,
+    held_nbytes: int,
+    peak_nbytes: int,
+    release_first: bool,
+) -> int:
+    """Bytes that parameters newly take at their peak, of a device on which some may be held."""
+    if not spec.shared_memory:
+        return max(peak_nbytes - held_nbytes + _not_given_back(placements, spec), 0)
+    if all(p.action == "new" for p, _ in alike(placements)):
+        return resident_nbytes(placements)
+    replaced = [p for p in placements if p.released_nbytes]
+    now = peak = -sum(p.reusable_nbytes for p in replaced) if release_first else 0
+    for p in placements:
+        if p.action == "in_place":
+            now += 0 if p.reusable_nbytes >= p.nbytes else p.resident_nbytes - p.reusable_nbytes
+        else:
+            now += p.resident_nbytes - (0 if release_first else p.reusable_nbytes)
+        peak = max(peak, now)
+    freed = sum(p.reusable_nbytes for p in replaced)
+    left = sum(min(spec.left_nbytes, p.reusable_nbytes) for p in replaced)
+    return max(peak, 0) + min(TRIM_NBYTES, freed) + left
+
+
+def _reusable(placements: Sequence[Placement], spec: DeviceSpec, held_nbytes: int) -> int:
+    """How many of the bytes that are held on a device the load takes over."""
+    if not spec.shared_memory or all(p.action == "new" for p, _ in alike(placements)):
+        return held_nbytes
+    return sum(p.reusable_nbytes for p in placements)
 
 
 def _in_shared_blocks(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
@@ -1049,12 +1097,9 @@ def _check(
             spec.name, p.nbytes, most, limit="largest allocation", largest=[(p.name, p.nbytes)]
         )
     limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
-    if (
-        spec.free_nbytes is not None
-        and mine.fresh_needed_nbytes > spec.free_nbytes
-        and needed <= available
-    ):
-        limit, available, needed = "free memory", spec.free_nbytes, mine.fresh_needed_nbytes
+    new = mine.host_needed_nbytes if spec.shared_memory else mine.fresh_needed_nbytes
+    if spec.free_nbytes is not None and new > spec.free_nbytes and needed <= available:
+        limit, available, needed = "free memory", spec.free_nbytes, new
     if needed <= available:
         return
     suggestions = []
@@ -1078,24 +1123,44 @@ def _check(
         )
         if count is not None and count > len(plan.devices):
             suggestions.append(f"{count} devices or nodes of {format_bytes(available)}")
-    largest = sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))[:8]
-    if mine.cache_nbytes:
-        largest = [*largest[:7], ("the KV cache", mine.cache_nbytes)]
-        largest.sort(key=lambda x: -x[1])
+    largest = [("the KV cache", mine.cache_nbytes)] if mine.cache_nbytes else []
+    if limit == "free memory":
+        beside = mine.object_nbytes + mine.kernel_nbytes
+        largest += [(f"what {len(placements)} tensors take beside their bytes", beside)]
+    parameters = sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))
+    largest = sorted([*largest, *parameters[: 8 - len(largest)]], key=lambda x: -x[1])
     raise PlanInfeasibleError(
-        spec.name, needed, available, limit=limit, largest=largest, would_fit=suggestions
+        spec.name,
+        needed,
+        available,
+        limit=limit,
+        largest=largest,
+        would_fit=suggestions,
+        reason=_why_new(mine) if limit == "free memory" else "",
+    )
+
+
+def _why_new(mine: DevicePlan) -> str:
+    """Why writing to memory that a model holds takes memory, or ""."""
+    absent = mine.held_nbytes - mine.reusable_nbytes
+    if absent <= 0:
+        return ""
+    return (
+        f"of the {format_bytes(mine.held_nbytes)} that the model holds, {format_bytes(absent)} "
+        "count as new: they were never written, are mapped from a file, or are shared with another "
+        "process"
     )
 
 
 def _check_pool(plan: Plan, specs: Mapping[str, DeviceSpec]) -> None:
     """Refuse a plan whose devices fit one by one, but not together in the memory they share."""
-    sharing = [d for d in plan.devices if specs[d.device].shared_memory and d.fresh_needed_nbytes]
+    sharing = [d for d in plan.devices if specs[d.device].shared_memory and d.host_needed_nbytes]
     known = [specs[d.device].host_free_nbytes for d in sharing]
     free = min((nbytes for nbytes in known if nbytes is not None), default=None)
-    needed = sum(d.fresh_needed_nbytes for d in sharing)
+    needed = sum(d.host_needed_nbytes for d in sharing)
     if free is None or needed <= free:
         return
-    largest = [(d.device, d.fresh_needed_nbytes) for d in sharing]
+    largest = [(d.device, d.host_needed_nbytes) for d in sharing]
     raise PlanInfeasibleError(
         ", ".join(d.device for d in sharing),
         needed,

@@ -1,0 +1,120 @@
+"""Which memory of this process can be written without taking more of the machine's.
+
+A tensor that exists need not have memory: pages of ``torch.empty``, ``np.zeros`` and
+``Tensor.empty`` come when they are first written, those of a mapped file belong to the page cache
+until then, and those that a forked process shares are copied then. ``/proc/self/pagemap`` tells.
+Source: Linux, Documentation/admin-guide/mm/pagemap.rst.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+_PRESENT, _FILE_OR_SHARED, _EXCLUSIVE = 1 << 63, 1 << 61, 1 << 56
+_ENTRY_NBYTES = 8
+_MOST_ENTRIES = 2**17  # read at once: 1 MiB, for 512 MiB of pages of 4 KiB
+# Shared memory that is no file's on a disk, by the names in /proc/self/maps: anonymous maps,
+# memfd_create(2), shm_open(3), shmget(2).
+_SHARED_ANONYMOUS = ("/dev/zero", "/memfd:", "/dev/shm/", "/SYSV")
+
+_Column = np.ndarray[Any, np.dtype[np.int64]]
+_Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
+    """How many bytes of each range are on pages that are present and this process's alone.
+
+    A private page counts if it is present, mapped by no other process and not of a file. A page of
+    shared anonymous memory counts if it is present. Everything else takes memory when it is
+    written: pages that were never written, the zero page, files, swap, pages shared by fork(2).
+
+    Args:
+        ranges: (address, bytes) each.
+
+    Returns:
+        Bytes for each range; None where the system does not tell (no /proc/self/pagemap).
+    """
+    page = mmap.PAGESIZE
+    starts, sizes = np.array(ranges, np.int64).reshape(-1, 2).T
+    stops = starts + sizes
+    firsts = starts // page
+    lasts = np.maximum(-(-stops // page), firsts + 1)
+    try:
+        edges, kinds = _mappings()
+        runs = _runs(firsts, lasts)
+        flags = _flags(runs)
+    except (OSError, ValueError):
+        return None
+    run_firsts = np.array([first for first, _ in runs], np.int64)
+    before = np.cumsum([0, *(last - first for first, last in runs)])
+    run = np.searchsorted(run_firsts, firsts, "right") - 1
+    shift = before[run] - run_firsts[run]
+    firsts, lasts = firsts + shift, lasts + shift
+    found = np.zeros(len(ranges), np.int64)
+    kind = kinds[np.searchsorted(edges, starts, "right")]
+    for number, present in enumerate(flags):
+        counts = np.concatenate(([0], np.cumsum(present)))
+        held = (counts[lasts] - counts[firsts]) * page
+        held -= np.where(present[firsts], starts % page, 0)
+        held -= np.where(present[lasts - 1], -stops % page, 0)
+        found = np.where((kind == number) & (sizes > 0), held, found)
+    return found.tolist()
+
+
+def _mappings() -> tuple[_Column, _Column]:
+    """Where this process's mappings begin and end, and their kinds.
+
+    Returns:
+        Addresses, ascending, and for each the kind of the memory before it: 0 for private memory, 1
+        for shared anonymous memory, -1 for what is neither (a shared file, a driver's, nothing).
+    """
+    edges: list[int] = []
+    kinds: list[int] = []
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            addresses, mode, _, _, _, *name = line.split(maxsplit=5)
+            first, _, stop = addresses.partition("-")
+            private = not mode.endswith("s")
+            shared = not private and "".join(name).startswith(_SHARED_ANONYMOUS)
+            edges += int(first, 16), int(stop, 16)
+            kinds += -1, 0 if private else 1 if shared else -1
+    last = np.iinfo(np.int64).max  # [vsyscall] lies beyond
+    return np.array([min(edge, last) for edge in edges], np.int64), np.array([*kinds, -1])
+
+
+def _runs(firsts: _Column, lasts: _Column) -> list[tuple[int, int]]:
+    """The union of page ranges, as ranges that do not touch, ascending."""
+    runs: list[tuple[int, int]] = []
+    for first, last in sorted(zip(firsts.tolist(), lasts.tolist(), strict=True)):
+        if runs and first <= runs[-1][1]:
+            runs[-1] = runs[-1][0], max(runs[-1][1], last)
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
+    """For each page of some runs: whether it counts as private memory, and as shared memory."""
+    private: list[_Flags] = [np.zeros(0, np.bool_)]
+    shared: list[_Flags] = [np.zeros(0, np.bool_)]
+    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for first, stop in runs:
+            for at, end in pairwise([*range(first, stop, _MOST_ENTRIES), stop]):
+                raw = os.pread(fd, (end - at) * _ENTRY_NBYTES, at * _ENTRY_NBYTES)
+                entries = np.frombuffer(raw, np.uint64)
+                if len(entries) != end - at:
+                    raise ValueError("the page map ends early")
+                present = entries & _PRESENT != 0
+                mine = entries & (_EXCLUSIVE | _FILE_OR_SHARED) == _EXCLUSIVE
+                private.append(present & mine)
+                shared.append(present)
+    finally:
+        os.close(fd)
+    return np.concatenate(private), np.concatenate(shared)
