@@ -145,7 +145,12 @@ def _flat(device: str, tensor: Any) -> np.ndarray[Any, Any]:
 
         found: np.ndarray[Any, Any] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
         return found
-    return np.frombuffer(tensor.uop.base.buffer.as_memoryview(), np.uint8)
+    from tinygrad import Device
+
+    buffer = tensor.uop.base.buffer
+    out = bytearray(buffer.nbytes)
+    Device[device].allocator._copyout(memoryview(out), buffer._buf)
+    return np.frombuffer(out, np.uint8)
 
 
 def _loaded(device: str, model: Any, made: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,7 +169,7 @@ def _loaded(device: str, model: Any, made: Mapping[str, Any]) -> Mapping[str, An
     return found
 
 
-def _wrong(
+def wrong(
     device: str, dtype: str, tensors: Mapping[str, Any], raws: Mapping[str, Raw]
 ) -> Iterator[str]:
     """What is not as numpy casts it from the file, all bytes compared, a block at a time."""
@@ -245,15 +250,13 @@ def main(case: Mapping[str, Any]) -> None:
     report, said = _load(case, model)
     _say(**said)
     _wait()
-    wrong = []
+    found = []
     if report is not None and not case.get("unchecked"):
         with np.errstate(all="ignore"):
             tensors = _loaded(case["device"], model, report.state_dict)
             raws = tensors_of(Path(case["path"]))
-            wrong = list(
-                _wrong(case["device"], case["options"].get("dtype", "checkpoint"), tensors, raws)
-            )
-    _say(wrong=wrong[:8])
+            found = list(wrong(case["device"], case["options"]["dtype"], tensors, raws))
+    _say(wrong=found[:8])
     with suppress(OSError):
         sys.stderr.flush()
     os._exit(0)  # nothing of a driver's goodbye is of interest

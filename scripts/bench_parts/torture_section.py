@@ -122,18 +122,22 @@ class Case:
         wanted = src if dtype == "checkpoint" else dtype
         chunk = rng.choice((None, None, None, 1000, 2**16, 2**26))
         shape = rng.choice(("giant", "tiny", "small", "llama", "llama", "gpt2"))
+        kind, state = rng.choice(("dict", "object")), rng.choice(STATES[device])
+        held = wanted if rng.random() < 0.7 else rng.choice(DTYPES)
+        if (device, state) == ("host", "mapped"):
+            held = wanted  # numpy's views of a map are not replaced: they are refused
         sizes = {"tiny": (18,), "small": (50, 100)}.get(shape, (20, 50, 100, 200, 400))
         most = min(megabytes, 50 if chunk == 1000 else megabytes)
         return cls(
             number=number,
             device=device,
-            kind=rng.choice(("dict", "object")),
-            state=rng.choice(STATES[device]),
+            kind=kind,
+            state=state,
             src=src,
-            held=wanted if rng.random() < 0.7 else rng.choice(DTYPES),
+            held=held,
             dtype=dtype,
             shape=shape,
-            megabytes=rng.choice([n for n in sizes if n <= most] or [min(sizes)]),
+            megabytes=rng.choice([n for n in sizes if n <= most] or [most]),
             options={
                 "reader": rng.choice(("auto", "auto", "mmap", "pread", "direct")),
                 "threads": rng.choice((None, None, 1, 2, 8)),
@@ -420,18 +424,25 @@ def torture(options: Options) -> Section:
     bad = [run for run in runs if run["outcome"] in FAILURES]
     section.failures = [f"#{run['case']['number']}: {run['outcome']}" for run in bad]
     section.tables = {
-        "failures": [
-            {
-                "outcome": run["outcome"],
-                "case": run["text"],
-                "why": (run["boxed"] or run["room"])["why"],
-                "again": run["again"],
-            }
-            for run in bad
+        "failures; what they take with room, what was predicted, and what the box left": [
+            _failure(run) for run in bad
         ],
         "measured over predicted: RssAnon + RssShmem of loads that ended": _distribution(runs),
     }
     return section
+
+
+def _failure(run: Mapping[str, Any]) -> dict[str, Any]:
+    room, last = run["room"], run["boxed"] or run["room"]
+    return {
+        "outcome": run["outcome"],
+        "case": run["text"],
+        "takes": format_bytes(room["taken_nbytes"]),
+        "predicted": format_bytes(room["said"].get("predicted_nbytes", 0)),
+        "room": format_bytes(last["room_nbytes"] or 0),
+        "why": last["why"],
+        "again": run["again"],
+    }
 
 
 def _outcomes(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -541,7 +552,10 @@ def usable(maker: boxes.Boxes, options: Options) -> Section:
             **{"path": str(path), "donor": None, "device": device, "kind": "dict"},
             **{"state": "none", "held": "bfloat16", "unchecked": True},
             # one that is stated is beyond the box: then what is free decides
-            "options": {"budget": str(limit_nbytes) if budget == "stated" else budget},
+            "options": {
+                "budget": str(limit_nbytes) if budget == "stated" else budget,
+                "dtype": "checkpoint",
+            },
         }
         low, high, free_nbytes, peak_nbytes = 0, limit_nbytes, 0, 0
         while high - low > USABLE_STEP * limit_nbytes:
