@@ -1,7 +1,7 @@
 """One load of the section torture, in a process of its own: made from a case, and looked at.
 
 It says a line of JSON when the framework is there and the target is made, when the load is done or
-failed, and when every byte was compared; after each it waits until it is told to go on.
+failed, and when every byte was compared; before each it waits until it is told to go on.
 """
 
 from __future__ import annotations
@@ -234,9 +234,10 @@ def _load(case: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def main(case: Mapping[str, Any]) -> None:
-    """Run a case: ``path``, ``donor``, ``device``, ``kind``, ``state``, ``held``, ``options``."""
+    """Run a case of the section torture, whose model is shaped like the checkpoint ``shapes``."""
+    _wait()
     warnings.simplefilter("ignore")  # values out of float16's range
-    raws = tensors_of(Path(case["donor"] or case["path"]))
+    raws = tensors_of(Path(case.get("shapes", case["path"])))
     makers: dict[str, Any] = {"host": _host, "torch": _torch}
     model = makers.get(case["device"], _tinygrad)(case, raws)
     gc.collect()
