@@ -50,7 +50,7 @@ def test_few_random_loads_end_well(cgroup: Boxes, tmp_path: Path) -> None:
     needs.device("CL")
     needs.device("CPU")
     out = tmp_path / "runs.json"
-    options = ("--runs", str(RUNS), "--size", "20MB", "--devices", "host", "--json", str(out))
+    options = ("--runs", str(RUNS), "--size", "20MB", "--seed", "439", "--json", str(out))
     done = subprocess.run(
         [sys.executable, SCRIPTS / "bench", "torture", *options, "--work", tmp_path],
         env=environment(),

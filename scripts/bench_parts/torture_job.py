@@ -97,7 +97,7 @@ def _torch(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
     if state in ("resident", "forked"):
         for tensor in tensors.values():
             tensor.fill_(1)
-    if case["kind"] == "dict":
+    if case["kind"] == "dict" and state != "to_empty":
         return tensors
     root = torch.nn.Module()
     for name, tensor in tensors.items():

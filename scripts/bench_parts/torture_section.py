@@ -234,6 +234,8 @@ def run_boxed(
             box.limit(ROOM_NBYTES)  # comparing takes memory of its own
             wrong = _answer(process)["wrong"]
             outcome = "wrong" if wrong else _BY_ERROR.get(said["outcome"], "other")
+            if box.oom_killed:  # another process of the box than the one that loads
+                outcome = "killed"
             ran |= {"outcome": outcome, "why": "; ".join(wrong) or said.get("error", "")}
         except TimeoutError:
             ran |= {"outcome": "hung", "why": f"silent for {_ANSWER_S} s"}
