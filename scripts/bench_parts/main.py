@@ -128,7 +128,7 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = tuple(args.devices.split(",")) if set(names) & set(SECTIONS) else ()
+    wanted = tuple(args.devices.split(",")) if set(names) - set(GPU_SECTIONS) else ()
     devices = working(wanted)
     facts["devices that do not work"] = ", ".join(name for name in wanted if name not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
@@ -201,7 +201,7 @@ def _say(text: str) -> None:
 def _print(console: Console, section: Section) -> None:
     console.print(f"\n{section.name}: {section.note}", markup=False)
     console.print(_table(section.rows))
-    for title, more in section.tables.items():
+    for title, more in ((title, rows) for title, rows in section.tables.items() if rows):
         console.print(f"\n{title}:", markup=False)
         console.print(_table(more))
     rows = [

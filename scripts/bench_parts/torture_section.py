@@ -13,6 +13,7 @@ files, and not what a copy on write adds.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
@@ -329,11 +330,13 @@ def torture(options: Options) -> Section:
         raise NotHereError(str(error)) from error
     if options.usable:
         return usable(maker, options)
-    jobs, most = min(available_cpus(), 2), min(options.nbytes // MB, MOST_MEGABYTES)
+    jobs, most = min(available_cpus(), 2), max(min(options.nbytes // MB, MOST_MEGABYTES), 1)
     need_memory(jobs * 5 * most * MB)
     if shutil.disk_usage(options.work).free < 40 * most * MB:
         raise NotHereError(f"{options.work} has less than {40 * most} MB free for checkpoints")
     numbers = range(options.runs) if options.only is None else (options.only,)
+    drawn = [draw(options.seed, number, most) for number in numbers]
+    cases = [case for case in drawn if case["device"] in _here(options)]
     done: list[str] = []
     # a file that one load wants in the page cache is not dropped from it for another
     locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -349,12 +352,13 @@ def torture(options: Options) -> Section:
         done.append(found["outcome"])
         took = f"{found['outcome']}, {time.monotonic() - begun:.1f} s"
         number = f"#{case['number']}"
-        options.say(f"torture: {len(done)} of {len(numbers)}: {took}: {number} {found['text']}")
+        options.say(f"torture: {len(done)} of {len(cases)}: {took}: {number} {found['text']}")
         return found
 
     with ThreadPoolExecutor(jobs) as pool:
-        runs = list(pool.map(one, [draw(options.seed, n, most) for n in numbers]))
-    section = Section("torture", _NOTE, rows=_outcomes(runs), targets=_targets(runs), raw=runs)
+        runs = list(pool.map(one, cases))
+    note = f"{_NOTE}; {len(drawn) - len(cases)} are left out, whose devices are not here"
+    section = Section("torture", note, rows=_outcomes(runs), targets=_targets(runs), raw=runs)
     bad = [run for run in runs if run["outcome"] in FAILURES]
     section.failures = [f"#{run['case']['number']}: {run['outcome']}" for run in bad]
     section.tables = {
@@ -364,6 +368,11 @@ def torture(options: Options) -> Section:
         "measured over predicted: RssAnon + RssShmem of loads that ended": _distribution(runs),
     }
     return section
+
+
+def _here(options: Options) -> list[str]:
+    torch = ["torch"] if importlib.util.find_spec("torch") else []
+    return [device for device in STATES if device in (*options.devices, *torch)]
 
 
 def _failure(run: Run) -> dict[str, Any]:
@@ -472,7 +481,8 @@ def usable(maker: boxes.Boxes, options: Options) -> Section:
         "end",
     )
     path = options.work / "hollow"
-    for limit_nbytes, device, budget in itertools.product(USABLE_BOXES, STATES, USABLE_BUDGETS):
+    cases = itertools.product(USABLE_BOXES, _here(options), USABLE_BUDGETS)
+    for limit_nbytes, device, budget in cases:
         # one that is stated is beyond the box: then what is free decides
         given = str(limit_nbytes) if budget == "stated" else budget
         job = {
