@@ -46,17 +46,23 @@ class _Files:
 
     limit: str
     limit_with_swap: str
+    usage: str
     peak: str
     events: str
+    anon: str  # of memory.stat
 
 
 _V1 = _Files(
     "memory.limit_in_bytes",
     "memory.memsw.limit_in_bytes",
+    "memory.usage_in_bytes",
     "memory.max_usage_in_bytes",
     "memory.oom_control",
+    "rss",
 )
-_V2 = _Files("memory.max", "memory.swap.max", "memory.peak", "memory.events")
+_V2 = _Files(
+    "memory.max", "memory.swap.max", "memory.current", "memory.peak", "memory.events", "anon"
+)
 
 
 class NoBoxesError(Exception):
@@ -85,6 +91,29 @@ class Box:
         """The most that was charged, page cache included; None where the kernel does not say."""
         peak = self.folder / self.files.peak
         return int(peak.read_text()) if peak.exists() else None
+
+    def memory(self) -> tuple[int, int]:
+        """(anonymous and shared memory, each page once; all that is not page cache), in bytes.
+
+        The second is the first, page tables, and what else the kernel takes for its processes.
+        """
+        usage_nbytes = int((self.folder / self.files.usage).read_text())
+        stat = self._stat()
+        cached_nbytes = stat["inactive_file"] + stat["active_file"]
+        return stat[self.files.anon] + stat["shmem"], usage_nbytes - cached_nbytes
+
+    def _stat(self) -> dict[str, int]:
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        return {name: int(number) for name, _, number in (line.partition(" ") for line in lines)}
+
+    def reset_peak(self) -> None:
+        """Begin anew with `peak_nbytes`, where the kernel can (v1)."""
+        if self.files is _V1:
+            (self.folder / self.files.peak).write_text("0")
+
+    def limit(self, nbytes: int) -> None:
+        """Give it another limit; page cache makes way for a smaller one."""
+        (self.folder / self.files.limit).write_text(str(nbytes))
 
     @property
     def oom_killed(self) -> bool:

@@ -53,7 +53,8 @@ class LoadReport:
         stream_seconds: wall time of reading, casting and placing alone.
         transfer_seconds: of that, from the first read on until the last byte was in place: without
             staging and first parameters, which are allocated before, and without their release.
-        predicted_nbytes: the plan's peak on each device, "staging" for host staging.
+        predicted_nbytes: the plan's peak on each device, "staging" for host staging, "process" by
+            how much the process was to grow.
         held_nbytes: the most that the ledger held there.
         measured_nbytes: peaks by other counters, above what was there at the beginning:
             "process" is RssAnon + RssShmem (Linux), a device's name its framework's own count.
@@ -100,6 +101,13 @@ class LoadReport:
         """File bytes over the time of the whole call, in GB/s."""
         return self.read_nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
+    @property
+    def process_ratio(self) -> float | None:
+        """What the process grew by over what was predicted; None without either."""
+        predicted = self.predicted_nbytes["process"]
+        measured = self.measured_nbytes.get("process")
+        return None if measured is None or not predicted else measured / predicted
+
     def to_json(self) -> str:
         """Write everything but the tensors and the plan's placements as JSON."""
         data = {
@@ -116,6 +124,7 @@ class LoadReport:
             "predicted_nbytes": dict(self.predicted_nbytes),
             "held_nbytes": dict(self.held_nbytes),
             "measured_nbytes": dict(self.measured_nbytes),
+            "process_ratio": self.process_ratio,
             "counts": {name: asdict(count) for name, count in self.counts.items()},
             "skipped": list(self.skipped),
             "missing": list(self.missing),
@@ -164,7 +173,12 @@ class LoadReport:
         if self.plan.host_nbytes:
             rows.append((self.plan.host_memory, format_bytes(self.plan.host_nbytes)))
         if "process" in self.measured_nbytes:
-            rows.append(("process grew by", format_bytes(self.measured_nbytes["process"])))
+            said = (
+                f"{format_bytes(self.measured_nbytes['process'])}, predicted "
+                f"{format_bytes(self.predicted_nbytes['process'])}"
+            )
+            ratio = self.process_ratio
+            rows.append(("process grew by", said + ("" if ratio is None else f" ({ratio:.1%})")))
         if total.total:
             rows.append(
                 (

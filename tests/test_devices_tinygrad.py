@@ -665,7 +665,7 @@ report = streamload.load_state_dict(None, large, device=device, budget="1GB", pr
 done.set()
 sampler.join()
 peak = max(peak, now())
-predicted = sum(report.predicted_nbytes.values())
+predicted = report.predicted_nbytes["process"]
 print(json.dumps([peak - base, predicted, report.resident_nbytes]))
 """
 

@@ -13,6 +13,7 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload import CastCounts
 from streamload.report import device_map
+from streamload.units import format_bytes
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def test_numbers(path: Path, device: str) -> None:
     assert report.path == str(path)
     assert report.read_nbytes == 16 + 24 + 12
     assert report.resident_nbytes == report.plan.resident_nbytes >= 8 + 24 + 6
-    assert report.predicted_nbytes == {device: report.plan.device(device).peak_nbytes, "staging": 0}
+    peak_nbytes = report.plan.device(device).peak_nbytes
+    assert report.predicted_nbytes == {device: peak_nbytes, "staging": 0, "process": peak_nbytes}
     assert report.held_nbytes[device] <= report.predicted_nbytes[device]
     assert 0 < report.stream_seconds <= report.seconds
     assert report.gigabytes_per_second == report.read_nbytes / 1e9 / report.seconds
@@ -78,6 +80,29 @@ def test_json(path: Path) -> None:
     assert "state_dict" not in data
 
 
+def test_what_the_process_grew_by_stands_beside_what_was_predicted(tmp_path: Path) -> None:
+    """In the table and in JSON, with the ratio."""
+    numel = 8_000_000
+    tensors = {"w": ("F32", [numel], np.arange(numel, dtype=np.float32).tobytes())}
+    report = streamload.load_state_dict(
+        None, write_safetensors(tmp_path / "m.safetensors", tensors), device="host", progress=False
+    )
+    measured, predicted = report.measured_nbytes["process"], report.predicted_nbytes["process"]
+    assert predicted >= 32_000_000
+    assert report.process_ratio == measured / predicted
+    assert report.process_ratio == pytest.approx(1, abs=0.3)
+    (line,) = (line for line in str(report).splitlines() if line.startswith("process grew by"))
+    told = (
+        format_bytes(measured),
+        f"predicted {format_bytes(predicted)}",
+        f"({measured / predicted:.1%})",
+    )
+    assert all(text in line for text in told)
+    data = json.loads(report.to_json())
+    assert data["predicted_nbytes"]["process"] == predicted
+    assert data["process_ratio"] == report.process_ratio
+
+
 def test_a_report_does_not_print_its_tensors(path: Path) -> None:
     """The repr of a report leaves the state dict out."""
     assert "array" not in repr(load(path))
@@ -98,6 +123,7 @@ def test_an_empty_checkpoint(tmp_path: Path) -> None:
     """A file without tensors loads, reports zeros, and divides by nothing."""
     report = load(write_safetensors(tmp_path / "m.safetensors", {}))
     assert (report.read_nbytes, report.resident_nbytes, report.state_dict) == (0, 0, {})
+    assert report.process_ratio is None
     assert json.loads(report.to_json())["gigabytes_per_second"] == 0.0
     assert "tensors" in str(report)
 

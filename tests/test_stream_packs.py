@@ -112,7 +112,7 @@ def test_small_tensors_are_loaded_exactly(tmp_path: Path, device: str, reader: A
         for name, t in report.state_dict.items()
     } == values
     assert report.read_nbytes == sum(map(len, values.values()))
-    assert report.held_nbytes == report.predicted_nbytes
+    assert report.predicted_nbytes.items() >= report.held_nbytes.items()
 
 
 def test_tensors_of_a_pack_have_memory_of_their_own(tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ from bench_parts.processes import SCRIPTS
 from bench_parts.sections import SECTIONS as OF_STREAMLOAD
 from bench_parts.sections import NotHereError, Options, Section, working
 from bench_parts.torch_section import torch_box
+from bench_parts.torture_section import torture
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
 from streamload.units import parse_bytes
 
 SECTIONS = {**OF_STREAMLOAD, "convert": convert, "many": many, "nodes": nodes, "torch": torch_box}
-KNOWN = (*SECTIONS, *GPU_SECTIONS)
+ASKED_FOR = {"torture": torture}  # they take many minutes
+KNOWN = (*SECTIONS, *ASKED_FOR, *GPU_SECTIONS)
 DEVICES = ("CL", "CPU", "host")
 DEFAULT_SIZE = "2.27GB"
 DEFAULT_RUNS = 5
@@ -46,7 +48,8 @@ def main() -> None:
         "sections",
         nargs="*",
         metavar="SECTION",
-        help=f"{', '.join(SECTIONS)} (default: all of these), {', '.join(GPU_SECTIONS)}",
+        help=f"{', '.join(SECTIONS)} (default: all of these), "
+        f"{', '.join((*ASKED_FOR, *GPU_SECTIONS))}",
     )
     parser.add_argument("--gpu", action="store_true", help="all sections gpu-...")
     parser.add_argument("--size", default=DEFAULT_SIZE, help="checkpoint (default: %(default)s)")
@@ -69,6 +72,13 @@ def main() -> None:
         type=int,
         default=50_000,
         help="small ones, of the sections many and gpu-small (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the section torture (%(default)s)")
+    parser.add_argument("--only", type=int, metavar="N", help="of the section torture: run N alone")
+    parser.add_argument(
+        "--usable",
+        action="store_true",
+        help="of the section torture: find how much of a box can be used, instead",
     )
     # not the system's temporary folder: that may be in memory
     parser.add_argument(
@@ -118,7 +128,7 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = tuple(args.devices.split(",")) if set(names) & set(SECTIONS) else ()
+    wanted = tuple(args.devices.split(",")) if set(names) - set(GPU_SECTIONS) else ()
     devices = working(wanted)
     facts["devices that do not work"] = ", ".join(name for name in wanted if name not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
@@ -133,6 +143,9 @@ def main() -> None:
             work=Path(work),
             ways=tuple(args.ways),
             tensors=args.tensors,
+            seed=args.seed,
+            only=args.only,
+            usable=args.usable,
             say=_say,
         )
         gpu_options = GpuOptions(
@@ -155,7 +168,7 @@ def main() -> None:
                 if name in GPU_SECTIONS:
                     section = GPU_SECTIONS[name](gpu_options)
                 else:
-                    section = SECTIONS[name](options)
+                    section = (SECTIONS | ASKED_FOR)[name](options)
             except NotHereError as error:
                 console.print(f"\n{name}: not here: {error}", markup=False)
                 report["sections"][name] = {"not_here": str(error)}
@@ -167,6 +180,7 @@ def main() -> None:
                 continue
             _print(console, section)
             report["sections"][name] = section.to_json()
+            failed += [f"{name} {failure}" for failure in section.failures]
             if args.json:  # after each: the next may take more time than there is
                 args.json.write_text(json.dumps(report, indent=2) + "\n")
             if args.charts:
@@ -187,6 +201,9 @@ def _say(text: str) -> None:
 def _print(console: Console, section: Section) -> None:
     console.print(f"\n{section.name}: {section.note}", markup=False)
     console.print(_table(section.rows))
+    for title, more in ((title, rows) for title, rows in section.tables.items() if rows):
+        console.print(f"\n{title}:", markup=False)
+        console.print(_table(more))
     rows = [
         {
             "target": target.what,

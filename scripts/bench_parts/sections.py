@@ -69,6 +69,8 @@ class Section:
         targets: what its figures should be.
         raw: all that was measured, where that is more than the rows.
         charts: SVG files, by name.
+        tables: more rows, by title.
+        failures: what must not be: the command ends with an error.
     """
 
     name: str
@@ -77,11 +79,15 @@ class Section:
     targets: list[Target] = field(default_factory=list)
     raw: list[dict[str, Any]] = field(default_factory=list)
     charts: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         targets = [asdict(target) | {"met": target.met} for target in self.targets]
-        return {"note": self.note, "rows": self.rows, "targets": targets, "raw": self.raw}
+        more = {"tables": self.tables} if self.tables else {}
+        found = {"note": self.note, "rows": self.rows, "targets": targets, "raw": self.raw}
+        return found | more
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,9 @@ class Options:
         say: told what is being done.
         ways: names, or parts of names, of the ways to load that the section torch takes.
         tensors: how many small ones the section many has.
+        seed: of the random loads of the section torture.
+        only: the number of the one that it runs; None: the first ``runs``.
+        usable: what it tells is how much of a box can be used, and nothing else.
     """
 
     nbytes: int
@@ -105,6 +114,9 @@ class Options:
     say: Callable[[str], None]
     ways: tuple[str, ...] = ()
     tensors: int = 50_000
+    seed: int = 0
+    only: int | None = None
+    usable: bool = False
 
 
 @contextmanager

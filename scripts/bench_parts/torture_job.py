@@ -1,0 +1,267 @@
+"""One load of the section torture, in a process of its own: made from a case, and looked at.
+
+It says a line of JSON when the framework is there and the target is made, when the load is done or
+failed, and when every byte was compared; before each it waits until it is told to go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from streamload import load_state_dict
+from streamload.bench.processes import process_memory
+
+NUMPY = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+_CODES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_BLOCK_NUMEL = 2**20  # compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def tensors_of(folder: Path) -> dict[str, Raw]:
+    """The tensors of a checkpoint, by a reader of headers that is not the library's."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with open(file, "rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            header = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start = 8 + length + entry["data_offsets"][0]
+            found[name] = Raw(file, _CODES[entry["dtype"]], tuple(entry["shape"]), start)
+    return found
+
+
+def _host(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
+    dtype, state = NUMPY[case["held"]], case["state"]
+    if state == "none":
+        return None
+    if state == "mapped":
+        maps = {raw.file: np.memmap(raw.file, np.uint8, "c") for raw in raws.values()}
+        return {
+            name: np.frombuffer(maps[raw.file], dtype, math.prod(raw.shape), raw.start).reshape(
+                raw.shape
+            )
+            for name, raw in raws.items()
+        }
+    makers: dict[str, Any] = {"empty": np.empty, "zeros": np.zeros}
+    make = makers.get(state, lambda shape, dtype: np.full(shape, 1, dtype))
+    return {name: make(raw.shape, dtype) for name, raw in raws.items()}
+
+
+def _torch(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
+    import torch
+
+    dtype, state = getattr(torch, case["held"]), case["state"]
+    torch.empty(1).fill_(1)
+    if state == "none":
+        return None
+    if state == "mapped":
+        from safetensors.torch import load_file
+
+        tensors = {}
+        for file in {raw.file: None for raw in raws.values()}:
+            tensors.update(load_file(file))
+    else:
+        device = "meta" if state in ("meta", "to_empty") else "cpu"
+        makers: dict[str, Any] = {"zeros": torch.zeros}
+        make = makers.get(state, torch.empty)
+        tensors = {n: make(raw.shape, dtype=dtype, device=device) for n, raw in raws.items()}
+    if state in ("resident", "forked"):
+        for tensor in tensors.values():
+            tensor.fill_(1)
+    if case["kind"] == "dict" and state != "to_empty":
+        return tensors
+    root = torch.nn.Module()
+    for name, tensor in tensors.items():
+        module, *parts = root, *name.split(".")
+        for part in parts[:-1]:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(parts[-1], torch.nn.Parameter(tensor, requires_grad=False))
+    return root.to_empty(device="cpu") if state == "to_empty" else root
+
+
+def _tinygrad(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
+    from tinygrad import Device, Tensor, dtypes
+
+    device, state = case["device"], case["state"]
+    (Tensor([1.0], device=device) + 1).realize()
+    if state == "none":
+        return None
+    dtype = getattr(dtypes, case["held"])
+    tensors = {n: Tensor.empty(*raw.shape, dtype=dtype, device=device) for n, raw in raws.items()}
+    if state != "lazy":
+        buffers = [tensor.uop.base.buffer.ensure_allocated() for tensor in tensors.values()]
+        ones = memoryview(bytearray(b"\1") * max(buffer.nbytes for buffer in buffers))
+        for buffer in buffers if state != "empty" else ():
+            Device[device].allocator._copyin(buffer._buf, ones[: buffer.nbytes])
+        Device[device].synchronize()
+    if case["kind"] == "dict":
+        return tensors
+    model: Any = type("Model", (), {})()
+    for name, tensor in tensors.items():
+        head, _, rest = name.partition(".")
+        if not hasattr(model, head):
+            setattr(model, head, {})
+        getattr(model, head)[rest] = tensor
+    return model
+
+
+def _flat(device: str, tensor: Any) -> np.ndarray[Any, Any]:
+    """The bytes of a loaded tensor."""
+    if device == "host":
+        return np.asarray(tensor).reshape(-1).view(np.uint8)
+    if device == "torch":
+        import torch
+
+        found: np.ndarray[Any, Any] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        return found
+    from tinygrad import Device
+
+    buffer = tensor.uop.base.buffer
+    out = bytearray(buffer.nbytes)
+    Device[device].allocator._copyout(memoryview(out), buffer._buf)
+    return np.frombuffer(out, np.uint8)
+
+
+def _loaded(device: str, model: Any, made: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors of what was loaded, by name."""
+    found: Mapping[str, Any]
+    if model is None:
+        return made
+    if device == "torch" and not isinstance(model, dict):
+        found = model.state_dict()
+    elif device in ("CL", "CPU"):
+        from tinygrad.nn.state import get_state_dict
+
+        found = get_state_dict(model)
+    else:
+        found = model
+    return found
+
+
+def wrong(
+    device: str, dtype: str, tensors: Mapping[str, Any], raws: Mapping[str, Raw]
+) -> Iterator[str]:
+    """What is not as numpy casts it from the file, all bytes compared, a block at a time."""
+    if set(tensors) != set(raws):
+        yield f"{len(set(tensors) ^ set(raws))} names differ"
+    files = {raw.file: open(raw.file, "rb", buffering=0) for raw in raws.values()}  # noqa: SIM115
+    for name, raw in raws.items():
+        src, numel = NUMPY[raw.dtype], math.prod(raw.shape)
+        dst = src if dtype == "checkpoint" else NUMPY[dtype]
+        flat = _flat(device, tensors[name])
+        if flat.nbytes != numel * dst.itemsize:
+            yield f"{name}: {flat.nbytes} bytes"
+            continue
+        for at in range(0, numel, _BLOCK_NUMEL):
+            count = min(_BLOCK_NUMEL, numel - at)
+            start = raw.start + at * src.itemsize
+            read = os.pread(files[raw.file].fileno(), count * src.itemsize, start)
+            wanted = np.frombuffer(read, src).astype(dst).view(np.uint8)
+            here = flat[at * dst.itemsize : (at + count) * dst.itemsize]
+            if not np.array_equal(wanted, here):
+                yield f"{name}: from element {at} on"
+                break
+
+
+def _say(**what: Any) -> None:
+    os.write(sys.stdout.fileno(), b"\n" + json.dumps(what).encode() + b"\n")
+
+
+def _wait() -> None:
+    if not os.read(0, 1):
+        os._exit(3)  # whoever asked has gone
+
+
+def _load(case: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, Any]]:
+    """The load itself, and what is known of it."""
+    before = process_memory("self")
+    begun = time.perf_counter()
+    report, said = None, {}
+    try:
+        report = load_state_dict(
+            model,
+            case["path"],
+            device={"torch": "cpu"}.get(case["device"], case["device"]),
+            progress=False,
+            **case["options"],
+        )
+        said = {
+            "outcome": "loaded",
+            "predicted_nbytes": report.predicted_nbytes["process"],
+            "reported_nbytes": report.measured_nbytes["process"],
+            "device_nbytes": sum(d.peak_nbytes for d in report.plan.devices),
+            "plan": f"{report.plan.threads} threads, {report.plan.chunk_nbytes}, "
+            + ", ".join(dict.fromkeys(report.plan.readers)),
+        }
+    except Exception as error:
+        said = {"outcome": type(error).__name__, "error": str(error)[:400]}
+    after = process_memory("self")
+    return report, said | {
+        "seconds": round(time.perf_counter() - begun, 3),
+        "process_nbytes": after.anon_nbytes - before.anon_nbytes,
+    }
+
+
+def main(case: Mapping[str, Any]) -> None:
+    """Run a case of the section torture, whose model is shaped like the checkpoint ``shapes``."""
+    _wait()
+    warnings.simplefilter("ignore")  # values out of float16's range
+    raws = tensors_of(Path(case.get("shapes", case["path"])))
+    makers: dict[str, Any] = {"host": _host, "torch": _torch}
+    model = makers.get(case["device"], _tinygrad)(case, raws)
+    gc.collect()
+    if case["state"] == "forked":
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    _say(ready=True)
+    _wait()
+    report, said = _load(case, model)
+    _say(**said)
+    _wait()
+    found = []
+    if report is not None and not case.get("unchecked"):
+        with np.errstate(all="ignore"):
+            tensors = _loaded(case["device"], model, report.state_dict)
+            raws = tensors_of(Path(case["path"]))
+            found = list(wrong(case["device"], case["options"]["dtype"], tensors, raws))
+    _say(wrong=found[:8])
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(0)  # nothing of a driver's goodbye is of interest
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,532 @@
+"""The section "torture": random loads in memory cgroups that are about as large as they need.
+
+Each case is loaded twice, each time in a process and a cgroup of its own: with room for all, which
+tells what it needs, and in a box that is drawn from that. A process imports its framework and makes
+its target with room; when it says that it is ready, the box gets its limit, and the load begins.
+
+What a load takes is anonymous and shared memory that the kernel charges to the cgroup, looked at
+from outside every millisecond. That is RssAnon + RssShmem, but a page that two processes share
+counts once, and one that is copied on write counts again, as it does where memory runs out. The
+cgroup's own peak is exact, but counts page cache; VmHWM is exact, but counts windows of mapped
+files, and not what a copy on write adds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import boxes
+from make_checkpoint import make_checkpoint, shape_of_size
+
+from bench_parts.processes import environment
+from bench_parts.sections import NotHereError, Options, Section, Target, need_memory, read_all
+from streamload.dtypes import DType, parse_dtype
+from streamload.plan.budget import available_cpus
+from streamload.units import format_bytes
+
+Case = dict[str, Any]
+Run = Mapping[str, Any]
+
+MB = 10**6
+MOST_MEGABYTES = 400
+ROOM_NBYTES = 2**40  # no limit
+STATES = {
+    "host": ("none", "resident", "empty", "zeros", "mapped", "forked"),
+    "torch": ("none", "meta", "resident", "empty", "zeros", "to_empty", "mapped", "forked"),
+    "CPU": ("none", "lazy", "resident", "empty", "forked"),
+    "CL": ("none", "lazy", "resident", "empty"),  # no driver of OpenCL's lives through a fork
+}
+DTYPES = ("bfloat16", "float16", "float32")
+#: What a case ends in: those after "stopped" are failures.
+OUTCOMES = ("loaded", "refused", "stopped", "killed", "wrong", "other", "hung")
+FAILURES = OUTCOMES[3:]
+_BY_ERROR = {
+    **{"loaded": "loaded", "MemoryTakenError": "stopped"},
+    **{"PlanInfeasibleError": "refused", "UnsupportedCastError": "refused"},
+}
+LARGE_NBYTES = 100 * MB
+SLACK_NBYTES = 4 * MB  # that a load of less may be over what is predicted
+RATIO_NBYTES = 16 * MB  # a ratio to less says nothing
+#: Boxes, and the share of what they leave free that is to be usable.
+USABLE_BOXES = {10**9: 0.9, 3 * 10**9: 0.95}
+USABLE_BUDGETS = ("stated", "80%", None)
+USABLE_STEP = 0.005  # of the box
+_TAKEN = ("taken_nbytes", "charged_nbytes")  # as a box tells them
+_ANSWER_S = 180.0
+_SAMPLE_S = 0.001
+
+
+def draw(seed: int, number: int, most: int) -> Case:
+    """Draw a case: the same for the same arguments, whatever was drawn before.
+
+    Args:
+        seed: of all cases.
+        number: of this one.
+        most: megabytes that its file may have.
+    """
+    rng = random.Random(f"{seed}/{number}")
+    device = rng.choice(tuple(STATES))
+    src, dtype = rng.choice(DTYPES), rng.choice(("checkpoint", *DTYPES))
+    wanted = src if dtype == "checkpoint" else dtype
+    chunk = rng.choice((None, None, None, 1000, 2**16, 2**26))
+    shape = rng.choice(("giant", "tiny", "small", "llama", "llama", "gpt2"))
+    kind, state = rng.choice(("dict", "object")), rng.choice(STATES[device])
+    held = wanted if rng.random() < 0.7 else rng.choice(DTYPES)
+    if (device, state) == ("host", "mapped"):
+        held = wanted  # numpy's views of a map are not replaced: they are refused
+    sizes = {"tiny": (18,), "small": (50, 100)}.get(shape, (20, 50, 100, 200, 400))
+    most = min(most, 50) if chunk == 1000 else most  # each takes tens of microseconds
+    return {
+        "number": number,
+        "device": device,
+        "kind": kind,
+        "state": state,
+        "src": src,
+        "held": held,
+        "dtype": dtype,
+        "shape": shape,
+        "megabytes": rng.choice([n for n in sizes if n <= most] or [most]),
+        "options": {
+            "reader": rng.choice(("auto", "auto", "mmap", "pread", "direct")),
+            "threads": rng.choice((None, None, 1, 2, 8)),
+            "chunk_nbytes": chunk,
+            "page_cache": rng.choice(("auto", "auto", "keep", "drop")),
+            "dtype": dtype,
+        },
+        "cached": rng.random() < 0.6,
+        "budget": rng.choice(("stated", "80%", None)),
+        # of what is predicted, and of what is taken with room
+        "budget_factor": rng.choice((1.0, rng.uniform(0.8, 1.05))),
+        "box_factor": rng.uniform(0.8, 1.05),
+        "slack_nbytes": rng.choice((0, rng.randrange(64 * MB), rng.randrange(32 * MB, 48 * MB))),
+        # whether what a budget leaves alone that is not stated comes on top
+        "roomy": rng.random() < 0.5,
+    }
+
+
+def told(case: Case) -> str:
+    """A case in words."""
+    options = {k: v for k, v in case["options"].items() if k != "dtype" and v not in (None, "auto")}
+    return (
+        "{device}: {shape} {megabytes} MB {src} as {dtype} into {state} {kind} {held}; "
+        "budget {budget}, cached {cached}".format(**case)
+        + "".join(f", {name} {value}" for name, value in options.items())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A checkpoint of tensors of these names and shapes."""
+
+    named: Mapping[str, tuple[int, ...]]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes."""
+        return dict(self.named)
+
+    def config(self, dtype: DType) -> dict[str, Any]:
+        """The content of config.json."""
+        return {"torch_dtype": dtype.name}
+
+
+def _shapes(name: str, numel: int) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of a checkpoint of about so many elements."""
+    if name == "giant":
+        return {"model.weight": (numel // 1024, 1024)}
+    if name in ("tiny", "small"):
+        count = 20_000 if name == "tiny" else numel // 17_000
+        return {f"experts.{i}.weight": (numel // count,) for i in range(count)}
+    dim = math.isqrt(numel // 200) // 16 * 16  # of 200 parts 144 are in the layers
+    layer: dict[str, tuple[int, ...]] = {"ln_1": (dim,), "ln_2": (dim,)} | {
+        part: (dim, columns * dim)
+        for part, columns in {"attn.c_attn": 3, "attn.c_proj": 1, "mlp.c_fc": 4}.items()
+    }
+    layer["mlp.c_proj"] = (4 * dim, dim)
+    named: dict[str, tuple[int, ...]] = {
+        **{"wte.weight": (56 * dim, dim), "wpe.weight": (1024, dim)}
+    }
+    for i, (part, shape) in itertools.product(range(12), layer.items()):
+        named |= {f"h.{i}.{part}.weight": shape, f"h.{i}.{part}.bias": shape[-1:]}
+    return named
+
+
+def _checkpoint(folder: Path, case: Case, dtype: str, seed: int) -> Path:
+    """The checkpoint of a case in a dtype, made when it is first asked for."""
+    name, megabytes, src = case["shape"], case["megabytes"], parse_dtype(case["src"])
+    out = folder / f"{name}-{megabytes}-{src}-{dtype}-{seed}"
+    if not out.exists():
+        llama = name == "llama"
+        nbytes = megabytes * MB
+        shape = (
+            shape_of_size(nbytes, src) if llama else Named(_shapes(name, nbytes // src.itemsize))
+        )
+        make_checkpoint(out, shape, dtype=dtype, seed=seed, shards=3 if llama else 1)
+        read_all(out)
+    return out
+
+
+class _EndedError(Exception):
+    """The process has ended."""
+
+
+def run_boxed(
+    maker: boxes.Boxes, job: Mapping[str, Any], limit: Callable[[int], int] | None = None
+) -> dict[str, Any]:
+    """Run a load in a box.
+
+    Args:
+        maker: of boxes.
+        job: for `bench_parts.torture_job`.
+        limit: from what is charged when the process is ready to the limit; None: there is none.
+
+    Returns:
+        "outcome" is one of `OUTCOMES`; "why" an error, or what is wrong; "said" what the process
+        said of the load; "taken_nbytes" the most by which anonymous and shared memory grew,
+        "charged_nbytes" the same with page tables and what else the kernel charges; "room_nbytes"
+        what the limit left beside what was charged when the load began.
+    """
+    ran: dict[str, Any] = {"said": {}, "taken_nbytes": 0, "charged_nbytes": 0, "room_nbytes": None}
+    box = maker.make(ROOM_NBYTES)
+    with TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [
+                *("sh", "-c", 'echo $$ >"$0" && exec "$@"', box.procs),
+                *(sys.executable, "-m", "bench_parts.torture_job", json.dumps(job)),
+            ],
+            env=environment(),
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        try:
+            _answer(process)
+            before = box.memory()
+            if limit is not None:
+                ran["room_nbytes"] = limit(before[1]) - before[1]
+                box.limit(before[1] + ran["room_nbytes"])
+
+            def look() -> None:
+                for name, then, now in zip(_TAKEN, before, box.memory(), strict=True):
+                    ran[name] = max(ran[name], now - then)
+
+            said = ran["said"] = _answer(process, look)
+            look()
+            box.limit(ROOM_NBYTES)  # comparing takes memory of its own
+            wrong = _answer(process)["wrong"]
+            outcome = "wrong" if wrong else _BY_ERROR.get(said["outcome"], "other")
+            if box.oom_killed:  # another process of the box than the one that loads
+                outcome = "killed"
+            ran |= {"outcome": outcome, "why": "; ".join(wrong) or said.get("error", "")}
+        except TimeoutError:
+            ran |= {"outcome": "hung", "why": f"silent for {_ANSWER_S} s"}
+        except OSError as error:  # no such limit
+            ran |= {"outcome": "other", "why": str(error)}
+        except _EndedError:
+            status = process.wait(_ANSWER_S)
+            errors.seek(0)
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            killed = box.oom_killed or not 0 <= status <= 128  # or one that was forked
+            why = " ".join([f"exit status {status}", *last])
+            ran |= {"outcome": "killed" if killed else "other", "why": why}
+        finally:
+            boxes.remove(box.folder)  # ends the process
+            process.kill()
+            process.communicate()
+    return ran
+
+
+def _answer(process: subprocess.Popen[bytes], look: Callable[[], None] | None = None) -> Any:
+    """Tell a process to go on, and wait for the JSON that it says next.
+
+    Args:
+        process: of `bench_parts.torture_job`.
+        look: called again and again meanwhile.
+
+    Raises:
+        TimeoutError: it says nothing.
+        _EndedError: it will not.
+    """
+    assert process.stdin is not None and process.stdout is not None
+    fd, received, until = process.stdout.fileno(), b"", time.monotonic() + _ANSWER_S
+    with suppress(BrokenPipeError):
+        process.stdin.write(b"1")
+    while time.monotonic() < until:
+        if look is not None:
+            look()
+        if select.select([fd], [], [], _SAMPLE_S if look else 1)[0]:
+            piece = os.read(fd, 2**16)
+            if not piece:
+                raise _EndedError
+            received += piece
+            for line in received.splitlines(keepends=True):
+                if line.startswith(b"{") and line.endswith(b"}\n"):
+                    return json.loads(line)
+    raise TimeoutError
+
+
+def run_case(case: Case, maker: boxes.Boxes, folder: Path) -> dict[str, Any]:
+    """Load a case with room, then in its box; everything that was seen."""
+    path = _checkpoint(folder, case, case["src"], seed=0)
+    donor = _checkpoint(folder, case, case["held"], seed=1) if case["state"] == "mapped" else path
+    job = {"path": str(path), "shapes": str(donor)} | case
+    read_all(path)
+    room, boxed = run_boxed(maker, job), None
+    if room["outcome"] == "loaded":
+        budget = case["budget"]
+        if budget == "stated":
+            budget = str(int(room["said"]["device_nbytes"] * case["budget_factor"]) or 1)
+        job["options"] = case["options"] | {"budget": budget}
+        (read_all if case["cached"] else boxes.forget)(path)
+        left_alone = {None: 0.1, "80%": 0.2}.get(case["budget"], 0) if case["roomy"] else 0
+        needed_nbytes = room["charged_nbytes"] / (1 - left_alone)
+        more_nbytes = int(needed_nbytes * case["box_factor"]) + case["slack_nbytes"]
+        boxed = run_boxed(maker, job, lambda charged: charged + more_nbytes)
+    return {
+        "case": case,
+        "text": told(case),
+        "file_nbytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        "outcome": (boxed or room)["outcome"],
+        "room": room,
+        "boxed": boxed,
+    }
+
+
+_NOTE = (
+    "loads in memory cgroups of about what they take; see bench_parts/torture_section.py. "
+    "Outcomes of the loads in boxes"
+)
+
+
+def torture(options: Options) -> Section:
+    """Run cases, and tell of their outcomes and of what they took.
+
+    Raises:
+        NotHereError: no memory cgroups can be made, or a load would not fit into this machine.
+    """
+    try:
+        maker = boxes.Boxes()
+    except (boxes.NoBoxesError, OSError) as error:
+        raise NotHereError(str(error)) from error
+    if options.usable:
+        return usable(maker, options)
+    jobs, most = min(available_cpus(), 2), max(min(options.nbytes // MB, MOST_MEGABYTES), 1)
+    need_memory(jobs * 5 * most * MB)
+    if shutil.disk_usage(options.work).free < 40 * most * MB:
+        raise NotHereError(f"{options.work} has less than {40 * most} MB free for checkpoints")
+    numbers = range(options.runs) if options.only is None else (options.only,)
+    drawn = [draw(options.seed, number, most) for number in numbers]
+    cases = [case for case in drawn if case["device"] in _here(options)]
+    done: list[str] = []
+    # a file that one load wants in the page cache is not dropped from it for another
+    locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def one(case: Case) -> dict[str, Any]:
+        begun = time.monotonic()
+        with locks[f"{case['shape']} {case['megabytes']}"]:
+            found = run_case(case, maker, options.work)
+        size = f"--size {most}MB " * (most < MOST_MEGABYTES)
+        found["again"] = (
+            f"scripts/bench torture {size}--seed {options.seed} --only {case['number']}"
+        )
+        done.append(found["outcome"])
+        took = f"{found['outcome']}, {time.monotonic() - begun:.1f} s"
+        number = f"#{case['number']}"
+        options.say(f"torture: {len(done)} of {len(cases)}: {took}: {number} {found['text']}")
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = list(pool.map(one, cases))
+    note = f"{_NOTE}; {len(drawn) - len(cases)} are left out, whose devices are not here"
+    section = Section("torture", note, rows=_outcomes(runs), targets=_targets(runs), raw=runs)
+    bad = [run for run in runs if run["outcome"] in FAILURES]
+    section.failures = [f"#{run['case']['number']}: {run['outcome']}" for run in bad]
+    section.tables = {
+        "failures; what they take with room, what was predicted, and what the box left": [
+            _failure(run) for run in bad
+        ],
+        "measured over predicted: RssAnon + RssShmem of loads that ended": _distribution(runs),
+    }
+    return section
+
+
+def _here(options: Options) -> list[str]:
+    torch = ["torch"] if importlib.util.find_spec("torch") else []
+    return [device for device in STATES if device in (*options.devices, *torch)]
+
+
+def _failure(run: Run) -> dict[str, Any]:
+    room, last = run["room"], run["boxed"] or run["room"]
+    return {
+        "outcome": run["outcome"],
+        "case": run["text"],
+        "takes": format_bytes(room["taken_nbytes"]),
+        "predicted": format_bytes(room["said"].get("predicted_nbytes", 0)),
+        "room": format_bytes(last["room_nbytes"] or 0),
+        "why": last["why"],
+        "again": run["again"],
+    }
+
+
+def _outcomes(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """How many ended how, by device and state."""
+    counts: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for run in runs:
+        device, state = run["case"]["device"], run["case"]["state"]
+        for key in ((device, state), (device, "all"), ("all", "")):
+            counts[key][run["outcome"]] += 1
+    order = [(device, state) for device in STATES for state in (*STATES[device], "all")]
+    return [
+        {"device": key[0], "target": key[1]} | {name: counts[key][name] or "" for name in OUTCOMES}
+        for key in (*order, ("all", ""))
+        if key in counts
+    ]
+
+
+def _loads(runs: Iterable[Run]) -> list[tuple[Run, int, int]]:
+    """The loads that ended, with room and in boxes: (run, bytes taken, bytes predicted)."""
+    return [
+        (run, ran["taken_nbytes"], ran["said"]["predicted_nbytes"])
+        for run in runs
+        for ran in (run["room"], run["boxed"])
+        if ran is not None and ran["outcome"] == "loaded"
+    ]
+
+
+def _is_large(run: Run) -> bool:
+    return bool(run["file_nbytes"] >= LARGE_NBYTES)
+
+
+def _distribution(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Ratios to what was predicted, and bytes over it, of all loads and by what they were."""
+    groups: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for run, taken, predicted in _loads(runs):
+        case = run["case"]
+        size = "files from 100 MB on" if _is_large(run) else "smaller files"
+        for name in ("all", size, *(f"{key} {case[key]}" for key in ("device", "shape", "state"))):
+            groups[name].append((taken, predicted))
+    rows = []
+    for name in sorted(groups, key=lambda name: (" " in name, name)):
+        found = groups[name]
+        ratios = sorted(taken / said for taken, said in found if said >= RATIO_NBYTES)
+        over = sorted((taken - said) / MB for taken, said in found)
+        rows.append(
+            {
+                **{"loads": name, "n": len(found)},
+                **_quantiles("x", ratios, 3),
+                **{"over": sum(n > 0 for n in over)},
+                **_quantiles("MB over", over, 1),
+            }
+        )
+    return rows
+
+
+def _quantiles(what: str, values: Sequence[float], digits: int) -> dict[str, float | None]:
+    """Of ascending values."""
+    return {
+        f"{what}, {name}": round(values[round(share * (len(values) - 1))], digits)
+        if values
+        else None
+        for name, share in (("median", 0.5), ("p95", 0.95), ("max", 1.0))
+    }
+
+
+def _targets(runs: Sequence[Run]) -> list[Target]:
+    """What is promised: never over, and not far under."""
+    loads = _loads(runs)
+    off = sorted(abs(n / p - 1) for run, n, p in loads if _is_large(run) and p >= RATIO_NBYTES)
+    small = [abs(n - p) for run, n, p in loads if not _is_large(run)]
+    bad = sum(run["outcome"] in FAILURES for run in runs)
+    over = sum(taken > predicted for _, taken, predicted in loads)
+    found = [Target("runs that failed", bad, at_most=0)]
+    found.append(Target("loads over what was predicted", over, at_most=0))
+    if off:
+        found.append(Target("100 MB and more: off, median", off[len(off) // 2], at_most=0.01))
+        found.append(Target("100 MB and more: off, p95", off[int(len(off) * 0.95)], at_most=0.02))
+    if small:
+        found.append(Target("less than 100 MB: off, bytes", max(small), at_most=SLACK_NBYTES))
+    return found
+
+
+def usable(maker: boxes.Boxes, options: Options) -> Section:
+    """The largest checkpoint that loads in a box, as a share of what is free after imports.
+
+    Each step halves the range and is a real load, of zeros from a file with holes: one that is not
+    refused must end well.
+    """
+    section = Section(
+        "torture",
+        "the largest checkpoint that loads, without a model, of what a box leaves free after the "
+        f"imports, to {USABLE_STEP:.1%} of the box; every load that was not refused was run to its "
+        "end",
+    )
+    path = options.work / "hollow"
+    cases = itertools.product(USABLE_BOXES, _here(options), USABLE_BUDGETS)
+    for limit_nbytes, device, budget in cases:
+        # one that is stated is beyond the box: then what is free decides
+        given = str(limit_nbytes) if budget == "stated" else budget
+        job = {
+            **{"path": str(path), "device": device, "state": "none", "held": "bfloat16"},
+            **{"options": {"budget": given, "dtype": "checkpoint"}, "unchecked": True},
+        }
+        low, high, free_nbytes = 0, limit_nbytes, limit_nbytes
+        while high - low > USABLE_STEP * limit_nbytes:
+            nbytes = _hollow(path, (low + high) // 2)
+            ran = run_boxed(maker, job, lambda charged, limit=limit_nbytes: limit)  # type: ignore[misc]
+            free_nbytes = ran["room_nbytes"] or free_nbytes
+            low, high = (nbytes, high) if ran["outcome"] == "loaded" else (low, nbytes)
+            if ran["outcome"] in FAILURES:
+                what = f"{device}, budget {budget}, {nbytes} bytes in {limit_nbytes}"
+                section.failures.append(f"{what}: {ran['outcome']} {ran['why']}")
+        what = f"{device}, budget {budget}, box of {format_bytes(limit_nbytes)}"
+        options.say(f"torture: {what}: {low / free_nbytes:.1%}")
+        section.rows.append(
+            {
+                **{"box": format_bytes(limit_nbytes), "device": device, "budget": budget},
+                **{"free": format_bytes(free_nbytes), "largest": format_bytes(low)},
+                "share": f"{low / free_nbytes:.1%}",
+            }
+        )
+        if budget != "80%":
+            least = USABLE_BOXES[limit_nbytes]
+            section.targets.append(Target(f"{what}: share", low / free_nbytes, at_least=least))
+    return section
+
+
+def _hollow(path: Path, nbytes: int) -> int:
+    """Write a checkpoint of about so many bytes that takes none of the disk; returns its bytes."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    one = nbytes // 64 // 4096 * 4096
+    entries = {
+        f"w{n}": {
+            **{"dtype": "BF16", "shape": [one // 4096, 2048]},
+            "data_offsets": [n * one, (n + 1) * one],
+        }
+        for n in range(64)
+    }
+    header = json.dumps(entries).encode()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 64 * one)
+    return 64 * one
