@@ -824,13 +824,6 @@ class Load:
         """File bytes that it will read."""
         return sum(p.src_nbytes * count for p, count in alike(self.plan.placements))
 
-    @property
-    def _process_nbytes(self) -> int:
-        """By how much the process is to grow: what is fresh in the host's memory, and staging."""
-        opened = self.devices.opened
-        fresh = (d.fresh_nbytes for d in self.plan.devices if opened[d.device].info.shared_memory)
-        return self.plan.host_nbytes + sum(fresh)
-
     def run(self, progress: Progress, clock: Clock, opener: Opener = open_shard) -> LoadReport:
         """Stream."""
         made, devices = self.plan, self.devices.opened
@@ -887,7 +880,7 @@ class Load:
             stream_seconds=stats.seconds,
             transfer_seconds=stats.transfer_seconds if stats.read_nbytes else 0.0,
             predicted_nbytes={d.device: d.peak_nbytes for d in made.devices}
-            | {STAGING: made.host_nbytes, "process": self._process_nbytes},
+            | {STAGING: made.host_nbytes, "process": made.process_nbytes},
             held_nbytes={name: ledger.peak(name) for name in names},
             measured_nbytes=meter.peaks,
             counts=counts,

@@ -37,6 +37,7 @@ from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
 from streamload.plan.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.plan.partition import Item, Node, Part, partition, smallest_count, units_of
 from streamload.plan.plan import (
+    LOAD_NBYTES,
     MAPPED_ROOM_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
@@ -842,7 +843,7 @@ def _fit(
         plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
         scratch, host = _staging(plan, specs, needs)
         tight = host > most_host_nbytes or any(
-            nbytes and nbytes > _room(specs[name], base[name][1], fresh[name])
+            nbytes and nbytes > _room(specs[name], base[name][1], fresh[name], by_device[name])
             for name, nbytes in scratch.items()
         )
         if not tight or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
@@ -899,11 +900,16 @@ def _share(
     return (host_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
 
 
-def _room(spec: DeviceSpec, peak_nbytes: int, fresh_nbytes: int) -> int:
+def _room(
+    spec: DeviceSpec, peak_nbytes: int, fresh_nbytes: int, placements: Sequence[Placement]
+) -> int:
     """Bytes that are left for scratch on a device beside its parameters."""
     room = spec.budget_nbytes - peak_nbytes
     if spec.free_nbytes is not None:
-        room = min(room, spec.free_nbytes - fresh_nbytes)
+        beside = 0
+        if spec.shared_memory:
+            beside = LOAD_NBYTES + len(placements) * (spec.object_nbytes + spec.kernel_nbytes)
+        room = min(room, spec.free_nbytes - fresh_nbytes - beside)
     return room
 
 
@@ -1068,6 +1074,10 @@ def _staging(
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
     if needs.moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
+    elif needs.moves and shares:
+        # what is mapped now may have to be read when little is free: the least that this takes, so
+        # that a budget of the peak is enough for either
+        own += min(MIN_CHUNK_NBYTES, plan.slot_nbytes)
     if "direct" in plan.readers and needs.casts:
         own += workers * BOUNCE_NBYTES
     if any("numpy" in casts for casts in needs.casts.values()):
