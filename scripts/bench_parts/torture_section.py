@@ -498,6 +498,7 @@ def usable(maker: boxes.Boxes, options: Options) -> Section:
             if ran["outcome"] in FAILURES:
                 what = f"{device}, budget {budget}, {nbytes} bytes in {limit_nbytes}"
                 section.failures.append(f"{what}: {ran['outcome']} {ran['why']}")
+                options.say(f"torture: {section.failures[-1]}")
         what = f"{device}, budget {budget}, box of {format_bytes(limit_nbytes)}"
         options.say(f"torture: {what}: {low / free_nbytes:.1%}")
         section.rows.append(
