@@ -101,6 +101,7 @@ PHASES = {
         Drip(b"HTTP/1.1 200 OK\r\n\r\n", RECORD, b"x"), "no ", scheme="https", proxy=True
     ),
 }
+SIMILAR = ("body", "stall", "chunk", "no handshake", "proxied")  # to others that are tested first
 STOPPED = ("silence", "interim", "error body", "stall", "handshake", "proxy", "proxied")
 
 
@@ -136,7 +137,9 @@ def begin(reader: HttpReader) -> Callable[[], Exception | None]:
     return lambda: found.get(timeout=FOREVER)
 
 
-@pytest.mark.parametrize("name", PHASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SIMILAR)) for n in PHASES]
+)
 def test_a_try_has_one_deadline(in_phase: Callable[[str], tuple[RawSite, Url]], name: str) -> None:
     """A server that sends a byte now and then holds no phase of a request beyond it."""
     _, url = in_phase(name)
@@ -221,7 +224,7 @@ def test_a_slow_line_that_gets_on_is_no_stall() -> None:
         connection.sendall(PART)
         for at in range(0, NBYTES, NBYTES // 20):
             connection.sendall(whole[at : at + NBYTES // 20])
-            if site.stopped.wait(0.1):
+            if site.stopped.wait(0.06):
                 return
 
     out = bytearray(NBYTES)
