@@ -23,6 +23,7 @@ import typer
 
 from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.url import without_secrets
 from streamload.convert.convert import DEFAULT_SHARD_SIZE
 from streamload.convert.convert import convert as convert_checkpoint
 from streamload.convert.planning import RenamePatterns
@@ -323,7 +324,7 @@ def plan(
         cache_dtype=cache_dtype,
     )
     if plot is not None:
-        total = f"{format_bytes(made.resident_nbytes)} of weights, {path}"
+        total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
         drawn = draw_stacks(title, _printable(total), _PARTS, _stacks(made))
         Path(plot).write_text(drawn, encoding="utf-8")
@@ -964,6 +965,18 @@ def _complain(message: str) -> None:
     print(f"streamload: {_printable(' '.join(message.split()))}", file=sys.stderr)
 
 
+def _without_secrets(message: str) -> str:
+    """What is wrong with the arguments, without the secrets in those that are URLs."""
+    for argument in sys.argv[1:]:
+        for text in (argument, argument.partition("=")[2]):  # of --option=text
+            if (shown := without_secrets(text)) != text:
+                # typer writes what is not printable in a way of its own
+                typed = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+                for said in (text, typed, repr(text)[1:-1]):
+                    message = message.replace(said, shown)
+    return message
+
+
 def _show_warning(message: Warning | str, *rest: Any, **more: Any) -> None:
     _complain(f"warning: {message}")
 
@@ -986,9 +999,9 @@ def main() -> None:
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "streamload"
-        code, message = 2, f"{error.format_message()} (see {command} --help)"
+        code, message = 2, f"{_without_secrets(error.format_message())} (see {command} --help)"
     except ValueError as error:  # an argument that could not be read
-        code, message = 2, str(error)
+        code, message = 2, _without_secrets(str(error))
     else:
         # typer makes an exit code of Ctrl-C itself
         message = "interrupted" if code == 130 else ""

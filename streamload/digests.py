@@ -25,7 +25,7 @@ from streamload.checkpoint.header import (
     is_text,
     parse_json_object,
 )
-from streamload.checkpoint.url import Location, Url, is_url
+from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import HeaderError
 
@@ -209,7 +209,7 @@ class Digests:
             url = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
             url = url if url.name else url / SIDECAR
             return cls.from_json(read_json_file(url), url)
-        found = Path(path)
+        found = local(path)
         with suppress(OSError):  # one may not look: so says who reads it
             if found.is_dir():
                 found /= SIDECAR

@@ -27,6 +27,12 @@ class Interrupt:
             self._pending -= 1
             self._handler(signal.SIGINT, None)
 
+    @property
+    def will_raise(self) -> bool:
+        """Whether `check` is sure to raise; of an application's handler nobody knows."""
+        ends = self._pending > 0 and self._handler is signal.default_int_handler
+        return ends or self._error is not None
+
     def handle(self, signum: int, frame: FrameType | None) -> None:
         """Note the signal and wake the streaming thread."""
         self._pending += 1

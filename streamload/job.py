@@ -173,7 +173,7 @@ class Job:
     def stop(self) -> None:
         """Nothing more is wanted: who waits for a server need not wait to the end."""
         self.failed = True
-        for reader in self._readers.values():
+        for reader in list(self._readers.values()):  # any thread may call this
             reader.stop()
 
     def close(self, shard: int) -> None:

@@ -161,7 +161,7 @@ class _Crew:
         self._threads: list[threading.Thread] = []
         self._to_start = threads
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        interrupt.wake = lambda: self._done.put(None)
+        interrupt.wake = self._wake
 
     def __enter__(self) -> _Crew:
         return self
@@ -245,6 +245,13 @@ class _Crew:
         if failure is not None:
             self._failures.put(failure)
 
+    def _wake(self) -> None:
+        """Have the streaming thread look at what came; called between any two instructions."""
+        self._done.put(None)
+        # the thread itself may wait for a server, and hold locks of that
+        if self._inline is not None and self._interrupt.will_raise:
+            threading.Thread(target=self._job.stop, name="streamload-stop").start()
+
     def _receive(self) -> None:
         outcomes = self._done.get()
         if outcomes is None:  # woken by Ctrl-C
@@ -258,6 +265,7 @@ class _Crew:
     def _take_all(self, outcomes: Iterable[Outcome]) -> None:
         for unit, counts, error in outcomes:
             if error is not None:
+                self._interrupt.check()  # which may be why
                 raise error
             self._job.done(unit, counts)
         self._job.tell()

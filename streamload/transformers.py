@@ -180,7 +180,8 @@ def from_pretrained(
     config = _configuration(checkpoint, config)
     if given:  # what it needs to run follows from it, too
         checkpoint = replace(checkpoint, config=config.to_dict())
-    config.name_or_path = os.fsdecode(path)
+    found = checkpoint.path
+    config.name_or_path = str(found) if isinstance(found, Url) else os.fsdecode(path)
     devices = open_devices(device, framework("torch"), {})
     chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, devices, cast)
     model = _on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)

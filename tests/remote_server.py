@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import email.utils
 import hashlib
+import shutil
 import socket
 import ssl
 import struct
+import subprocess
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import needs
 from range_server import RangeHandler
 
 Act = Callable[["Handler", bytes], None]
@@ -261,3 +264,112 @@ def _serving(server: _Server, files: Mapping[str, bytes]) -> Iterator[Site]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@dataclass(slots=True)
+class RawSite:
+    """A server of bytes that need not be HTTP.
+
+    Attributes:
+        port: where it listens.
+        reached: set when a client has got to where it is to wait.
+        stopped: set when the server ends.
+        requests: what each client sent first.
+    """
+
+    port: int
+    reached: threading.Event = field(default_factory=threading.Event)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    requests: list[bytes] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Of its root, with a slash."""
+        return f"http://127.0.0.1:{self.port}/"
+
+
+@contextmanager
+def serve_raw(act: Callable[[RawSite, socket.socket], None]) -> Iterator[RawSite]:
+    """Have ``act`` treat each connection, in a thread of its own, until the client has gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        site = RawSite(listener.getsockname()[1])
+        threads: list[threading.Thread] = []
+
+        def treat(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                act(site, connection)
+
+        def accept() -> None:
+            with suppress(OSError):  # it is closed
+                while True:
+                    thread = threading.Thread(target=treat, args=listener.accept()[:1])
+                    threads.append(thread)
+                    thread.start()
+
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        try:
+            yield site
+        finally:
+            site.stopped.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Drip:
+    """Some bytes at once, and others one by one or again and again, for ever.
+
+    Attributes:
+        begin: what is sent at once.
+        slowly: what is sent after that, byte by byte.
+        again: what is sent after that, without end; nothing: silence.
+        seconds: from one to the next; 0: as fast as it is taken.
+    """
+
+    begin: bytes = field(default=b"", repr=False)
+    slowly: bytes = b""
+    again: bytes = b""
+    seconds: float = 0.05
+
+    def __call__(self, site: RawSite, connection: socket.socket) -> None:
+        site.requests.append(connection.recv(2**16))
+        connection.sendall(self.begin)
+        site.reached.set()
+        each = (self.slowly[i : i + 1] for i in range(len(self.slowly)))
+        while not site.stopped.wait(self.seconds):
+            if data := next(each, self.again):
+                connection.sendall(data)
+            elif not connection.recv(2**16):
+                return
+
+
+def make_certificate(folder: Path, host: str, kind: str = "DNS") -> tuple[Path, Path]:
+    """A certificate of a host, signed by itself, and its key."""
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    if shutil.which("openssl") is None:
+        needs.lacking("openssl is not installed")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", f"/CN={host}"),
+            *("-addext", f"subjectAltName={kind}:{host}", "-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+@contextmanager
+def full() -> Iterator[int]:
+    """A port that takes no connection, and refuses none: its queue is full."""
+    with socket.socket() as listener, ExitStack() as held:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]

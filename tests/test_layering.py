@@ -23,6 +23,7 @@ LAYERS = (
     ("checkpoint.url",),
     ("checkpoint.fileless",),
     ("checkpoint.header",),
+    ("checkpoint.wire",),
     ("checkpoint.remote",),
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
@@ -76,7 +77,8 @@ FRAMEWORKS = {
     "mpi4py": ("nodes.mpi",),
     "transformers": ("transformers",),
     "accelerate": ("transformers",),
-    "httpx2": ("checkpoint.remote",),
+    "httpx2": ("checkpoint.remote", "checkpoint.wire"),
+    "httpcore2": ("checkpoint.wire",),
 }
 READ_ENVIRONMENT = (
     *("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
@@ -85,6 +87,7 @@ READ_ENVIRONMENT = (
 START_THREADS = (
     *("stream", "convert.writing", "bench.limits"),  # of a process each
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+    "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load
 )
 STARTERS = {

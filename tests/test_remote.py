@@ -6,7 +6,6 @@ import email.utils
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -19,12 +18,22 @@ from pathlib import Path
 import needs
 import numpy as np
 import pytest
-from remote_server import Answer, Handler, Redirect, Site, etag, modified, serve, tls_proxy
+from remote_server import (
+    Answer,
+    Handler,
+    Redirect,
+    Site,
+    etag,
+    make_certificate,
+    modified,
+    serve,
+    tls_proxy,
+)
 from safetensors_files import write_safetensors
 
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.checkpoint.readers import choose_reader, fingerprint, open_reader, resolve_reader
-from streamload.checkpoint.remote import HttpReader, Patience, read_header
+from streamload.checkpoint.remote import HttpReader, Patience, read_file, read_header
 from streamload.checkpoint.url import Url
 from streamload.errors import (
     CheckpointError,
@@ -36,9 +45,10 @@ from streamload.errors import (
 needs.module("httpx2")
 
 SOON = Patience(read_seconds=10, tries=3, backoff_seconds=0.01)
-HASTY = Patience(read_seconds=0.25, tries=3, backoff_seconds=0.01)
+HASTY = Patience(read_seconds=0.5, tries=3, backoff_seconds=0.01)
 NBYTES = 300_000
 NAME = "/model.safetensors"
+DIGITS = "9" * 5000  # more than Python makes an integer of
 
 
 @pytest.fixture(autouse=True)
@@ -91,23 +101,6 @@ def run(program: str, *arguments: str, **environment: str) -> str:
     )
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
-
-
-def make_certificate(folder: Path, host: str) -> tuple[Path, Path]:
-    """A certificate of a host, signed by itself, and its key."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    if shutil.which("openssl") is None:
-        needs.lacking("openssl is not installed")
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "2", "-subj", f"/CN={host}"),
-            *("-addext", f"subjectAltName=DNS:{host}", "-keyout", key, "-out", certificate),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -381,7 +374,7 @@ def test_a_server_that_asks_for_an_hour_is_not_waited_for(site: Site) -> None:
     ("act", "reason"),
     [
         (Answer(503, body=b"later"), "503 Service Unavailable"),
-        (Answer(stall=0), "nothing came for 0.25 s"),
+        (Answer(stall=0), "nothing came for 0.5 s"),
         (Answer(cut=7), "peer closed connection"),
         (Answer(dribble=0.05), "bytes in"),
     ],
@@ -457,6 +450,13 @@ def test_reading_can_be_stopped(site: Site) -> None:
         (Answer(headers={"Content-Range": "items 0-299999/300000"}), "another range"),
         (Answer(headers={"Content-Length": "299999"}), "contradicts itself"),
         (Answer(headers={"Content-Length": "300001"}), "contradicts itself"),
+        (Answer(headers={"Content-Range": f"bytes 0-299999/{DIGITS}"}), "another range"),
+        (Answer(headers={"Content-Range": f"bytes 0-{DIGITS}/300000"}), "another range"),
+        (Answer(headers={"Content-Range": f"bytes {DIGITS}-299999/*"}), "another range"),
+        (Answer(headers={"Content-Range": "bytes 0--1/300000"}), "another range"),
+        (Answer(headers={"Content-Range": "bytes \xb2-\xb3/\xb9"}), "another range"),
+        (Answer(416, {"Content-Range": f"bytes */{DIGITS}"}), "416"),
+        (Answer(headers={"Content-Type": "multipart/byteranges; boundary=x"}), "another range"),
         (Answer(headers={"Content-Encoding": "gzip"}), "compresses"),
         (
             Answer(
@@ -472,7 +472,7 @@ def test_reading_can_be_stopped(site: Site) -> None:
         (Redirect("/f"), "redirected again and again"),
         (Redirect("file:///etc/passwd"), "something else than HTTP"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_will_not_pass_is_one_error_at_once(site: Site, act: Answer, problem: str) -> None:
     """Refusals, ignored ranges and headers that contradict each other are not tried again."""
@@ -481,6 +481,73 @@ def test_what_will_not_pass_is_one_error_at_once(site: Site, act: Answer, proble
     assert problem in str(error)
     assert error.path == site.url + "f"
     assert len(site.requests) <= 1 + 10 * isinstance(act, Redirect)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Length": DIGITS},
+        {"Content-Length": "-1"},
+        {"Content-Length": "0x10"},
+        {"Content-Length": "\xb2"},
+        {"Content-Length": None, "Transfer-Encoding": "gzip, chunked"},
+        {"Content-Length": None, "Transfer-Encoding": "\xff\xfe"},
+    ],
+    ids=lambda headers: str(headers)[:60],
+)
+def test_lengths_that_are_none(site: Site, headers: dict[str, str | None]) -> None:
+    """What the HTTP library cannot read is one error, after all tries."""
+    site.always["/f"] = Answer(headers=headers)
+    for call in (lambda: read(site), lambda: read_file(Url.parse(site.url + "f"), NBYTES, SOON)):
+        assert "in 3 tries, the last: " in str(error_of(call))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(DIGITS, "9" * 19, "-5", "1e999", "nan", "\xff\xfe", "soon", ","),
+        "Fri, 31 Dec 99999 23:59:59 GMT",
+        f"Mon, 01 Jan 2024 00:00:00 +{DIGITS}",
+        "Mon, 01 Jan 2024 00:00:00 -9999",
+        "Fri, 31 Dec 9999 23:59:59 -2359",
+    ],
+    ids=lambda value: value[:40],
+)
+def test_odd_times_to_be_asked_again(site: Site, value: str) -> None:
+    """Of a time that is none nothing is thought, and to one that is far away nobody waits."""
+    site.always["/f"] = Answer(503, {"Retry-After": value}, body=b"later")
+    assert "503 Service Unavailable" in str(error_of(lambda: read(site)))
+
+
+def test_odd_versions(site: Site) -> None:
+    """A version may have any letters and any length; it is compared, and shown in short."""
+    tag = "\xff\x80" * 20_000
+    site.always["/f"] = Answer(headers={"ETag": tag})
+    with HttpReader(version(site).of_version(f"ETag: {tag}"), NBYTES, SOON) as reader:
+        reader.read_into(0, memoryview(bytearray(NBYTES)))
+    error = error_of(lambda: read(site))
+    assert error.problem == "has changed since its header was read"
+    assert len(str(error)) < 300
+
+
+def test_cookies_are_not_kept(site: Site) -> None:
+    """One that cannot be sent back ends no request after it."""
+    site.always["/f"] = Answer(headers={"Set-Cookie": "a=\xff\xfe"})
+    with HttpReader(version(site), NBYTES, SOON) as reader:
+        for _ in range(2):
+            reader.read_into(0, memoryview(bytearray(10)))
+    assert all("Cookie" not in request.headers for request in site.requests)
+
+
+def test_huge_lengths_of_files(site: Site) -> None:
+    """A file that is said to be longer than any is, and its header to be in it, is one error."""
+    site.files["/f"] = bytes.fromhex("ffffffffffffff7f") + bytes(2**18)
+    total = "9" * 19
+    site.always["/f"] = Answer(headers={"Content-Range": f"bytes 0-262143/{total}"})
+    assert isinstance(error_of(lambda: read_header(Url.parse(site.url + "f"), SOON)), HeaderError)
+    site.always["/f"] = Answer(headers={"Content-Length": total, "Content-Range": None})
+    error = error_of(lambda: read_file(Url.parse(site.url + "f"), NBYTES, HASTY))
+    assert "in 3 tries" in str(error)
 
 
 def test_a_file_of_unknown_length(site: Site) -> None:

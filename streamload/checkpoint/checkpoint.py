@@ -30,7 +30,7 @@ from streamload.checkpoint.header import (
     read_up_to,
     unreadable,
 )
-from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
+from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 
 _SUFFIX = ".safetensors"
@@ -179,7 +179,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     if is_url(name):
         url = Url.parse(name)
         return url, url.parent if url.name else url
-    found = Path(name)
+    found = local(name)
     if not name or not _exists(found):  # the path of no name is the current folder
         found = _cached_snapshot(name)
     return found, found if found.is_dir() else found.parent
@@ -456,8 +456,7 @@ def _cached_snapshot(name: str) -> Path:
     """
     match = _REPO.fullmatch(name)
     if match is None or {".", ".."} & set(re.split("[/@]", name)):
-        hint = "a URL that went through Path: give it as a str" if lost_a_slash(name) else None
-        raise ShardNotFoundError(name, "no such file or folder", found=hint)
+        raise ShardNotFoundError(name, "no such file or folder")
     revision = match["revision"] or "main"
     root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
     try:

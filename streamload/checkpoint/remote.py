@@ -9,6 +9,10 @@ it is of: one that is not the version whose header was read is an error, and nev
 Versions are compared here, before a byte of the body is taken. A server that is asked to compare
 them (If-Range) sends the whole file where they differ, and does not say why.
 
+Each try has one deadline until the last header, and a least rate after it; see `Patience`. A stop
+wakes it in every phase. What the HTTP library says in errors and logs may have secrets: none of it
+leaves this file.
+
 Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 """
 
@@ -22,14 +26,15 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
+from streamload.checkpoint import wire
 from streamload.checkpoint.fileless import FilelessReader
 from streamload.checkpoint.header import (
     PREFIX_NBYTES,
@@ -43,6 +48,7 @@ from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
+    StreamloadError,
     TruncatedFileError,
 )
 
@@ -58,17 +64,20 @@ _REQUEST_NBYTES = 2**26  # asked for at once: a long range is begun anew where i
 # Tries are counted anew after one that brought as much. Fewer bytes are no progress: a server that
 # gives one at a time would be asked millions of times.
 _PROGRESS_NBYTES = 2**16
-_LEAST_RATE = 1024  # bytes a second: slower than that is a stall
+_LEAST_RATE = 1024  # bytes a second of a body: slower than that is a stall
 _MOST_WAIT_SECONDS = 120.0  # longer than that nobody waits who looks on
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
+_DRAIN_SECONDS = 1.0  # to connect anew takes no longer
 
 _ABSENT = (404, 410)
 _REFUSED = (401, 403)
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)
-_UNSATISFIED = re.compile(r"bytes \*/(\d+)", re.ASCII)
-_DIGITS = re.compile(r"\d{1,19}", re.ASCII)
+_NUMBER = r"\d{1,19}"  # Python reads no integer of 5,000 digits, and no file has more than these
+_CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re.ASCII)
+_UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
+_DIGITS = re.compile(_NUMBER, re.ASCII)
+_QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # where the server's own words begin
 _VALIDATORS = ("ETag", "Last-Modified")  # the first that is there tells versions apart
 
 _STATUSES = frozenset(HTTPStatus)
@@ -81,8 +90,11 @@ class Patience:
     """How long a server is waited for.
 
     Attributes:
-        connect_seconds: for a connection.
-        read_seconds: for the next bytes.
+        connect_seconds: for a connection, to each of a host's addresses.
+        read_seconds: until an answer begins, from the name's resolution to the last header, with
+            all redirects on the way; and then for the next bytes of its body, which as well brings
+            1 KiB a second on average, measured anew each twice as many seconds. So a long body
+            may take long where it gets on.
         tries: how often a range is asked for in a row without getting on.
         backoff_seconds: before the second try; twice as long before each after it, less up to a
             half at random, so that many clients do not come back together.
@@ -274,53 +286,7 @@ def connections() -> Iterator[None]:
         _pool.leave()
 
 
-class _Pool:
-    """One client for all readers of the process, while there are any. Safe for threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._client: httpx2.Client | None = None
-        self._pid = 0
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users or self._client is None:
-                return
-            client, self._client = self._client, None
-        if self._pid == os.getpid():
-            client.close()
-
-    def client(self) -> httpx2.Client:
-        with self._lock:
-            if self._client is None or self._pid != os.getpid():  # a child shares no connections
-                # many threads keep as many connections; idle ones go with the last reader
-                limits = _httpx().Limits(max_connections=None, max_keepalive_connections=None)
-                self._client = _httpx().Client(verify=_tls(), limits=limits)
-                self._pid = os.getpid()
-            return self._client
-
-
-_pool = _Pool()
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Certificates take longer to read than a header; they are shared by all connections."""
-    context: ssl.SSLContext = _httpx().create_ssl_context()
-    return context
-
-
-@cache
-def _httpx() -> Any:
-    import httpx2
-
-    return httpx2
+_pool = wire.Pool()
 
 
 # -- one file --------------------------------------------------------------------------------------
@@ -369,16 +335,14 @@ class _File:
         self._patience = patience or Patience.from_environment()
         self._moved: httpx2.URL | None = None  # where redirects led
         self._lock = threading.Lock()
-        self._sockets: list[socket.socket] = []  # that bodies are read from
+        self._attempts: set[wire.Attempt] = set()  # of all threads
 
     def stop(self) -> None:
         """Have no more bytes read: who waits for some, of a host that may be gone, wakes up."""
         with self._lock:
             self.stopped.set()
-            for connected in self._sockets:
-                with suppress(OSError):  # it is closed already
-                    # not that of TLS: it would say good-bye, and wait
-                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+            for attempt in self._attempts:
+                attempt.wake()
 
     def read(self, start: int, out: memoryview) -> int:
         """Fill ``out``, which is not empty, from byte ``start`` on.
@@ -410,16 +374,17 @@ class _File:
             if self.nbytes is not None:
                 stop = min(stop, self.nbytes)
             try:
-                with self._response(f"bytes={start + done}-{stop - 1}") as response:
+                with self._response(f"bytes={start + done}-{stop - 1}") as (attempt, response):
                     nbytes = self._check_range(response, start + done, stop)
-                    for data in self._body(response, nbytes) if nbytes else ():
+                    for data in self._body(attempt, response, nbytes) if nbytes else ():
                         out[done : done + len(data)] = data
                         done += len(data)
                 if done < min(out.nbytes, (self.nbytes or 0) - start):
                     raise _Again(f"the server sent {done - before} bytes", at_once=True)
             except _Again as again:
-                again.got_on = done - before >= _PROGRESS_NBYTES
-                raise
+                if done < stop - start:  # else all is there but the mark of its end
+                    again.got_on = done - before >= _PROGRESS_NBYTES
+                    raise
             return done
 
         def gave_up(found: str) -> CheckpointError:
@@ -436,8 +401,9 @@ class _File:
         """The whole file."""
 
         def attempt() -> bytes:
-            with self._whole() as response:
-                return b"".join(self._body(response, most_nbytes, self._longer_than(most_nbytes)))
+            with self._whole() as (attempt, response):
+                too_long = self._longer_than(most_nbytes)
+                return b"".join(self._body(attempt, response, most_nbytes, too_long))
 
         return self._insist(attempt, self._unread)
 
@@ -445,9 +411,9 @@ class _File:
         """The first bytes of the file, and what is said of it."""
 
         def attempt() -> Look:
-            with self._whole() as response:
+            with self._whole() as (attempt, response):
                 head, length = bytearray(), response.headers.get("Content-Length", "")
-                for data in self._body(response, None):
+                for data in self._body(attempt, response, None):
                     head += data
                     if len(head) > most_nbytes:
                         break
@@ -467,20 +433,21 @@ class _File:
         def attempt() -> None:
             out.seek(0)
             out.truncate()
-            with self._whole() as response:
+            with self._whole() as (attempt, response):
                 version = _version(response.headers, self.version)
                 if self.version and version != self.version:
                     raise self._of_another_version(version)
-                for data in self._body(response, most_nbytes, self._longer_than(most_nbytes)):
+                too_long = self._longer_than(most_nbytes)
+                for data in self._body(attempt, response, most_nbytes, too_long):
                     out.write(data)
 
         self._insist(attempt, self._unread)
 
     @contextmanager
-    def _whole(self) -> Iterator[httpx2.Response]:
-        with self._response(None) as response:
+    def _whole(self) -> Iterator[tuple[wire.Attempt, httpx2.Response]]:
+        with self._response(None) as (attempt, response):
             self._check_status(response, 200)
-            yield response
+            yield attempt, response
 
     def _longer_than(self, most_nbytes: int) -> Callable[[int], CheckpointError]:
         return lambda found: HeaderError(
@@ -520,55 +487,128 @@ class _File:
         return min(seconds, self._patience.most_backoff_seconds) * _jitter.uniform(0.5, 1)
 
     @contextmanager
-    def _response(self, byte_range: str | None) -> Iterator[httpx2.Response]:
+    def _response(self, byte_range: str | None) -> Iterator[tuple[wire.Attempt, httpx2.Response]]:
         """Send a request; the response whose status is not one that another try may change."""
         moved = self._moved
-        try:
-            with closing(self._send(moved or self._url.href, byte_range)) as response:
-                status = response.status_code
-                if status not in (200, 206):
-                    _drain(response)
-                if moved is not None and status in (*_REFUSED, *_ABSENT):
-                    self._moved = None  # such addresses are good for a while
-                    raise _Again(f"{_status(response)} where a redirect had led", at_once=True)
-                if status in _PASSING:
-                    asked = _retry_after(response.headers)
-                    later = f", to be asked again in {asked:.0f} s" if asked else ""
-                    raise _Again(_status(response) + later, asked_seconds=asked)
-                yield response
-        except _httpx().InvalidURL as error:
-            raise CheckpointError(self._url, "is not a URL", found=str(error)) from error
-        except _httpx().HTTPError as error:
-            if reason := _lasting(error):
-                raise CheckpointError(self._url, "cannot be read", found=reason) from error
-            raise _Again(self._describe(error)) from error
+        with (
+            self._attempt() as attempt,
+            closing(self._send(attempt, moved or self._url.href, byte_range)) as response,
+        ):
+            status = response.status_code
+            if status not in (200, 206):
+                self._drain(attempt, response)
+            if moved is not None and status in (*_REFUSED, *_ABSENT):
+                self._moved = None  # such addresses are good for a while
+                raise _Again(f"{_status(response)} where a redirect had led", at_once=True)
+            if status in _PASSING:
+                asked = _retry_after(response.headers)
+                later = f", to be asked again in {asked:.0f} s" if asked else ""
+                raise _Again(_status(response) + later, asked_seconds=asked)
+            yield attempt, response
 
-    def _send(self, target: httpx2.URL | str, byte_range: str | None) -> httpx2.Response:
-        client, patience = _pool.client(), self._patience
-        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"} | self._token(target)
-        if byte_range is not None:
-            headers["Range"] = byte_range
-        timeout = _httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
-        request = client.build_request("GET", target, headers=headers, timeout=timeout)
+    @contextmanager
+    def _attempt(self) -> Iterator[wire.Attempt]:
+        """One try, which `stop` wakes."""
+        attempt = wire.Attempt(self._patience.read_seconds, self.stopped)
+        with self._lock:
+            self._attempts.add(attempt)
+        try:
+            with attempt.under_way():
+                yield attempt
+        finally:
+            with self._lock:
+                self._attempts.discard(attempt)
+
+    def _send(
+        self, attempt: wire.Attempt, target: httpx2.URL | str, byte_range: str | None
+    ) -> httpx2.Response:
+        request = self._call(attempt, self._request, target, byte_range)
         for hops in range(_MOST_REDIRECTS):
-            response = client.send(request, stream=True)
+            response = self._call(attempt, self._receive_head, attempt, request)
             if response.next_request is None:
                 # the next request goes there: asking for the way each time is slow, and rationed
                 if hops and response.status_code == 206 and "Authorization" not in request.headers:
                     self._moved = request.url
                 return response
             with closing(response):
-                _drain(response)
+                self._drain(attempt, response)
             # credentials are left out of it where it leads to another server
             request = response.next_request
         raise CheckpointError(self._url, "is redirected again and again")
 
+    def _request(self, target: httpx2.URL | str, byte_range: str | None) -> httpx2.Request:
+        patience = self._patience
+        headers = {"Accept-Encoding": "identity", "User-Agent": "streamload"} | self._token(target)
+        if byte_range is not None:
+            headers["Range"] = byte_range
+        timeout = wire.httpx().Timeout(patience.read_seconds, connect=patience.connect_seconds)
+        client = _pool.client()
+        return client.build_request("GET", target, headers=headers, timeout=timeout)
+
+    @staticmethod
+    def _receive_head(attempt: wire.Attempt, request: httpx2.Request) -> httpx2.Response:
+        with attempt.head():
+            return _pool.client().send(request, stream=True)
+
+    def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
+        """Have the HTTP library do something, and translate its errors.
+
+        They are no causes of ours: their texts have parts of requests and answers, which may be
+        secret. What the operating system said is.
+
+        Raises:
+            _Again: another try may do.
+            CheckpointError: none will.
+        """
+        try:
+            return call(*arguments)
+        except (StreamloadError, MemoryError):
+            raise
+        except Exception as error:
+            cause = _cause(error)
+            failed = self._failure(attempt, error, cause)
+        failed.__cause__ = cause  # outside of the except clause, where it would be the context
+        raise failed
+
+    def _failure(
+        self, attempt: wire.Attempt, error: Exception, cause: OSError | None
+    ) -> _Again | CheckpointError:
+        library, seconds = wire.httpx(), self._patience.read_seconds
+        if self.stopped.is_set():
+            return CheckpointError(self._url, "reading was stopped")
+        if isinstance(error, wire.OverdueError) or time.monotonic() >= attempt.until:
+            return _Again(attempt.overdue)
+        if lasting := _lasting(error, cause):
+            return CheckpointError(self._url, "cannot be read", found=lasting)
+        if isinstance(error, library.ConnectTimeout):
+            return _Again(f"no connection within {self._patience.connect_seconds:g} s")
+        if isinstance(error, library.TimeoutException):
+            return _Again(f"nothing came for {seconds:g} s")
+        if isinstance(error, library.ProxyError):
+            return _Again(f"the proxy refused: {str(error)[:3]}")  # its status
+        if cause is not None:
+            return _Again(str(cause))
+        return _Again(_QUOTED.split(str(error))[0] or type(error).__name__)
+
+    def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
+        """Take a short body that nobody wants: the connection can be used again then."""
+        length = response.headers.get("Content-Length", "")
+        if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
+            with attempt.at_most(_DRAIN_SECONDS), suppress(_Again):
+                self._call(attempt, lambda: deque(response.iter_raw(), maxlen=0))
+
     def _token(self, target: httpx2.URL | str) -> dict[str, str]:
         """What Hugging Face's own tools send to its server, and to no other."""
         token = os.environ.get("HF_TOKEN", "").strip()
-        url = _httpx().URL(target)
+        url = wire.httpx().URL(target)
         known = url.host == "huggingface.co" and url.scheme == "https" and not url.userinfo
-        return {"Authorization": f"Bearer {token}"} if token and known else {}
+        if not token or not known:
+            return {}
+        if not (token.isascii() and token.isprintable()):
+            raise CheckpointError(
+                self._url, "HF_TOKEN cannot be sent", expected="ASCII", found="other characters"
+            )
+        return {"Authorization": f"Bearer {token}"}
 
     def _check_status(self, response: httpx2.Response, wanted: int) -> None:
         status = response.status_code
@@ -579,7 +619,7 @@ class _File:
                     self._url,
                     "the server compresses what was asked for as it is",
                     expected="no Content-Encoding",
-                    found=describe(encoding),
+                    found=_said(encoding),
                 )
             return
         if status in _ABSENT:
@@ -615,6 +655,8 @@ class _File:
                 raise self._of_another_length(int(found[1]))
         self._check_status(response, 206)
         stated = headers.get("Content-Range", "")
+        if (kind := headers.get("Content-Type", "")).lower().startswith("multipart/"):
+            stated = kind  # its body has headers of its own
         found = _CONTENT_RANGE.fullmatch(stated)
         if not found or int(found[1]) != start or not start <= int(found[2]) < stop:
             total = "*" if self.nbytes is None else self.nbytes
@@ -622,7 +664,7 @@ class _File:
                 self._url,
                 "the server sent another range than was asked for",
                 expected=f"bytes {start}-{stop - 1}/{total}",
-                found=describe(stated) if stated else "no Content-Range",
+                found=_said(stated) if stated else "no Content-Range",
             )
         version = _version(headers, self.version)
         if self.nbytes is None:
@@ -669,36 +711,30 @@ class _File:
 
     def _body(
         self,
+        attempt: wire.Attempt,
         response: httpx2.Response,
         nbytes: int | None,
         too_long: Callable[[int], CheckpointError] | None = None,
     ) -> Iterator[bytes]:
         """What a response brings, piece by piece; of at most ``nbytes``, where that is said."""
-        begun, done = time.monotonic(), 0
-        with self._stoppable(response):
-            for data in response.iter_raw():
-                done += len(data)
-                if nbytes is not None and done > nbytes:
-                    raise (too_long or self._sent_more)(done)
-                yield data
-                seconds = time.monotonic() - begun
-                if seconds > 2 * self._patience.read_seconds and done < seconds * _LEAST_RATE:
-                    raise _Again(f"{done} bytes in {seconds:.0f} s")
-                self._check_stopped()
-
-    @contextmanager
-    def _stoppable(self, response: httpx2.Response) -> Iterator[None]:
-        """Let `stop` wake the thread that reads a response."""
-        stream = response.extensions.get("network_stream")
-        connected = stream.get_extra_info("socket") if stream is not None else None
-        with self._lock:
+        seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
+        done = got = 0
+        until = time.monotonic() + seconds
+        while True:
+            attempt.until, attempt.overdue = until, f"{got} bytes in {seconds:g} s"
+            data = self._call(attempt, next, pieces, b"")
+            if not data:
+                return
+            done, got = done + len(data), got + len(data)
+            if nbytes is not None and done > nbytes:
+                raise (too_long or self._sent_more)(done)
+            handed = time.monotonic()
+            yield data
+            now = time.monotonic()
+            until += now - handed  # which the server did not take
+            if got >= seconds * _LEAST_RATE:
+                until, got = now + seconds, 0
             self._check_stopped()
-            self._sockets += [connected] if connected is not None else []
-        try:
-            yield
-        finally:
-            with self._lock:  # from then on the connection may be another reader's
-                self._sockets = [other for other in self._sockets if other is not connected]
 
     def _check_stopped(self) -> None:
         if self.stopped.is_set():
@@ -709,47 +745,40 @@ class _File:
             self._url, "the server sent more than it said", expected="its range", found=found
         )
 
-    def _describe(self, error: Exception) -> str:
-        """What went wrong with a request, without what it asked for."""
-        httpx, patience = _httpx(), self._patience
-        if isinstance(error, httpx.ConnectTimeout):
-            return f"no connection within {patience.connect_seconds:g} s"
-        if isinstance(error, httpx.TimeoutException):
-            return f"nothing came for {patience.read_seconds:g} s"
-        return str(error) or type(error).__name__
-
 
 def _check_installed(url: Url) -> None:
     try:
-        _httpx()
+        wire.httpx()
     except ImportError as error:
         raise CheckpointError(
             url, 'reading over HTTP needs httpx2: pip install "streamload[remote]"'
         ) from error
 
 
-def _drain(response: httpx2.Response) -> None:
-    """Take a short body that nobody wants: the connection can be used again then."""
-    length = response.headers.get("Content-Length", "")
-    if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
-        with suppress(_httpx().HTTPError):
-            response.read()
+def _cause(error: BaseException | None) -> OSError | None:
+    """What the operating system or TLS said, where an error of the HTTP library is of that."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
-def _lasting(error: BaseException) -> str:
+def _lasting(error: Exception, cause: OSError | None) -> str:
     """What no other try changes about an error of a request, in words; "" of all others."""
-    httpx = _httpx()
-    if isinstance(error, httpx.UnsupportedProtocol):
+    library = wire.httpx()
+    if isinstance(error, library.UnsupportedProtocol):
         return "a redirect to something else than HTTP"
-    if isinstance(error, httpx.LocalProtocolError):  # its text has the header, and so a token
-        return "a request that cannot be sent: is there something odd in HF_TOKEN?"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"the certificate is not to be trusted: {cause.verify_message}"
-        if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-            return "there is no such host"
-        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, wire.EndlessError):
+        return "an answer whose headers do not end"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"the certificate is not to be trusted: {cause.verify_message}"
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return "there is no such host"
+    if isinstance(error, wire.SettingsError):
+        return "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY or SSL_CERT_FILE cannot be used as they are"
+    if isinstance(error, library.LocalProtocolError | library.InvalidURL | UnicodeError):
+        return "a request that cannot be sent"
+    if cause is None and not isinstance(error, library.HTTPError):
+        return f"{type(error).__name__} in the HTTP library"
     return ""
 
 
@@ -770,6 +799,11 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     with suppress(ValueError, OverflowError):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     return 0.0
+
+
+def _said(value: str) -> str:
+    """A header in a few words, unless it is an address, whose secrets nobody knows."""
+    return "an address" if re.search(r"@|\?|//", value) else describe(value)
 
 
 def _phrase(status: int) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
-from streamload.errors import CheckpointError
+from streamload.errors import CheckpointError, ShardNotFoundError
 
 _SCHEMES = ("http", "https")
 _URL = re.compile(r"https?://", re.IGNORECASE)
+_FOREIGN = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _HALF = re.compile(r"https?:/[^/]", re.IGNORECASE)
+# neither secrets nor what may end them; name@revision, org/name@revision
+_PLAIN = re.compile(r"[\w:/.,\[\] +-]*|[\w.-]+(/[\w.-]+)?@[\w./-]+", re.ASCII)
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may be a user
 
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
@@ -20,7 +25,7 @@ class Url:
 
     It is no `pathlib.Path`, which makes one slash of two, and every other method of which would
     look for it on this machine's disk. As text (str, repr, os.fspath, and so in errors, reports and
-    plans) it has neither the user and password nor the query, which may be a signature.
+    plans) it has nothing that stands before an @, and not the query, which may be a signature.
 
     Attributes:
         href: all of it, for requests only.
@@ -41,11 +46,12 @@ class Url:
         try:
             parts = urlsplit(text)
             whole = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+            # of hosts, only IPv6 addresses have %: else it may be the @ that ends a password
+            whole = whole and ("%" not in parts.netloc.rpartition("@")[2] or "[" in parts.netloc)
         except ValueError:  # brackets, or a port that is no number
             whole = False
         if not whole or not text.isprintable() or " " in text:
-            # of a broken one nobody knows where the password ends
-            shown = text.split("?")[0].rpartition("@")[2]
+            shown = without_secrets(text)
             raise CheckpointError(shown, "is not a URL", expected="http(s)://host/path")
         return cls(parts._replace(path=parts.path or "/", fragment="").geturl())
 
@@ -82,7 +88,13 @@ class Url:
         return str(self)
 
     def __str__(self) -> str:
-        return _without_secrets(self.href)
+        parts = self._parts
+        host, path = parts.netloc.rpartition("@")[2], parts.path
+        if "@" in path:  # the host may be a user, and what follows it a password with a slash
+            host, path = "...", path[path.rindex("@") :]
+        elif "@" in parts.query and parts.netloc == host and ":" in host:  # or one with ?
+            host, path = "...", ""
+        return f"{parts.scheme}://{host}{path}" + "?..." * bool(parts.query)
 
     def __repr__(self) -> str:
         return f"Url({str(self)!r})"
@@ -104,14 +116,39 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def lost_a_slash(text: str) -> bool:
-    """Whether text was a URL before somebody made a path of it."""
-    return _HALF.match(text) is not None
+def is_foreign(text: str) -> bool:
+    """Whether text is meant to be a URL of any kind, whole or not."""
+    return _FOREIGN.match(text) is not None
 
 
-def _without_secrets(text: str) -> str:
-    """A URL without user, password and query."""
-    scheme, colon, rest = text.partition("://")
-    rest, mark, _ = rest.partition("?")
-    host, slash, path = rest.partition("/")
-    return scheme + colon + host.rpartition("@")[2] + slash + path + "?..." * bool(mark)
+def local(path: str | os.PathLike[str]) -> Path:
+    """A path on this machine, or the name of a repository.
+
+    Raises:
+        ShardNotFoundError: it is a URL of another kind, or a broken one.
+    """
+    text = os.fsdecode(path)
+    shown = without_secrets(text)
+    # said here: errors of the operating system would show all of it
+    if (is_foreign(text) or shown != text) and not os.path.lexists(text):
+        went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
+        raise ShardNotFoundError(
+            shown, "no such file or folder", expected="http(s):// for a URL", found=went
+        )
+    return Path(path)
+
+
+def without_secrets(text: str) -> str:
+    """What may be shown of text that may be meant as a URL, and cannot be read as one.
+
+    Nobody knows where the password of a broken URL ends.
+    """
+    if _PLAIN.fullmatch(text):
+        return text
+    scheme = _SCHEME.match(text.lstrip())
+    if scheme is not None:
+        return f"{scheme[0]}..."
+    if re.search(r"^[^/]*@|(:|//).*@", text, re.DOTALL):
+        return "..."
+    before, mark, _ = text.partition("?")
+    return before + "?..." * bool(mark)

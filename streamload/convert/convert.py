@@ -24,7 +24,7 @@ from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import Header, is_there, read_header, unreadable
 from streamload.checkpoint.readers import fingerprint
-from streamload.checkpoint.url import Location, Url, is_url, lost_a_slash
+from streamload.checkpoint.url import Location, Url, is_foreign, without_secrets
 from streamload.convert.journal import Began, Journal
 from streamload.convert.planning import (
     CONFIG,
@@ -219,8 +219,9 @@ def convert(
     options = _options(dtype, out_of_range, max_shard_size, nodes, select, exclude, rename)
     checkpoint = open_checkpoint(source)
     states = _states(checkpoint)
-    if is_url(os.fsdecode(destination)) or lost_a_slash(os.fsdecode(destination)):
-        raise ValueError(f"a conversion is written to a folder, not to {os.fsdecode(destination)}")
+    if is_foreign(os.fsdecode(destination)):
+        shown = without_secrets(os.fsdecode(destination))
+        raise ValueError(f"a conversion is written to a folder, not to {shown}")
     plan = plan_conversion(checkpoint, Path(destination), options)
     job = _Conversion(checkpoint, plan, options, states)
     job.check_apart()

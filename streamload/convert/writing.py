@@ -287,6 +287,7 @@ class _Sources:
         self._lengths = {header.path: header.file_nbytes for header in checkpoint.shards}
         self._left = dict(left_nbytes)
         self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
+        self._stopped = False
         self._lock = threading.Lock()
         self._cache = PageCache(
             "auto", to_read_nbytes=sum(left_nbytes.values()), available=_available_nbytes
@@ -318,6 +319,7 @@ class _Sources:
     def stop(self) -> None:
         """Let nobody wait for a server any longer."""
         with self._lock:
+            self._stopped = True
             for reader, _ in self._open.values():
                 reader.stop()
 
@@ -338,6 +340,8 @@ class _Sources:
                         pages.close()
                     raise
                 self._open[shard] = (reader, pages)
+                if self._stopped:  # by a thread that did not know of this one
+                    reader.stop()
             return self._open[shard]
 
     def _close(self, shard: Location) -> None:
