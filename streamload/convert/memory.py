@@ -73,7 +73,8 @@ def choose_way(checkpoint: Checkpoint, dtypes: Sequence[DType | None], *, nodes:
         threads = _REMOTE_THREADS
     ways = [
         Way(threads),
-        Way(min(threads, 2), 2**20, 2, direct=True),
+        Way(2),
+        Way(2, 2**20, 2, direct=True),
         Way(1, 2**20, 1, direct=True),
         Way(1, 2**18, 1, direct=True),
     ]
