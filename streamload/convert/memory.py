@@ -40,7 +40,7 @@ class Way:
         threads: how many.
         block_nbytes: most bytes that a thread reads, and writes, at once.
         behind: blocks that the disk is busy with before one is waited for.
-        direct: read past the page cache, which takes nothing beside the blocks.
+        direct: read files past the page cache, of which nothing is read ahead then; as of servers.
     """
 
     threads: int
@@ -69,11 +69,13 @@ def choose_way(checkpoint: Checkpoint, dtypes: Sequence[DType | None], *, nodes:
         PlanInfeasibleError: there is too little memory for any.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
-    if any(isinstance(header.path, Url) for header in checkpoint.shards):
+    remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
+    if remote:
         threads = _REMOTE_THREADS
     ways = [
-        Way(threads),
-        Way(2),
+        Way(threads, direct=remote),
+        Way(2, direct=remote),
+        Way(threads, 2**20, 2, direct=True),
         Way(2, 2**20, 2, direct=True),
         Way(1, 2**20, 1, direct=True),
         Way(1, 2**18, 1, direct=True),
