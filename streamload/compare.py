@@ -1,8 +1,8 @@
 """Checking a checkpoint against its sidecar, and comparing two checkpoints tensor by tensor.
 
-Nothing is held of a tensor but a block: some 30 MB, whatever its size. It is one thread: digests
-run at 30 GB/s and comparisons at 19 (2 GB/s where ml_dtypes casts, which keeps the GIL), so that
-the disk decides.
+Nothing is held of a tensor but a block of each file: 20 MB, and less where memory is short. It is
+one thread: digests run at 30 GB/s and comparisons at 19 (2 GB/s where ml_dtypes casts, which keeps
+the GIL), so that the disk decides.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -24,6 +25,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import (
     Reader,
+    ReaderKind,
     ResolvedKind,
     choose_reader,
     direct_memory,
@@ -38,12 +40,23 @@ from streamload.errors import (
     UnsupportedCastError,
 )
 from streamload.mapping import Rename, sources
+from streamload.plan.budget import first_that_fits
 from streamload.plan.planner import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, round_up
 
-_BLOCK_NBYTES = 4 * 2**20
+#: (bytes looked at at once, how files are read): the first that memory is enough for.
+_WAYS: Sequence[tuple[int, ReaderKind]] = (
+    (4 * 2**20, "auto"),
+    (2**20, "direct"),
+    (2**18, "direct"),
+)
+# Each is a little more than was measured in memory cgroups.
+_RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
+_AHEAD_NBYTES = 2**24  # pages that the kernel reads ahead of a map: 8 MiB twice on virtual disks
+_PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
+_TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
 _PART_NUMEL = 2**16  # elements looked at one by one: temporaries of a few MB
 _WINDOW_NBYTES = 2**16  # below, a read costs less than a window of a map
 _PAGE = 4096  # no reader's alignment is larger than a page
@@ -148,6 +161,7 @@ def verify_checkpoint(
     Raises:
         ShardNotFoundError: there is no sidecar, or no checkpoint.
         CheckpointError: one of them is not valid or cannot be read.
+        PlanInfeasibleError: there is too little memory.
         ValueError: an argument is not what it should be.
     """
     begun = time.monotonic()
@@ -155,6 +169,7 @@ def verify_checkpoint(
     checkpoint = _opened(path)
     folder = _folder(checkpoint)
     digests = Digests.read(folder / SIDECAR)
+    way = _way([checkpoint])
     chosen.check([*checkpoint.tensors, *digests.tensors])
     tensors = [info for info in checkpoint.tensors.values() if info.name in chosen]
     listed = [info for info in tensors if info.name in digests.tensors]
@@ -162,14 +177,14 @@ def verify_checkpoint(
     done = nbytes = 0
     with (
         reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
-        closing(_Files(checkpoint)) as files,
+        closing(_Files(checkpoint, way)) as files,
     ):
         for info in listed:
             expected = digests.tensors[info.name]
             difference = _unlike(info, expected)
             if difference is None:
                 found = hasher(digests.algorithm)
-                for start, stop in _cut(info.nbytes, _BLOCK_NBYTES):
+                for start, stop in _cut(info.nbytes, way[0]):
                     with files.block(info, start, stop) as data:
                         found.update(data)
                     tell(done + stop)
@@ -381,6 +396,7 @@ def diff(
 
     Raises:
         CheckpointError: a checkpoint is not valid or cannot be read.
+        PlanInfeasibleError: there is too little memory.
         UnsupportedCastError: a tensor cannot be cast so.
         OutOfRangeError: under "error", a value cannot be represented.
         ValueError: an argument is not what it should be.
@@ -391,6 +407,7 @@ def diff(
     chosen = Selection.parse(select, exclude)
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
     first, second = _opened(a), _opened(b)
+    way = _way([first, second])
     chosen.check([*first.tensors, *second.tensors])
     named, _, _ = sources(first, None, rename)
     pairs: list[tuple[TensorInfo, TensorInfo, DType]] = []
@@ -414,14 +431,14 @@ def diff(
     nbytes = 0
     with (
         reporting(progress, total, "compared") as tell,
-        closing(_Files(first)) as files_a,
-        closing(_Files(second)) as files_b,
+        closing(_Files(first, way)) as files_a,
+        closing(_Files(second, way)) as files_b,
     ):
         done = 0
         for left, right, wanted in pairs:
             pair = _Pair(left, right, wanted, out_of_range)
             if pair.compared:
-                for blocks in pair.cut():
+                for blocks in pair.cut(way[0]):
                     with (
                         files_a.block(left, *blocks[0]) as mine,
                         files_b.block(right, *blocks[1]) as theirs,
@@ -471,11 +488,11 @@ class _Pair:
             self._same_dtype or all(d.kind == "float" and d.numpy is not None for d in dtypes)
         )
 
-    def cut(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """Bytes of the left and of the right tensor that hold the same elements, block by block."""
         left, right = self._left.dtype, self._right.dtype
         # a multiple of 8: whole bytes of any dtype
-        step = _BLOCK_NBYTES * 8 // max(left.bits, right.bits) // 8 * 8
+        step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
         for start, stop in _cut(self._left.numel, step):
             yield (
                 (left.nbytes(start), left.nbytes(stop)),
@@ -608,7 +625,8 @@ def _element(data: Array, index: int, dtype: DType) -> str:
 class _Files:
     """The files of a checkpoint, some of them open, and one block of memory to read into."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, way: tuple[int, ReaderKind]) -> None:
+        self._block_nbytes, self._kind = way
         self._nbytes = {header.path: header.file_nbytes for header in checkpoint.shards}
         self._kinds: dict[Location, ResolvedKind] = {}
         self._open: dict[Location, Reader] = {}  # the one that was used last is the last
@@ -623,7 +641,7 @@ class _Files:
         Args:
             info: the tensor.
             start: first byte, counted from the tensor's first.
-            stop: last byte, exclusive; at most 4 MiB after the first.
+            stop: last byte, exclusive; at most a block after the first.
 
         Raises:
             CheckpointError: they cannot be read; the error names the tensor.
@@ -656,13 +674,13 @@ class _Files:
             # who goes through a file in its order gets what comes next along: a request over HTTP
             # and a direct read cost the same for a few bytes as for many
             with suppress(CheckpointError):  # what cannot be read may be of another tensor
-                self._fill_with(reader, first, min(first + _BLOCK_NBYTES, reader.nbytes))
+                self._fill_with(reader, first, min(first + self._block_nbytes, reader.nbytes))
                 return
         self._fill_with(reader, first, last)
 
     def _fill_with(self, reader: Reader, first: int, last: int) -> None:
         if self._memory is None:
-            self._memory = direct_memory(_BLOCK_NBYTES + 2 * _PAGE)
+            self._memory = direct_memory(self._block_nbytes + 2 * _PAGE)
         start = first // reader.alignment * reader.alignment
         stop = round_up(last, reader.alignment)
         self._held = (None, 0, 0)  # until it is read whole
@@ -675,7 +693,8 @@ class _Files:
             if len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
             if shard not in self._kinds:  # decided once: reading brings it into the page cache
-                self._kinds[shard] = choose_reader(shard, "auto").kind
+                kind = self._kind if isinstance(shard, Path) else "auto"
+                self._kinds[shard] = choose_reader(shard, kind).kind
             reader = open_reader(shard, self._nbytes[shard], self._kinds[shard])
         self._open[shard] = reader
         return reader
@@ -684,6 +703,26 @@ class _Files:
         """Close all."""
         while self._open:
             self._open.popitem()[1].close()
+
+
+def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
+    """How much is looked at at once, and how it is read.
+
+    Raises:
+        PlanInfeasibleError: there is too little memory for any way.
+    """
+    compared = len(checkpoints) > 1
+    tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
+    ways = []
+    for block_nbytes, kind in _WAYS:
+        each_nbytes = block_nbytes + _AHEAD_NBYTES * (kind == "auto")
+        needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
+        if compared:  # which elements of a block differ, and numbers of a part
+            needed_nbytes += block_nbytes + _PARTS_NBYTES
+        ways.append(((block_nbytes, kind), needed_nbytes))
+    rest_nbytes = ways[-1][1] - tensors_nbytes
+    largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]
+    return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
 
 
 def _opened(path: CheckpointLike) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 Nothing here goes through streamload's readers, kernels or chunks: file bytes come by plain reads
 (those of a URL by its reader: there is one way only), casts are those of numpy, row orders are
-computed by numpy. Memory is bounded to some 30 MB.
+computed by numpy. Memory is bounded to some 30 MB, and to less where less is free.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from streamload.checkpoint.readers import Reader, open_reader
 from streamload.checkpoint.url import Location
 from streamload.devices.base import Device, framework, framework_of
 from streamload.errors import TruncatedFileError
+from streamload.plan.budget import first_that_fits
 from streamload.plan.plan import Placement
 from streamload.report import LoadReport
 
 _BLOCK_NBYTES = 4 * 2**20
+_SMALL_BLOCK_NBYTES = 2**18
+# A block is held as it is read, gathered, cast, read back and compared, and pages are read ahead.
+_BLOCKS = 7
+_CAST_NBYTES = 4 * 2**20  # numpy's temporaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,19 @@ def verify(
 
     Returns:
         The parameters that differ; payloads of NaN are not compared where a cast was made.
+
+    Raises:
+        PlanInfeasibleError: there is too little memory.
     """
+    sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
+    needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES) for nbytes in sizes]
+    block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
+    clamp = report.plan.out_of_range == "clamp"
     out = []
     done = 0
     for placement, device, buffer in _buffers(report, model):
         at = 0
-        for expected in _reference(placement, checkpoint, report.plan.out_of_range == "clamp"):
+        for expected in _reference(placement, checkpoint, clamp, block_nbytes):
             there = device.read(buffer, at, at + len(expected))
             if there != expected:
                 element = _first_difference(placement, expected, there)
@@ -148,9 +160,11 @@ def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None
     return int(where[0]) if len(where) else None
 
 
-def _reference(p: Placement, checkpoint: Checkpoint, clamp: bool) -> Iterator[bytes]:
+def _reference(
+    p: Placement, checkpoint: Checkpoint, clamp: bool, block_nbytes: int
+) -> Iterator[bytes]:
     """The bytes that the parameter must have, block by block."""
-    block = max(_BLOCK_NBYTES // p.src.itemsize, 1) * p.src.itemsize
+    block = max(block_nbytes // p.src.itemsize, 1) * p.src.itemsize
     gathered = bytearray()
     with ExitStack() as stack:
         files = {

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import needs
 import pytest
 from bench_parts.processes import argv, environment
 from boxes import Boxes, BoxRun, forget
-from make_checkpoint import make_checkpoint, shape_of_size
+from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 
+import streamload
+from streamload.compare import diff
 from streamload.devices.base import probe
 from streamload.dtypes import BF16
 
@@ -170,3 +174,124 @@ def test_a_load_in_place_beside_little_free_memory_is_not_killed(
     if reader == "auto":
         assert "loaded by pread" in outcomes
     assert outcomes[-1] == "loaded by mmap"
+
+
+# --- conversions and checks -----------------------------------------------------------------------
+
+#: Of what is needed, the boxes to try: killed is what must not happen in any.
+SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
+_NUMBERS = re.compile(r"needs .*?(\d+) bytes.*? free memory is .*?(\d+) bytes")
+HELD = """
+import streamload.cli
+with open("/proc/self/status") as file:
+    print(next(line.split()[1] for line in file if line.startswith("RssAnon:")))
+"""
+
+
+def _command(name: str, *arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "streamload", name, *map(str, arguments), "--no-progress"]
+
+
+def _boxes(
+    cgroup: Boxes, command: Sequence[str], shares: Sequence[float], made: Path
+) -> Iterator[int]:
+    """Boxes around what a command needs, as its own refusals tell.
+
+    Args:
+        cgroup: makes them.
+        command: the command.
+        shares: of what is needed.
+        made: what the command makes; it is removed.
+    """
+    held = _run(cgroup, [sys.executable, "-c", HELD], 2**30)
+    least = limit = int(held.stdout) * 1024 + 10_000_000  # the command line, and a little room
+    while (done := _run(cgroup, command, limit)).returncode == 3:
+        found = _NUMBERS.search(done.stderr)
+        assert found is not None, done.stderr
+        limit += int(found[1]) - int(found[2]) + 2**18
+    assert not done.oom_killed, f"killed in {limit} bytes: {done.stderr}"
+    assert limit > least, "what is needed is not known"
+    shutil.rmtree(made, ignore_errors=True)
+    yield from (max(least, int(share * limit)) for share in shares)
+
+
+def _convert_in_boxes(
+    cgroup: Boxes, source: Path, out: Path, shares: Sequence[float], *options: str
+) -> list[int]:
+    """Convert in boxes around what is needed, from a file that is cached, and one that is not."""
+    command = _command("convert", source, out, "--dtype", "float16", *options)
+    codes = []
+    for limit_nbytes in _boxes(cgroup, command, shares, out):
+        for cached in (True, False):
+            forget(source)
+            if cached:
+                for file in source.glob("*.safetensors"):
+                    file.read_bytes()
+            done = _run(cgroup, command, limit_nbytes)
+            assert not done.oom_killed, (limit_nbytes, cached, done.stderr)
+            codes.append(done.returncode)
+            if done.returncode:
+                assert done.returncode == 3, done.stderr
+                assert "does not fit on host" in done.stderr
+                assert not out.exists()  # not a byte was written
+            else:
+                assert diff(source, out, dtype="float16", progress=False).ok
+            shutil.rmtree(out, ignore_errors=True)
+    return codes
+
+
+def test_a_conversion_is_done_or_refused(cgroup: Boxes, tmp_path: Path) -> None:
+    """With less than it needs a conversion is refused, with that it is done; it is never killed."""
+    source = tmp_path / "source"
+    make_checkpoint(source, shape_of_size(40_000_000, BF16))
+    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", (0.9, 1.0))
+    assert codes == [3, 3, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nbytes", "tensors", "options"),
+    [
+        (10**9, 0, ()),
+        (10**9, 0, ("--max-shard-size", "20MB", "--verify")),
+        (10**6, 0, ()),
+        (64_000_000, 1_000, ()),
+        (100_000_000, 50_000, ()),
+        (20_000_000, 20_000, ("--json",)),
+    ],
+    ids=str,
+)
+def test_no_conversion_that_is_told_it_fits_is_killed(
+    cgroup: Boxes, tmp_path: Path, nbytes: int, tensors: int, options: Sequence[str]
+) -> None:
+    """From 20% under what is needed to 5% over: done right, or refused."""
+    source = tmp_path / "source"
+    shape = ManyTensors(tensors, nbytes // tensors // 2) if tensors else shape_of_size(nbytes, BF16)
+    make_checkpoint(source, shape)
+    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", SHARES, *options)
+    assert codes[:2] == [3, 3]
+    assert codes[-2:] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["digests", "conversion", "differences"])
+def test_a_check_is_done_or_refused(cgroup: Boxes, tmp_path: Path, name: str) -> None:
+    """So are a check of digests, of a conversion, and a comparison."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_checkpoint(source, shape_of_size(40_000_000, BF16))
+    streamload.convert(source, out, dtype="float16", progress=False)
+    command, right = {
+        "digests": (_command("verify", out), 0),
+        "conversion": (_command("verify", source, out, "--dtype", "float16"), 0),
+        "differences": (_command("diff", source, out), 1),
+    }[name]
+    held = int(_run(cgroup, [sys.executable, "-c", HELD], 2**30).stdout) * 1024
+    codes = []
+    for room_nbytes in (8_500_000, 11_000_000, 14_000_000, 18_000_000, 30_000_000):
+        forget(source)
+        forget(out)
+        done = _run(cgroup, command, held + room_nbytes)
+        assert not done.oom_killed, room_nbytes
+        assert done.returncode in (3, right), done.stderr
+        codes.append(done.returncode)
+    assert codes[0] == 3
+    assert codes[-1] == right

@@ -171,9 +171,9 @@ def model_of(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def held(cache: Any) -> list[int]:
-    """Bytes of the keys and values that each layer of a cache of transformers holds."""
+    """Bytes that each layer of a cache of transformers holds, also where it shows a slice."""
     tensors = [(layer.keys, layer.values) for layer in cache.layers]
-    return [sum(0 if t is None else t.nbytes for t in pair) for pair in tensors]
+    return [sum(0 if t is None else t.untyped_storage().nbytes() for t in pair) for pair in tensors]
 
 
 def run_on(model: Any, cache: Any, tokens: int) -> Any:
@@ -186,13 +186,26 @@ def run_on(model: Any, cache: Any, tokens: int) -> Any:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_the_bytes_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
-    """Layer by layer, exactly: of its static cache, and of the one that grows, when it is full."""
+    """Layer by layer, exactly: after a prompt of the whole context, and nothing takes more."""
     model = model_of(config, tmp_path)
     caches = needs.module("transformers")
-    static = caches.StaticCache(config=model.config, max_cache_len=20)
-    assert nbytes_of(cache_of(config, 20, 2)) == held(run_on(model, static, 3))
-    growing = caches.DynamicCache(config=model.config)
-    assert nbytes_of(cache_of(config, 7, 2)) == held(run_on(model, growing, 7))
+    for context in (7, 20):  # within the windows, and beyond them
+        found = nbytes_of(cache_of(config, context, 2))
+        assert found == held(run_on(model, caches.DynamicCache(config=model.config), context))
+        static = caches.StaticCache(config=model.config, max_cache_len=context)
+        assert math.fsum(held(run_on(model, static, 3))) <= math.fsum(found)
+        step_by_step = caches.DynamicCache(config=model.config)
+        for tokens in (context - 2, 1, 1):
+            run_on(model, step_by_step, tokens)
+            assert math.fsum(held(step_by_step)) <= math.fsum(found)
+
+
+def test_a_window_that_is_shorter_than_the_context_is_told() -> None:
+    """A note names the model, what is counted and the window; none where nothing is cut."""
+    config = CONFIGS["a window everywhere"]
+    (note,) = cache_of(config, 20).notes
+    assert note == "mistral: the cache holds all 20 tokens after the prompt, not the window of 8"
+    assert cache_of(config, 8).notes == cache_of(LLAMA, 20).notes == ()
 
 
 def test_a_saved_configuration_says_the_same(tmp_path: Path) -> None:
@@ -579,5 +592,6 @@ def test_a_configuration_that_is_given_decides(tmp_path: Path) -> None:
     model = from_pretrained(
         tmp_path, budget="20MB", device="cpu", dtype="float32", config=config, context=500
     )
-    (cpu,) = model.streamload_report.plan.devices
-    assert cpu.cache_nbytes == 6 * 4 * (2 * 2 * 16 * 4)
+    made = model.streamload_report.plan
+    assert made.devices[0].cache_nbytes == 6 * 500 * (2 * 2 * 16 * 4)
+    assert any("not the window of 4" in note for note in made.notes)

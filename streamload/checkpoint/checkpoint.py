@@ -21,6 +21,7 @@ from streamload.checkpoint.header import (
     Header,
     RepeatedNames,
     TensorInfo,
+    check_memory,
     check_strings,
     describe,
     is_there,
@@ -348,6 +349,7 @@ def read_json_file(path: Location) -> bytes:
                 expected=f"at most {MAX_HEADER_NBYTES} bytes",
                 found=nbytes,
             )
+        check_memory(path, nbytes)
         try:
             return read_up_to(file, nbytes)
         except OSError as error:
@@ -361,6 +363,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
         raw = read_json_file(path)
     except ShardNotFoundError:
         return {}
+    check_memory(path, len(raw), raw)
     try:
         config = json.loads(raw)
     except (ValueError, RecursionError) as error:

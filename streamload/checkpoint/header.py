@@ -39,6 +39,7 @@ from streamload.errors import (
     ShardNotFoundError,
     TruncatedFileError,
 )
+from streamload.plan.budget import first_that_fits
 
 #: The longest header that the format allows, in bytes of JSON.
 MAX_HEADER_NBYTES = 100_000_000
@@ -48,6 +49,11 @@ PREFIX_NBYTES = 8
 _MAX_U64 = 2**64 - 1
 _MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
 _MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
+# A file of JSON may be longer than memory has room for: it is held three times while it is parsed,
+# and the objects of a member take 220 to 250 bytes. What is shorter than this is not worth a look.
+_LONG_NBYTES = 2**18
+_COPIES = 3
+_MEMBER_NBYTES = 280
 _U64 = "an integer from 0 to 2**64 - 1"
 _FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
 _COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
@@ -152,7 +158,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         try:
             file_nbytes = os.fstat(file.fileno()).st_size
             raw = read_up_to(file, PREFIX_NBYTES)
-            raw += read_up_to(file, json_nbytes(raw, path, file_nbytes))
+            nbytes = json_nbytes(raw, path, file_nbytes)
+            check_memory(path, nbytes)
+            raw += read_up_to(file, nbytes)
         except OSError as error:
             raise unreadable(path, error) from error
     return parse_header(raw, path, file_nbytes)
@@ -174,6 +182,7 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
     data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
         raise TruncatedFileError(path, "the header is cut off", expected=data_start, found=len(raw))
+    check_memory(path, data_start, raw)
     text = raw[PREFIX_NBYTES:data_start]
     return _plain(text, path, file_nbytes) or _strict(text, path, file_nbytes)
 
@@ -308,6 +317,22 @@ def read_up_to(file: FileIO, nbytes: int) -> bytes:
     return raw
 
 
+def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
+    """Refuse JSON that free memory has no room for.
+
+    Args:
+        path: its file.
+        nbytes: how long it is.
+        raw: the JSON itself, where it was read.
+
+    Raises:
+        PlanInfeasibleError: parsing it takes more than is free.
+    """
+    if nbytes >= _LONG_NBYTES:
+        needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
+        first_that_fits([(None, needed_nbytes)], [(f"the JSON of {path}", needed_nbytes)])
+
+
 def is_there(path: Path) -> bool:
     """Whether there is something of that name.
 
@@ -341,6 +366,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
     Raises:
         HeaderError: it is not that.
     """
+    check_memory(path, len(raw), raw)
     if raw[:1] != b"{":
         raise HeaderError(
             path, "is not a JSON object", expected="'{' as its first byte", found=repr(raw[:1])[1:]

@@ -26,6 +26,7 @@ from streamload.checkpoint.header import Header, is_there, read_header, unreadab
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Location, Url, is_foreign, without_secrets
 from streamload.convert.journal import Began, Journal
+from streamload.convert.memory import Way, choose_way
 from streamload.convert.planning import (
     CONFIG,
     LARGEST_COPIED_NBYTES,
@@ -208,7 +209,8 @@ def convert(
         CheckpointError: the source is not what it should be; or the destination holds something
             else, overlaps the source, is being written by another conversion, or cannot be
             written.
-        PlanInfeasibleError: there is not enough room on the disk, or a node cannot hold its part.
+        PlanInfeasibleError: there is not enough room on the disk, or in memory, or a node cannot
+            hold its part.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
         ValueError: an argument is not what it should be.
@@ -218,12 +220,14 @@ def convert(
         raise ValueError("resume and overwrite exclude each other")
     options = _options(dtype, out_of_range, max_shard_size, nodes, select, exclude, rename)
     checkpoint = open_checkpoint(source)
+    dtypes = [wanted for _, wanted in options.policy.rules]
+    way = choose_way(checkpoint, dtypes, nodes=bool(options.nodes))
     states = _states(checkpoint)
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     plan = plan_conversion(checkpoint, Path(destination), options)
-    job = _Conversion(checkpoint, plan, options, states)
+    job = _Conversion(checkpoint, plan, options, states, way)
     job.check_apart()
     if dry_run:
         job.check_destination(resume=resume, overwrite=overwrite)
@@ -314,7 +318,9 @@ class _Conversion:
         plan: ConvertPlan,
         options: Options,
         states: Mapping[Location, dict[str, Any]],
+        way: Way,
     ) -> None:
+        self._way = way
         self._checkpoint = checkpoint
         self._plan = plan
         self._options = options
@@ -672,6 +678,7 @@ class _Conversion:
             journal,
             self._options.out_of_range,
             self._reserve,
+            self._way,
         )
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
@@ -698,7 +705,8 @@ class _Conversion:
         with reporting(progress, sum(t.nbytes for _, t in self._tensors()), "checked") as tell:
             for file in self._plan.files:
                 own = {t.name: digests[self._key(file, t.name)] for t in file.tensors}
-                check_written(file, folder / file.path, own, _from(before, tell))
+                path, block_nbytes = folder / file.path, self._way.block_nbytes
+                check_written(file, path, own, _from(before, tell), block_nbytes)
                 before += file.nbytes - len(file.header)
 
     # --- publishing -------------------------------------------------------------------------------
@@ -818,7 +826,7 @@ class _Conversion:
             try:
                 if file := large.get(path):
                     own = {t.name: digests[self._key(file, t.name)] for t in file.tensors}
-                    check_written(file, where, own, lambda _: None)
+                    check_written(file, where, own, lambda _: None, self._way.block_nbytes)
                     as_written = _status(where).st_size == file.nbytes
                 else:
                     as_written = _digest_of(where) == published[path]

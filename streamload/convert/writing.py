@@ -25,24 +25,17 @@ from pathlib import Path
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import PageCache, ShardCache
-from streamload.checkpoint.readers import Reader, direct_memory, open_reader
-from streamload.checkpoint.url import Location, Url
+from streamload.checkpoint.readers import Reader, ReaderKind, direct_memory, open_reader
+from streamload.checkpoint.url import Location
 from streamload.convert.journal import Finished, Journal, sync
+from streamload.convert.memory import BLOCK_NBYTES, Way
 from streamload.convert.planning import ConvertPlan, OutFile, OutTensor
 from streamload.digests import Hasher, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.plan.budget import available_cpus, available_host_nbytes
+from streamload.plan.budget import available_host_nbytes
 
-# Of an output file, written at once; and most of a source that is read at once. Tried with 4 and 8
-# MiB: no difference beyond the noise, with memory of two such for each thread.
-BLOCK_NBYTES = 2**22
-# More threads wait for the disk, or take memory; one would not read while it writes.
-_THREADS = range(2, 5)
-_REMOTE_THREADS = 8  # each waits for a server most of the time
-# Blocks that the disk is busy with before one is waited for and dropped.
-_BEHIND = 6
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
 _COMMIT_SHARE = 0.05
@@ -108,11 +101,11 @@ class Window:
 
 @dataclass(slots=True)
 class Block:
-    """What is written at once: at most `BLOCK_NBYTES`, within a multiple of that.
+    """What is written at once: within a multiple of a block's length.
 
     Attributes:
         file: index of the output file.
-        start: first byte of the block in the file, a multiple of `BLOCK_NBYTES`.
+        start: first byte of the block in the file, a multiple of a block's length.
         runs: (first byte, last byte exclusive) of what is written of it.
         windows: what is read for it.
     """
@@ -123,7 +116,9 @@ class Block:
     windows: list[Window] = field(default_factory=list)
 
 
-def cut(plan: ConvertPlan, finished: Mapping[int, Finished]) -> Iterator[Block]:
+def cut(
+    plan: ConvertPlan, finished: Mapping[int, Finished], block_nbytes: int = BLOCK_NBYTES
+) -> Iterator[Block]:
     """Cut what is not finished into blocks, in the order in which it is written.
 
     Headers are written in any case: they are in no journal.
@@ -131,32 +126,34 @@ def cut(plan: ConvertPlan, finished: Mapping[int, Finished]) -> Iterator[Block]:
     index = 0
     for number, file in enumerate(plan.files):
         block = Block(number, 0)
-        for first, stop in _steps(0, len(file.header)):
-            if first // BLOCK_NBYTES * BLOCK_NBYTES != block.start:
+        for first, stop in _steps(0, len(file.header), block_nbytes):
+            if first // block_nbytes * block_nbytes != block.start:
                 yield block
                 block = Block(number, first)
             block.runs.append((first, stop))
         for tensor in file.tensors:
             if index not in finished:
-                for first, stop in _steps(tensor.start, tensor.stop):
-                    base = first // BLOCK_NBYTES * BLOCK_NBYTES
+                for first, stop in _steps(tensor.start, tensor.stop, block_nbytes):
+                    base = first // block_nbytes * block_nbytes
                     if base != block.start:
                         yield block
                         block = Block(number, base)
-                    _add(block, tensor, index, first, stop)
+                    _add(block, tensor, index, first, stop, block_nbytes)
             index += 1
         yield block
 
 
-def _steps(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _steps(start: int, stop: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
     """A range of a file, cut where blocks end."""
     while start < stop:
-        end = min(stop, (start // BLOCK_NBYTES + 1) * BLOCK_NBYTES)
+        end = min(stop, (start // block_nbytes + 1) * block_nbytes)
         yield start, end
         start = end
 
 
-def _add(block: Block, tensor: OutTensor, index: int, first: int, stop: int) -> None:
+def _add(
+    block: Block, tensor: OutTensor, index: int, first: int, stop: int, block_nbytes: int
+) -> None:
     """Add bytes of a tensor to a block."""
     if block.runs and block.runs[-1][1] == first:
         block.runs[-1] = (block.runs[-1][0], stop)
@@ -166,7 +163,7 @@ def _add(block: Block, tensor: OutTensor, index: int, first: int, stop: int) -> 
     # where nothing is cast bytes are bytes, also of dtypes below one
     same = info.dtype is tensor.dtype
     src, dst = (1, 1) if same else (info.dtype.itemsize, tensor.dtype.itemsize)
-    step = BLOCK_NBYTES // src * dst
+    step = block_nbytes // src * dst
     for start in range(first, stop, step):
         end = min(start + step, stop)
         read = info.start + (start - tensor.start) // dst * src
@@ -176,7 +173,7 @@ def _add(block: Block, tensor: OutTensor, index: int, first: int, stop: int) -> 
             last is None
             or last.shard != info.shard
             or last.stop != read
-            or read_stop - last.start > BLOCK_NBYTES
+            or read_stop - last.start > block_nbytes
         ):
             last = Window(info.shard, read, read)
             block.windows.append(last)
@@ -197,24 +194,26 @@ class _Output:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._lock = threading.Lock()
-        self._behind: deque[tuple[int, int]] = deque()
         self._lost: OSError | None = None
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write, let the disk begin with it, and wait for what was written a while ago."""
+        """Write, and let the disk begin with it."""
         nbytes = data.nbytes
         done = 0
         while done < nbytes:
             with data[done:] as rest:
                 done += os.pwrite(self._fd, rest, start + done)
-        if not _can_write_behind():
-            return
-        _sync_file_range(self._fd, start, nbytes, _WRITE)
+        if _can_write_behind():
+            _sync_file_range(self._fd, start, nbytes, _WRITE)
+
+    def drop(self, start: int, nbytes: int) -> None:
+        """Wait for what was written a while ago, and take it out of the page cache."""
         with self._lock:
-            self._behind.append((start, nbytes))
-            old = self._behind.popleft() if len(self._behind) > _BEHIND else None
-        if old is not None:
-            self._drop(*old)
+            if self._fd < 0 or not _can_write_behind():  # whole and closed, or left to the system
+                return
+            self._told(lambda: _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
+            with suppress(OSError):  # only advice
+                os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
         """Bring all that was written to the disk.
@@ -237,20 +236,14 @@ class _Output:
         """Close it; may be called twice."""
         with self._lock:
             fd, self._fd = self._fd, -1
-            behind, self._behind = self._behind, deque()
         if fd < 0:
             return
         try:
-            for start, nbytes in behind:
+            if _can_write_behind():
                 with suppress(OSError):  # only advice
-                    os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-    def _drop(self, start: int, nbytes: int) -> None:
-        self._told(lambda: _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
-        with suppress(OSError):  # only advice
-            os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _can_write_behind() -> bool:
@@ -283,7 +276,10 @@ def _sync_file_range(fd: int, start: int, nbytes: int, flags: int) -> None:
 class _Sources:
     """The files that are read, each open from its first window to its last."""
 
-    def __init__(self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int], *, direct: bool
+    ) -> None:
+        self._kind: ReaderKind = "direct" if direct else "auto"
         self._lengths = {header.path: header.file_nbytes for header in checkpoint.shards}
         self._left = dict(left_nbytes)
         self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
@@ -334,7 +330,8 @@ class _Sources:
             if shard not in self._open:
                 pages = self._cache.open(shard) if isinstance(shard, Path) else None
                 try:
-                    reader = open_reader(shard, self._lengths[shard])
+                    kind = self._kind if isinstance(shard, Path) else "auto"
+                    reader = open_reader(shard, self._lengths[shard], kind)
                 except BaseException:
                     if pages is not None:
                         pages.close()
@@ -389,6 +386,7 @@ class Writer:
         journal: Journal,
         out_of_range: OutOfRange,
         reserve: Path,
+        way: Way,
     ) -> None:
         """Prepare.
 
@@ -399,6 +397,7 @@ class Writer:
             journal: what is finished.
             out_of_range: what becomes of values that do not fit.
             reserve: a file that is given up for the journal where the disk is full.
+            way: how many threads there are, and how much each does at once.
 
         Raises:
             UnsupportedCastError: this machine cannot do a cast.
@@ -409,6 +408,7 @@ class Writer:
         self._journal = journal
         self._reserve = reserve
         self._out_of_range = out_of_range
+        self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
@@ -426,8 +426,10 @@ class Writer:
                     shard = t.info.shard
                     self._unread[shard] = self._unread.get(shard, 0) + t.info.nbytes
                 index += 1
-        self._sources = _Sources(checkpoint, self._unread)
-        self._blocks = cut(plan, journal.finished)
+        self._sources = _Sources(checkpoint, self._unread, direct=way.direct)
+        self._blocks = cut(plan, journal.finished, way.block_nbytes)
+        # output file, first byte and length of what the disk is busy with
+        self._behind: deque[tuple[int, _Output, int, int]] = deque()
         self._outputs: dict[int, _Output] = {}
         self._whole: list[int] = []  # files with nothing left to be written
         self._changed = threading.Condition()
@@ -459,9 +461,7 @@ class Writer:
                 destination cannot be written.
             OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
         """
-        count = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
-        if any(isinstance(shard, Url) for shard in self._unread):
-            count = _REMOTE_THREADS
+        count = self._way.threads
         threads = [
             threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
             for i in range(count)
@@ -534,7 +534,7 @@ class Writer:
         begun = time.monotonic()
         for number in dict.fromkeys((*whole, *(self._tensors[i].file for i in batch))):
             if number in self._outputs:  # not where its tensors have no bytes
-                self._at(number, lambda output: output.sync())
+                self._at(number, self._output(number).sync)
         finished = [
             Finished(i, self._tensors[i].digest, self._tensors[i].counts) for i in sorted(batch)
         ]
@@ -552,10 +552,10 @@ class Writer:
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _at(self, number: int, do: Callable[[_Output], None]) -> None:
+    def _at(self, number: int, do: Callable[[], None]) -> None:
         """Do something to an output file."""
         try:
-            do(self._output(number))
+            do()
         except OSError as error:
             path = self._plan.destination / self._plan.files[number].path
             raise unwritable(path, error) from error
@@ -569,12 +569,12 @@ class Writer:
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
-        block_memory = direct_memory(BLOCK_NBYTES)
+        block_memory = direct_memory(self._way.block_nbytes)
         raw_memory: list[memoryview] = []
 
         def raw() -> memoryview:
             if not raw_memory:
-                raw_memory.append(direct_memory(BLOCK_NBYTES))
+                raw_memory.append(direct_memory(self._way.block_nbytes))
             return raw_memory[0]
 
         try:
@@ -598,7 +598,7 @@ class Writer:
 
     def _fill(self, block: Block, memory: memoryview, raw: Callable[[], memoryview]) -> None:
         header = self._plan.files[block.file].header
-        piece = header[block.start : block.start + BLOCK_NBYTES]
+        piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
         for window in block.windows:
             at = window.parts[0]
@@ -673,7 +673,20 @@ class Writer:
                     self._changed.notify_all()
 
     def _write(self, number: int, start: int, data: memoryview) -> None:
-        self._at(number, lambda output: output.write(start, data))
+        nbytes = data.nbytes
+
+        def write() -> None:
+            output = self._output(number)
+            output.write(start, data)
+            with self._changed:
+                self._behind.append((number, output, start, nbytes))
+
+        self._at(number, write)
+        # of all files together: small ones may be whole before the disk has any of their bytes
+        with self._changed:
+            old = self._behind.popleft() if len(self._behind) > self._way.behind else None
+        if old is not None:
+            self._at(old[0], lambda: old[1].drop(*old[2:]))
 
 
 class _StoppedError(Exception):
@@ -681,7 +694,11 @@ class _StoppedError(Exception):
 
 
 def check_written(
-    file: OutFile, path: Path, digests: Mapping[str, str], tell: Callable[[int], None]
+    file: OutFile,
+    path: Path,
+    digests: Mapping[str, str],
+    tell: Callable[[int], None],
+    block_nbytes: int = BLOCK_NBYTES,
 ) -> None:
     """Read a file that was written, past the page cache where that can be, and compare.
 
@@ -690,21 +707,22 @@ def check_written(
         path: where it is now.
         digests: by tensor.
         tell: told how many bytes were read so far.
+        block_nbytes: most bytes that are read at once.
 
     Raises:
         CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
     """
     done = 0
     with open_reader(path, file.nbytes, "direct") as reader:
-        memory = direct_memory(BLOCK_NBYTES)
-        with memory[: min(len(file.header), BLOCK_NBYTES)] as head:
+        memory = direct_memory(block_nbytes)
+        with memory[: min(len(file.header), block_nbytes)] as head:
             reader.read_into(0, head)
             if head != file.header[: head.nbytes]:
                 raise CheckpointError(path, "the header on the disk is not the one written")
         for tensor in file.tensors:
             digest = hasher()
-            for start in range(tensor.start, tensor.stop, BLOCK_NBYTES):
-                with memory[: min(BLOCK_NBYTES, tensor.stop - start)] as data:
+            for start in range(tensor.start, tensor.stop, block_nbytes):
+                with memory[: min(block_nbytes, tensor.stop - start)] as data:
                     reader.read_into(start, data)
                     digest.update(data)
                     done += data.nbytes

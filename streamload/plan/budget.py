@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
-from streamload.errors import BudgetExceededError, DeviceError
+from streamload.errors import BudgetExceededError, DeviceError, PlanInfeasibleError
 from streamload.units import parse_bytes
 
 #: The ledger's name for the host staging of devices with memory of their own.
@@ -34,6 +34,8 @@ MIN_HOST_NBYTES = 8 * 2**20
 _Hierarchy = Literal["cgroup", "cgroup2"]  # as their mounts are named: v1 and v2
 _FRAMEWORKS = ("tinygrad:", "torch:")
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
+
+_Way = TypeVar("_Way")
 
 BudgetLike: TypeAlias = "float | str | Mapping[str, float | str | None] | Budget | None"
 
@@ -292,6 +294,33 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
         for directory, kind in _cgroups(root, "memory")
     )
     return min([system_kib * 1024, *(nbytes for nbytes in groups if nbytes is not None)])
+
+
+def first_that_fits(
+    ways: Sequence[tuple[_Way, int]], largest: Sequence[tuple[str, int]] = ()
+) -> _Way:
+    """The first of several ways to do something that free host memory is enough for.
+
+    Args:
+        ways: each with the bytes that it needs, from the fastest to the one that needs least.
+        largest: what the last of them needs most for, for the error.
+
+    Returns:
+        The first of all where the system does not say what is free.
+
+    Raises:
+        PlanInfeasibleError: none fits.
+    """
+    try:
+        free_nbytes = available_host_nbytes()
+    except DeviceError:
+        return ways[0][0]
+    for way, needed_nbytes in ways:
+        if needed_nbytes <= free_nbytes:
+            return way
+    raise PlanInfeasibleError(
+        "host", ways[-1][1], free_nbytes, limit="free memory", largest=largest
+    )
 
 
 def _cgroup_available_nbytes(directory: Path, controller: _Controller) -> int | None:

@@ -5,16 +5,18 @@ its key-value heads (grouped-query attention, https://arxiv.org/abs/2305.13245):
 
     elements of a layer = 2 * batch * tokens * num_key_value_heads * head_dim
 
-with ``tokens`` the context, or the window where the layer attends to no more and that is shorter
-(https://arxiv.org/abs/2310.06825). Under multi-head latent attention (section 2.1 of
+with ``tokens`` the context, also where the layer attends to a window only
+(https://arxiv.org/abs/2310.06825): see below. Under multi-head latent attention (section 2.1 of
 https://arxiv.org/abs/2405.04434) it keeps one compressed row for all heads instead:
 
     elements of a layer = batch * tokens * (kv_lora_rank + qk_rope_head_dim)
 
-These are the tensors of transformers' ``StaticCache``, and of its ``DynamicCache`` when it is full
-(which lets go of one token more of a window, and holds a layer's tensors twice for a moment when it
-grows). The keys and the rules for windows are those of the configuration classes of transformers
-5.23, whose own caches the tests compare with.
+These are the tensors of transformers' ``DynamicCache`` after a prompt of the whole context. A layer
+with a window keeps a slice of what it was given then, and so all of it until the next token, with
+which it shrinks to the window; ``StaticCache`` has room for the window alone. Any layer's tensors
+are there twice for a moment when they grow: that is for ``reserve``, as activations are. The keys
+and the rules for windows are those of the configuration classes of transformers 5.23, whose own
+caches the tests compare with.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class LayerCache:
 
     Attributes:
         row: of each token, elements in each of its tensors; () where it uses another's.
-        window: the most tokens that it keeps, or None.
+        window: the most tokens that it attends to, or None. It keeps more after a long prompt.
     """
 
     row: tuple[int, ...]
@@ -86,8 +88,7 @@ class LayerCache:
 
     def elements(self, context: int, batch: int) -> list[int]:
         """How many elements each of its tensors has."""
-        tokens = context if self.window is None else min(context, self.window)
-        return [elements * tokens * batch for elements in self.row]
+        return [elements * context * batch for elements in self.row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class KvCache:
             request,
             tuple(layers),
             _configured(text.values) or _configured(config),
-            (_expanded(text),) if latent else (),
+            (*([_expanded(text)] if latent else ()), *_held_whole(text, request, layers)),
         )
 
 
@@ -438,3 +439,15 @@ def _windows(text: _Text) -> list[str | None]:
     if unknown:
         raise _unknown(text.where, f"layers of type {', '.join(unknown)}")
     return [_TYPES[kind] for kind in given[:count]]
+
+
+def _held_whole(text: _Text, request: CacheRequest, layers: Sequence[LayerCache]) -> list[str]:
+    """A note, where windows are shorter than what is counted."""
+    found = {one.window for one in layers if one.row and one.window is not None}
+    shorter = sorted(window for window in found if window < request.context)
+    if not shorter:
+        return []
+    return [
+        f"{text.kind}: the cache holds all {request.context} tokens after the prompt, not the "
+        f"window of {' or '.join(map(str, shorter))}"
+    ]
