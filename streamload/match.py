@@ -201,11 +201,13 @@ def match(
         out.tied += [other for other in parameter.names if other != name]
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
-            nbytes = parameter.nbytes
-            held = (parameter.device, parameter.dtype, nbytes, reusable.get(number, nbytes))
+            held = (parameter.device, parameter.dtype, parameter.nbytes)
         where = parameter.device if parameter.device in keep_on else None
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
-        out.wants.append(Want(name, shape, source.rows, source.transpose, where, held, dtype))
+        there = reusable.get(number)
+        out.wants.append(
+            Want(name, shape, source.rows, source.transpose, where, held, dtype, there)
+        )
         out.parameters[name] = parameter
     scattered = [name for name, p in out.parameters.items() if p.dtype.endswith("(not contiguous)")]
     if scattered:

@@ -149,12 +149,12 @@ def test_the_reserve_leaves_room_on_both_sides(free: int, more: int) -> None:
 
 
 def test_the_reserve_of_known_boxes() -> None:
-    """A large device keeps 5% and at least 1 GiB; a small one 10%; a tiny one 64 MiB."""
+    """A large device keeps 5% and at least 1 GiB; a small one 16 MiB and 2%; none over half."""
     assert reserve_nbytes(80 * 10**9) == 4 * 10**9
     assert reserve_nbytes(16 * GIB) == GIB
-    assert reserve_nbytes(3 * 10**9) == 300 * 10**6
-    assert reserve_nbytes(500 * 10**6) == 64 * MIB
-    assert reserve_nbytes(100 * 10**6) == 50 * 10**6
+    assert reserve_nbytes(3 * 10**9) == 16 * MIB + 60 * 10**6
+    assert reserve_nbytes(500 * 10**6) == 16 * MIB + 10 * 10**6
+    assert reserve_nbytes(20 * MIB) == 10 * MIB
 
 
 def test_canonical_names() -> None:

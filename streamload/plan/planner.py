@@ -149,9 +149,9 @@ class Want:
         source: row ranges, concatenated in order.
         transpose: a permutation of the concatenated rows, or None.
         device: where it must go; None lets the planner split over the devices.
-        held: (device, dtype, bytes, bytes of them that are reusable) that the parameter holds now
-            (see `Placement.reusable_nbytes`); None where it holds nothing.
+        held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
         dtype: the dtype it must have; None asks the policy.
+        reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
     """
 
     name: str
@@ -159,8 +159,9 @@ class Want:
     source: tuple[RowRange, ...]
     transpose: RowTranspose | None = None
     device: str | None = None
-    held: tuple[str, str, int, int] | None = None
+    held: tuple[str, str, int] | None = None
     dtype: DType | None = None
+    reusable_nbytes: int | None = None
 
 
 class EveryTensor(Sequence[Want]):
@@ -193,7 +194,7 @@ class EveryTensor(Sequence[Want]):
         names = [info.name for info in self.infos]
         shapes = [info.shape for info in self.infos]
         return iter(
-            records(Want, names, shapes, zip(all_rows(self.infos)), *repeat(repeat(None), 4))
+            records(Want, names, shapes, zip(all_rows(self.infos)), *repeat(repeat(None), 5))
         )
 
 
@@ -748,7 +749,8 @@ def _place(want: Want, spec: DeviceSpec, src: DType, dst: DType, engine: str) ->
     action: Action = "new"
     released = reusable = 0
     if want.held is not None:
-        where, what, nbytes, found = want.held
+        where, what, nbytes = want.held
+        found = nbytes if want.reusable_nbytes is None else want.reusable_nbytes
         same = (where, what, nbytes) == (spec.name, dst.name, dst_nbytes)
         action = "in_place" if same else "replace"
         released = nbytes if not same and where == spec.name else 0
@@ -1074,19 +1076,26 @@ def _staging(
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
     if needs.moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
-    elif needs.moves and shares:
-        # what is mapped now may have to be read when little is free: the least that this takes, so
-        # that a budget of the peak is enough for either
-        own += min(MIN_CHUNK_NBYTES, plan.slot_nbytes)
     if "direct" in plan.readers and needs.casts:
         own += workers * BOUNCE_NBYTES
     if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES
+    if shares and needs.moves and not own and not any(scratch[name] for name in shares):
+        own = _least_read(plan)  # see there
     for name in shares if any(specs[n].own_host for n in shares) else shares[:1]:
         scratch[name] += own  # of one memory it counts once
     if not shares:
         host += own
     return scratch, host
+
+
+def _least_read(plan: Plan) -> int:
+    """What a cast takes at least of a file that is read and not mapped, in bytes.
+
+    Files that are planned to be mapped may have to be read, where little memory is free: with this
+    in every plan that casts, a budget of exactly its peak is enough for either.
+    """
+    return min(MIN_CHUNK_NBYTES, plan.slot_nbytes)
 
 
 def _check(
@@ -1116,6 +1125,7 @@ def _check(
     sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
+    small += 0 if mine.scratch_nbytes else _least_read(plan)
     if room is not None and room.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(room.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
