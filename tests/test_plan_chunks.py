@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -238,6 +239,24 @@ def test_random_sources() -> None:
             assert np.array_equal(found, wanted), (seed, p)
         for chunk in cut:
             assert max(chunk.read_nbytes, chunk.stop - chunk.start) <= chunk_nbytes
+        at = [(c.shard, c.runs[0].start if c.runs else 0) for c in cut]
+        assert at == sorted(at)
         spans = sorted((c.placement, c.start, c.stop) for c in cut)
         for (p1, _, stop), (p2, start, _) in pairwise(spans):
             assert p1 != p2 or stop <= start
+
+
+@pytest.mark.parametrize("transpose", [None, RowTranspose(10, 500, 2), RowTranspose(10, 2, 500)])
+def test_chunks_to_come_take_no_memory(transpose: RowTranspose | None) -> None:
+    """However many there are, only what has been reached is there."""
+    rows = [[RowRange("a", 0, 4000), RowRange("b", 0, 6000)], [RowRange("a", 0, 10_000)]]
+    checkpoint = checkpoint_of({"a": ("F32", [10_000, 250])}, {"b": ("F32", [10_000, 250])})
+    placements = [place(f"p{i}", (10_000, 250), r, transpose=transpose) for i, r in enumerate(rows)]
+    plan = plan_of(1000, *placements)
+    next(chunks(plan, checkpoint))
+    tracemalloc.start()
+    try:
+        assert sum(chunk.read_nbytes for chunk in chunks(plan, checkpoint)) == 20_000_000
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
