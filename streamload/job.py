@@ -21,6 +21,7 @@ from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
 from streamload.errors import DeviceError, OutOfRangeError
+from streamload.headroom import Headroom
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.chunks import Chunk, Cut, Pack
 from streamload.plan.plan import SEGMENTS, Placement, Plan, alike, kinds, slot_nbytes
@@ -99,6 +100,7 @@ class Job:
         devices: Mapping[str, Device],
         progress: Callable[[int], None],
         opener: Opener,
+        headroom: Headroom | None,
     ) -> None:
         self.plan = plan
         self.devices = devices
@@ -131,6 +133,7 @@ class Job:
         self._target = target
         self._progress = progress
         self._open = opener
+        self._headroom = headroom
         self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
         self._compiling = threading.Lock()
@@ -227,7 +230,13 @@ class Job:
         self.staged, self.stats.transfer_fallback = True, reason
 
     def begin(self, batch: Sequence[Unit]) -> None:
-        """Make room for the parameters that units are the first to write."""
+        """Make room for the parameters that units are the first to write.
+
+        Raises:
+            MemoryTakenError: there is none, for others took it.
+        """
+        if self._headroom is not None:
+            self._headroom.hand_out(sum(map(written_nbytes, batch)))
         for unit in batch:
             if isinstance(unit, Pack):
                 buffers = self._target.begin_range(unit.placements)
@@ -259,6 +268,8 @@ class Job:
 
     def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
         """Account for a unit whose bytes are in place."""
+        if self._headroom is not None:
+            self._headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
         if isinstance(unit, Pack):
             self.stats.read_nbytes += unit.stop - unit.start
@@ -342,6 +353,13 @@ def _available_nbytes() -> int | None:
         return available_host_nbytes()
     except DeviceError:
         return None
+
+
+def written_nbytes(unit: Unit) -> int:
+    """Bytes of parameters that a unit writes."""
+    if isinstance(unit, Pack):
+        return unit.read_nbytes
+    return sum(chunk.stop - chunk.start for chunk in unit)
 
 
 def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:

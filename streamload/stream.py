@@ -21,6 +21,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Device
+from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, Opener, StreamStats, Target, Unit, open_shard
 from streamload.plan.budget import STAGING, Ledger
@@ -43,6 +44,7 @@ def stream(
     ledger: Ledger,
     progress: Callable[[int], None] = lambda nbytes: None,
     opener: Opener = open_shard,
+    headroom: Headroom | None = None,
 ) -> StreamStats:
     """Run a plan.
 
@@ -54,6 +56,7 @@ def stream(
         ledger: where scratch and staging are reserved.
         progress: told the file bytes read so far, often.
         opener: opens the shards.
+        headroom: looks whether there still is what was promised; None looks nowhere.
 
     Returns:
         What was done.
@@ -61,6 +64,7 @@ def stream(
     Raises:
         CheckpointError: a file could not be read, or is not what it was.
         OutOfRangeError: under ``out_of_range="error"``.
+        MemoryTakenError: others took memory, and the load does not fit any more.
         KeyboardInterrupt: Ctrl-C, or whatever the application's own handler of it raises; work
             under way is finished first.
         StreamloadError: whatever the target and the devices raise.
@@ -72,7 +76,7 @@ def stream(
             stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
         if plan.host_nbytes:
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-        job = Job(plan, checkpoint, target, devices, progress, opener)
+        job = Job(plan, checkpoint, target, devices, progress, opener, headroom)
         for name in job.casting:
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))
