@@ -8,7 +8,7 @@ facts, its notes and its ``state``. Errors of other libraries are translated whe
 StreamloadError
 ├─ CheckpointError (ValueError): HeaderError, TruncatedFileError, ShardNotFoundError
 ├─ StateDictMismatchError (ValueError)
-├─ BudgetError (MemoryError): PlanInfeasibleError, BudgetExceededError
+├─ BudgetError (MemoryError): PlanInfeasibleError, BudgetExceededError, MemoryTakenError
 ├─ CastError (ValueError): UnsupportedCastError, OutOfRangeError
 ├─ DeviceError (RuntimeError): DeviceNotFoundError, AllocationError
 └─ NodeError (RuntimeError): PeerFailedError, PlanMismatchError
@@ -302,6 +302,34 @@ class BudgetExceededError(BudgetError):
             held_nbytes=held_nbytes,
             budget_nbytes=budget_nbytes,
             reason=reason,
+        )
+
+
+class MemoryTakenError(BudgetError):
+    """Memory that a load was promised and others took while it ran; raised while it can stop.
+
+    Attributes:
+        device: the devices that share the host's memory, or "host" for staging.
+        needed_nbytes: what the load would still take.
+        free_nbytes: what is free, page cache that the kernel can reclaim included.
+        taken_nbytes: how much less that is than when the load began, without what it took itself.
+    """
+
+    device: str
+    needed_nbytes: int
+    free_nbytes: int
+    taken_nbytes: int
+
+    def __init__(
+        self, device: str, needed_nbytes: int, free_nbytes: int, taken_nbytes: int
+    ) -> None:
+        super().__init__(
+            f"{device}: others took {_bytes(taken_nbytes)} of memory while the load ran: it still "
+            f"needs {_bytes(needed_nbytes)}, and {_bytes(free_nbytes)} are free",
+            device=device,
+            needed_nbytes=needed_nbytes,
+            free_nbytes=free_nbytes,
+            taken_nbytes=taken_nbytes,
         )
 
 

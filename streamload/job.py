@@ -7,8 +7,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,8 +21,9 @@ from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
 from streamload.errors import DeviceError, OutOfRangeError
+from streamload.headroom import Headroom
 from streamload.plan.budget import available_host_nbytes
-from streamload.plan.chunks import Chunk, Pack, packs_and_chunks
+from streamload.plan.chunks import Chunk, Cut, Pack
 from streamload.plan.plan import SEGMENTS, Placement, Plan, alike, kinds, slot_nbytes
 
 NO_COUNTS = CastCounts()
@@ -101,6 +100,7 @@ class Job:
         devices: Mapping[str, Device],
         progress: Callable[[int], None],
         opener: Opener,
+        headroom: Headroom | None,
     ) -> None:
         self.plan = plan
         self.devices = devices
@@ -127,12 +127,14 @@ class Job:
         share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: what is left over of each unit would be a small copy
         slots = max(min(share, _BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
+        slots = min(slots, _MAX_UNIT_CHUNKS)  # a read each, which takes memory too
         self._bulk_nbytes = slots * plan.slot_nbytes
         self._checkpoint = checkpoint
         self._target = target
         self._progress = progress
         self._open = opener
-        self._left: Counter[int] = Counter()  # chunks to come, by placement
+        self._headroom = headroom
+        self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
         self._compiling = threading.Lock()
         self._to_allocate_nbytes = sum(
@@ -142,23 +144,23 @@ class Job:
         self._readers: dict[int, Reader] = {}
         self._caches: dict[int, ShardCache] = {}
 
-    def cut(self) -> list[tuple[int, list[Unit]]]:
-        """Cut the plan into units, by shard, in the order in which they are read."""
-        cut = packs_and_chunks(
-            self.plan, self._checkpoint, self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS
-        )
-        self._left.update(chunk.placement for chunk in cut if isinstance(chunk, Chunk))
+    def units(self) -> Iterator[Unit]:
+        """Cut the plan into units, made one by one in the order in which they are read."""
+        cut = Cut(self.plan, self._checkpoint)
+        readers = enumerate(self.plan.readers)
+        cached = [shard for shard, kind in readers if kind not in ("direct", "http")]
         self.page_cache = PageCache(
             self.plan.page_cache,
-            to_read_nbytes=_cached_nbytes(cut, self.plan),
+            to_read_nbytes=cut.read_nbytes(cached),
             to_allocate_nbytes=self._to_allocate_nbytes,
             available=_available_nbytes,
         )
-        return list(_by_shard(cut, self))
+        pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
+        return _units(pieces, self)
 
     def open(self, shard: int) -> Reader:
         """Open a shard's file."""
-        assert self.page_cache is not None, "before the plan is cut"
+        assert self.page_cache is not None, "before there are units"
         header = self._checkpoint.shards[shard]
         reader = self._open(header, self.plan.readers[shard])
         self._readers[shard] = reader
@@ -228,7 +230,13 @@ class Job:
         self.staged, self.stats.transfer_fallback = True, reason
 
     def begin(self, batch: Sequence[Unit]) -> None:
-        """Make room for the parameters that units are the first to write."""
+        """Make room for the parameters that units are the first to write.
+
+        Raises:
+            MemoryTakenError: there is none, for others took it.
+        """
+        if self._headroom is not None:
+            self._headroom.hand_out(sum(map(written_nbytes, batch)))
         for unit in batch:
             if isinstance(unit, Pack):
                 buffers = self._target.begin_range(unit.placements)
@@ -260,6 +268,8 @@ class Job:
 
     def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
         """Account for a unit whose bytes are in place."""
+        if self._headroom is not None:
+            self._headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
         if isinstance(unit, Pack):
             self.stats.read_nbytes += unit.stop - unit.start
@@ -276,8 +286,11 @@ class Job:
             if count.overflowed and self.plan.out_of_range == "error":
                 name, shard = self.tensor(chunk)
                 raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
-            self._left[index] -= 1
-            if self._left[index] == 0:
+            left = self._left.get(index)
+            left = (p.nbytes if left is None else left) - (chunk.stop - chunk.start)
+            self._left[index] = left
+            if not left:
+                del self._left[index]
                 if p.cast == "device" and self.plan.out_of_range == "error":
                     self._refuse_overflow(chunk, p)
                 self._target.finish(index, self.stats.counts.get(index, NO_COUNTS))
@@ -306,12 +319,6 @@ class Job:
         self._progress(self.stats.read_nbytes)
 
 
-def _by_shard(cut: Sequence[Chunk | Pack], job: Job) -> Iterator[tuple[int, list[Unit]]]:
-    """Units by shard."""
-    for shard, pieces in groupby(cut, attrgetter("shard")):
-        yield shard, list(_units(pieces, job))
-
-
 def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
     """Group chunks of a shard into units, small neighbours together; a pack is a unit."""
     unit: list[Chunk] = []
@@ -328,6 +335,7 @@ def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
         if unit and (
             size + grows > most
             or len(unit) == _MAX_UNIT_CHUNKS
+            or chunk.shard != unit[0].shard
             or p.device != job.plan.placements[unit[0].placement].device
             or most != job.unit_nbytes(p)
         ):
@@ -339,18 +347,19 @@ def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
         yield tuple(unit)
 
 
-def _cached_nbytes(cut: Iterable[Chunk | Pack], plan: Plan) -> int:
-    """File bytes that are read through the page cache."""
-    cached = {i for i, kind in enumerate(plan.readers) if kind not in ("direct", "http")}
-    return sum(piece.read_nbytes for piece in cut if piece.shard in cached)
-
-
 def _available_nbytes() -> int | None:
     """What the host has left for page cache; None where no file says."""
     try:
         return available_host_nbytes()
     except DeviceError:
         return None
+
+
+def written_nbytes(unit: Unit) -> int:
+    """Bytes of parameters that a unit writes."""
+    if isinstance(unit, Pack):
+        return unit.read_nbytes
+    return sum(chunk.stop - chunk.start for chunk in unit)
 
 
 def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ from streamload.errors import (
     StateDictMismatchError,
     StreamloadError,
 )
+from streamload.headroom import Headroom, process_nbytes
 from streamload.interrupt import deferred_interrupt
 from streamload.job import Opener, open_shard
 from streamload.lookup import (
@@ -76,7 +77,6 @@ from streamload.report import (
     LoadReport,
     Meter,
     device_map,
-    process_nbytes,
     warn_of_overflow,
 )
 from streamload.stream import stream
@@ -206,6 +206,7 @@ def load_state_dict(
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
         PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
         BudgetExceededError: something still holds memory that had to be released first.
+        MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
         UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: the device is not there, does not work, or failed.
@@ -835,6 +836,8 @@ class Load:
         parameters = self.match.parameters if self.match else None
         target = ModelTarget(made, self.devices.framework, devices, parameters, ledger)
         meter = Meter(devices, self.process_nbytes)
+        shared = {name for name, device in devices.items() if device.info.shared_memory}
+        headroom = Headroom(made, shared)
         try:
             with reporting(progress, self.read_nbytes) as tell:
 
@@ -845,9 +848,12 @@ class Load:
                 for device in devices.values():
                     device.synchronize()  # nothing may be computing on what is written in place
                 target.begin_all()
-                stats = stream(made, self.checkpoint, target, devices, ledger, told, opener)
+                stats = stream(
+                    made, self.checkpoint, target, devices, ledger, told, opener, headroom
+                )
         except BaseException as error:
             state = target.fail()
+            target.state_dict.clear()  # whoever keeps the error does not keep the memory
             if isinstance(error, StreamloadError):
                 error.state = state
             error.add_note(f"parameters: {state}")

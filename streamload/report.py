@@ -8,11 +8,11 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.devices.base import Device
+from streamload.headroom import process_nbytes
 from streamload.plan.plan import Plan
 from streamload.units import format_bytes
 
@@ -329,16 +329,3 @@ class Meter:
         self._last = now
         for name, nbytes in self._now().items():
             self.peaks[name] = max(self.peaks.get(name, 0), nbytes - self._begun.get(name, 0))
-
-
-def process_nbytes() -> int | None:
-    """RssAnon + RssShmem of this process, from /proc (Linux); None elsewhere."""
-    try:
-        status = Path("/proc/self/status").read_bytes()
-    except OSError:
-        return None
-    total = 0
-    for line in status.splitlines():
-        if line.startswith((b"RssAnon:", b"RssShmem:")):
-            total += int(line.split()[1]) * 1024
-    return total

@@ -14,12 +14,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from itertools import groupby, islice
 from types import TracebackType
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Device
+from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, Opener, StreamStats, Target, Unit, open_shard
 from streamload.plan.budget import STAGING, Ledger
@@ -42,6 +44,7 @@ def stream(
     ledger: Ledger,
     progress: Callable[[int], None] = lambda nbytes: None,
     opener: Opener = open_shard,
+    headroom: Headroom | None = None,
 ) -> StreamStats:
     """Run a plan.
 
@@ -53,6 +56,7 @@ def stream(
         ledger: where scratch and staging are reserved.
         progress: told the file bytes read so far, often.
         opener: opens the shards.
+        headroom: looks whether there still is what was promised; None looks nowhere.
 
     Returns:
         What was done.
@@ -60,6 +64,7 @@ def stream(
     Raises:
         CheckpointError: a file could not be read, or is not what it was.
         OutOfRangeError: under ``out_of_range="error"``.
+        MemoryTakenError: others took memory, and the load does not fit any more.
         KeyboardInterrupt: Ctrl-C, or whatever the application's own handler of it raises; work
             under way is finished first.
         StreamloadError: whatever the target and the devices raise.
@@ -71,30 +76,31 @@ def stream(
             stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
         if plan.host_nbytes:
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-        job = Job(plan, checkpoint, target, devices, progress, opener)
+        job = Job(plan, checkpoint, target, devices, progress, opener, headroom)
         for name in job.casting:
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))
-        by_shard = job.cut()  # alone: beside workers that take their slots it took 10 ms and not 2
+        units = job.units()
         crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
-        opened: deque[tuple[int, int]] = deque()  # shards, and how many units they have
+        opened: deque[int] = deque()  # shards
+        submitted: Counter[int] = Counter()  # units, by shard
         try:
-            to_come = sum(len(units) for _, units in by_shard)
-            for shard, units in by_shard:
-                to_come -= len(units)
+            batches = _batches(units, job, plan.threads)
+            for shard, of_shard in groupby(batches, lambda batch: batch[0][0].shard):
                 while len(opened) >= _OPEN_SHARDS and (
                     len(opened) >= _MOST_OPEN_SHARDS
-                    or crew.is_enough(sum(count for _, count in opened))
-                    or crew.has_done(opened[0][0])
+                    or crew.is_enough(sum(submitted[other] for other in opened))
+                    or crew.has_done(opened[0])
                 ):
-                    crew.drain(opened[0][0])
-                    job.close(opened.popleft()[0])
-                opened.append((shard, len(units)))
+                    crew.drain(opened[0])
+                    job.close(opened.popleft())
+                opened.append(shard)
                 reader = job.open(shard)
-                for batch in _batches(units, job, to_come, plan.threads):
+                for batch in of_shard:
                     interrupt.check()
                     job.begin(batch)
                     crew.submit(reader, batch)
+                    submitted[shard] += len(batch)
             crew.drain()
             job.stats.transfer_seconds = time.perf_counter() - job.first_read
         except BaseException:
@@ -102,7 +108,7 @@ def stream(
             raise
         finally:
             crew.join()  # before the readers are closed
-            for shard, _ in opened:
+            for shard in opened:
                 job.close(shard)
         crew.end()
         for casts in job.casts.values():
@@ -114,28 +120,32 @@ def stream(
         return job.stats
 
 
-def _batches(
-    units: Sequence[Unit], job: Job, to_come: int, workers: int
-) -> Iterator[Sequence[Unit]]:
+def _batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[Unit]]:
     """Hand out units that go as they are several at a time, fewer towards the end of the load.
 
     A worker then goes from one to the next by itself: waking threads costs more than reading.
 
     Args:
-        units: of one shard.
+        units: of all shards.
         job: what they are of.
-        to_come: units of the shards after it.
         workers: how many there are.
     """
-    at = 0
-    bulk = [job.is_bulk(job.plan.placements[unit[0].placement]) for unit in units]
-    while at < len(units):
-        most = min(_BATCH_UNITS, (len(units) - at + to_come) // (2 * max(workers, 1)))
-        stop = at + 1
-        while stop < min(at + most, len(units)) and bulk[stop - 1] and bulk[stop]:
-            stop += 1
-        yield units[at:stop]
-        at = stop
+    share = 2 * max(workers, 1)
+    ahead = deque(islice(units, _BATCH_UNITS * share))
+    while ahead:
+        most = min(_BATCH_UNITS, len(ahead) // share)
+        batch = [ahead.popleft()]
+        while len(batch) < most and _go_together(batch[0], ahead[0], job):
+            batch.append(ahead.popleft())
+        yield batch
+        ahead.extend(islice(units, len(batch)))
+
+
+def _go_together(a: Unit, b: Unit, job: Job) -> bool:
+    """Whether both are of one shard, and go as they are."""
+    one, other = a[0], b[0]
+    bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
+    return one.shard == other.shard and bulk
 
 
 class _Crew:

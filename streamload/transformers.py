@@ -164,6 +164,7 @@ def from_pretrained(
             the checkpoint stores apart what ``config.json`` ties, and that fits once and not
             twice, both are read first, to see whether they differ.
         BudgetExceededError: something holds memory that the plan counts on.
+        MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
         UnsupportedCastError: a dtype cannot be cast or held.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: a device is not there, does not work or failed, or there are several and

@@ -141,6 +141,14 @@ def test_twice_the_box_is_refused(
     assert "does not fit" in done.stderr
 
 
+@pytest.mark.slow
+def test_small_chunks_fit_where_large_ones_do(cgroup: Boxes, checkpoint: Path) -> None:
+    """280,000 chunks cost time, and no memory."""
+    options = {"device": "host", "budget": "290MB", "chunk_nbytes": 1000}
+    done = _run(cgroup, argv("streamload", path=str(checkpoint), **options), 350_000_000)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+
+
 def test_without_a_budget_what_fits_is_loaded(cgroup: Boxes, checkpoint: Path) -> None:
     """The budget that is guessed leaves enough alone for the load to end."""
     _works("CL")

@@ -21,6 +21,7 @@ from streamload.errors import (
     DeviceNotFoundError,
     HeaderError,
     LoadState,
+    MemoryTakenError,
     NodeError,
     OutOfRangeError,
     PeerFailedError,
@@ -43,6 +44,7 @@ TREE = {
     BudgetError: (StreamloadError, MemoryError),
     PlanInfeasibleError: (BudgetError,),
     BudgetExceededError: (BudgetError,),
+    MemoryTakenError: (BudgetError,),
     CastError: (StreamloadError, ValueError),
     UnsupportedCastError: (CastError,),
     OutOfRangeError: (CastError,),
@@ -105,6 +107,16 @@ EXAMPLES += [
         BudgetExceededError("CL", 7, 95, 100, reason="a lazy graph"),
         {"device": "CL", "requested_nbytes": 7, "held_nbytes": 95, "budget_nbytes": 100},
         ("CL", "7 bytes", "95 bytes", "100 bytes", "a lazy graph"),
+    ),
+    (
+        MemoryTakenError("cpu, CL", 3 * 10**9, 2 * 10**9, 10**9),
+        {
+            "device": "cpu, CL",
+            "needed_nbytes": 3 * 10**9,
+            "free_nbytes": 2 * 10**9,
+            "taken_nbytes": 10**9,
+        },
+        ("cpu, CL", "3000000000", "2000000000", "1000000000"),
     ),
     (
         UnsupportedCastError("float32", "int8", reason="why", tensor="w", path=Path("f")),

@@ -47,7 +47,7 @@ LAYERS = (
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("mapping",),
     ("nodes.shares",),
-    ("progress", "device_casts", "interrupt"),
+    ("progress", "device_casts", "interrupt", "headroom"),
     ("job",),
     ("worker",),
     ("stream",),

@@ -15,6 +15,7 @@ from streamload.devices.base import probe
 from streamload.dtypes import BF16
 
 NBYTES = 200_000_000
+MEDIUM_NBYTES = 20_000_000
 SMALL_NBYTES = 1_000_000
 SLACK_NBYTES = 64_000_000
 DEVICES = ("CL", "CPU", "host")
@@ -23,11 +24,12 @@ READERS = ("mmap", "pread")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints: "large", "sharded" (as large, in five files) and "small"."""
+    """The checkpoints: "large", "sharded" (as large, in five files), "medium" and "small"."""
     root = tmp_path_factory.mktemp("memory")
     for name, nbytes, shards in (
         ("large", NBYTES, 1),
         ("sharded", NBYTES, 5),
+        ("medium", MEDIUM_NBYTES, 1),
         ("small", SMALL_NBYTES, 1),
     ):
         make_checkpoint(root / name, shape_of_size(nbytes, BF16), shards=shards)
@@ -69,6 +71,13 @@ def test_shards_take_no_more(folder: Path, device: str) -> None:
     least = _least_nbytes(folder / "small", device, "mmap")
     peak = _peak_nbytes(folder / "sharded", device, reader="mmap")
     assert peak <= least + NBYTES + SLACK_NBYTES
+
+
+def test_chunks_take_no_memory(folder: Path) -> None:
+    """Of 20,000 chunks that a load is cut into only those under way are there."""
+    least = _least_nbytes(folder / "medium", "host", "mmap")
+    peak = _peak_nbytes(folder / "medium", "host", reader="mmap", chunk_nbytes=1000)
+    assert peak <= least + 2_000_000
 
 
 @pytest.mark.parametrize("device", DEVICES)

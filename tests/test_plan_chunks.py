@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_a_tensor_is_cut_anywhere() -> None:
     """Chunks end at whole elements, go up in the file, and the last is what is left."""
     checkpoint = checkpoint_of({"w": ("F32", [5, 3])})
     plan = plan_of(16, place("w", (5, 3), [RowRange("w", 0, 5)]))
-    cut = chunks(plan, checkpoint)
+    cut = list(chunks(plan, checkpoint))
     assert [(c.start, c.stop) for c in cut] == [(0, 16), (16, 32), (32, 48), (48, 60)]
     assert cut[1].runs == (Run(START + 16, START + 32, 16),)
     assert {(c.placement, c.shard) for c in cut} == {(0, 0)}
@@ -107,7 +108,7 @@ def test_the_longer_side_bounds_a_chunk(src: DType, dst: DType) -> None:
     """Neither what is read nor what is written is longer than a chunk."""
     checkpoint = checkpoint_of({"w": (src.code, [100])})
     plan = plan_of(80, place("w", (100,), [RowRange("w", 0, 100)], src=src, dst=dst))
-    cut = chunks(plan, checkpoint)
+    cut = list(chunks(plan, checkpoint))
     assert len(cut) == 10
     assert {max(c.read_nbytes, c.stop - c.start) for c in cut} == {80}
     p = plan.placements[0]
@@ -127,14 +128,14 @@ def test_no_elements_is_one_empty_chunk(shape: tuple[int, ...]) -> None:
     """So that the parameter is begun and finished like any other."""
     checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", shape)})
     plan = plan_of(8, place("w", shape, [RowRange("w", 0, shape[0])]))
-    assert chunks(plan, checkpoint) == [Chunk(0, 0, 0, 0, ())]
+    assert list(chunks(plan, checkpoint)) == [Chunk(0, 0, 0, 0, ())]
 
 
 def test_a_scalar_is_one_row() -> None:
     """A tensor of rank 0 is the four bytes that it is."""
     checkpoint = checkpoint_of({"a": ("F32", [2]), "w": ("F32", [])})
     plan = plan_of(8, place("w", (), [RowRange("w", 0, 1)]))
-    assert chunks(plan, checkpoint) == [Chunk(0, 0, 0, 4, (Run(START + 8, START + 12, 0),))]
+    assert list(chunks(plan, checkpoint)) == [Chunk(0, 0, 0, 4, (Run(START + 8, START + 12, 0),))]
 
 
 @pytest.mark.parametrize("code", ["F4", "F6_E2M3"])
@@ -143,7 +144,7 @@ def test_dtypes_below_a_byte_are_bytes(code: str) -> None:
     dtype = BY_CODE[code]
     checkpoint = checkpoint_of({"w": (code, [4, 8])})
     plan = plan_of(5, place("w", (4, 8), [RowRange("w", 0, 4)], src=dtype, dst=dtype))
-    cut = chunks(plan, checkpoint)
+    cut = list(chunks(plan, checkpoint))
     assert cut[-1].stop == dtype.nbytes(32)
     assert [c.start for c in cut] == list(range(0, dtype.nbytes(32), 5))
 
@@ -155,7 +156,7 @@ def test_files_are_read_front_to_back() -> None:
         place("x", (16,), [RowRange("c", 0, 8), RowRange("b", 0, 8)]),
         place("y", (8,), [RowRange("a", 0, 8)]),
     ]
-    cut = chunks(plan_of(16, *placements), checkpoint)
+    cut = list(chunks(plan_of(16, *placements), checkpoint))
     at = [(c.shard, c.runs[0].start) for c in cut]
     assert at == sorted(at)
     assert [c.placement for c in cut] == [1, 1, 0, 0, 0, 0]
@@ -174,7 +175,7 @@ def test_row_permutation(transpose: RowTranspose, chunk_nbytes: int) -> None:
     for dst in (F32, F16, F64):
         p = place("w", (24, 5), [RowRange("w", 0, 24)], dst=dst, transpose=transpose)
         plan = plan_of(chunk_nbytes, p)
-        cut = chunks(plan, checkpoint)
+        cut = list(chunks(plan, checkpoint))
         assert np.array_equal(played(plan, cut, [values])[0], expected)
         longest = max(chunk_nbytes, p.src.itemsize, dst.itemsize)  # an element is never cut
         assert all(max(c.read_nbytes, c.stop - c.start) <= longest for c in cut)
@@ -233,11 +234,29 @@ def test_random_sources() -> None:
         placements, expected = random_placements(rng, checkpoint, files)
         chunk_nbytes = rng.choice([8, 11, 50, 200, 5000])
         plan = plan_of(chunk_nbytes, *placements)
-        cut = chunks(plan, checkpoint)
+        cut = list(chunks(plan, checkpoint))
         for p, found, wanted in zip(placements, played(plan, cut, files), expected, strict=True):
             assert np.array_equal(found, wanted), (seed, p)
         for chunk in cut:
             assert max(chunk.read_nbytes, chunk.stop - chunk.start) <= chunk_nbytes
+        at = [(c.shard, c.runs[0].start if c.runs else 0) for c in cut]
+        assert at == sorted(at)
         spans = sorted((c.placement, c.start, c.stop) for c in cut)
         for (p1, _, stop), (p2, start, _) in pairwise(spans):
             assert p1 != p2 or stop <= start
+
+
+@pytest.mark.parametrize("transpose", [None, RowTranspose(10, 500, 2), RowTranspose(10, 2, 500)])
+def test_chunks_to_come_take_no_memory(transpose: RowTranspose | None) -> None:
+    """However many there are, only what has been reached is there."""
+    rows = [[RowRange("a", 0, 4000), RowRange("b", 0, 6000)], [RowRange("a", 0, 10_000)]]
+    checkpoint = checkpoint_of({"a": ("F32", [10_000, 250])}, {"b": ("F32", [10_000, 250])})
+    placements = [place(f"p{i}", (10_000, 250), r, transpose=transpose) for i, r in enumerate(rows)]
+    plan = plan_of(1000, *placements)
+    next(chunks(plan, checkpoint))
+    tracemalloc.start()
+    try:
+        assert sum(chunk.read_nbytes for chunk in chunks(plan, checkpoint)) == 20_000_000
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()

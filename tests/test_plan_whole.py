@@ -13,7 +13,7 @@ from test_plan import checkpoint_of, plan_of
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.plan.chunks import Chunk, Pack, packs_and_chunks
+from streamload.plan.chunks import Chunk, Cut, Pack
 from streamload.plan.plan import Placement, Plan, RowRange, WholeTensors
 from streamload.plan.planner import DeviceSpec, DTypePolicy, EveryTensor, Want, different
 
@@ -197,7 +197,7 @@ def test_they_are_cut_alike(seed: int, dtype: str) -> None:
     """Into the same packs and chunks."""
 
     def flat(plan: Plan) -> list[Any]:
-        cut = packs_and_chunks(plan, checkpoint, _chunk_nbytes, lambda p: MIB, 200)
+        cut = Cut(plan, checkpoint).packs_and_chunks(_chunk_nbytes, lambda p: MIB, 200)
         return [(p.first, p.shard, p.bounds.tolist()) if isinstance(p, Pack) else p for p in cut]
 
     checkpoint = mixed(seed, 400)

@@ -265,7 +265,7 @@ def test_every_byte_is_that_of_an_independent_reference(
             reader=reader,
             cast=cast,
         )
-        cut = chunks(run.plan, run.checkpoint)
+        cut = list(chunks(run.plan, run.checkpoint))
         stats = run.go()
     tensors = {name: tensor for shard in shards for name, tensor in shard.items()}
     assert sorted(run.loaded()) == sorted(want.name for want in wants)

@@ -32,7 +32,7 @@ from streamload.devices.host import HostDevice, HostFramework
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.chunks import Chunk, Pack, chunks, packs_and_chunks
+from streamload.plan.chunks import Chunk, Cut, Pack, chunks
 from streamload.plan.plan import Plan
 from streamload.plan.planner import DeviceSpec, DTypePolicy, EveryTensor, Want, make_plan
 from streamload.stream import stream
@@ -81,8 +81,8 @@ def test_packs_are_the_chunks_of_small_neighbours(tmp_path: Path, seed: int) -> 
     skipped = generator.sample(names, seed % 5)
     plan = planned(checkpoint, DeviceSpec("d", 2**40), skipped)
     most, room = generator.choice([40, 256]), generator.choice([3000, MIB])
-    cut = packs_and_chunks(
-        plan, checkpoint, lambda p: plan.chunk_nbytes, lambda p: max(room, p.nbytes), most
+    cut = Cut(plan, checkpoint).packs_and_chunks(
+        lambda p: plan.chunk_nbytes, lambda p: max(room, p.nbytes), most
     )
     flat: list[Chunk] = []
     for piece in cut:
@@ -94,7 +94,7 @@ def test_packs_are_the_chunks_of_small_neighbours(tmp_path: Path, seed: int) -> 
             assert {c.shard for c in piece} == {piece.shard}
             assert [c.placement for c in piece] == list(piece.placements)
             assert (piece.start, piece.stop) == (piece[0].runs[0].start, piece[-1].runs[0].stop)
-    assert flat == chunks(plan, checkpoint)
+    assert flat == list(chunks(plan, checkpoint))
 
 
 @pytest.mark.parametrize("reader", ["mmap", "pread", "direct"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from heapq import heappop, heappush, heapreplace
+from struct import Struct
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -162,37 +164,148 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
         yield Chunk(chunk.placement, chunk.shard, begin, begin + n * dst, (piece,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of one checkpoint tensor, where they lie in the file and in the concatenation."""
+class _Extents(NamedTuple):
+    """What parameters take of the files, in the order of the plan: a column for each fact.
 
-    shard: int
-    first: int  # row of the concatenation
-    count: int
-    start: int  # file byte of the first row
+    Attributes:
+        starts: first file byte; 0 of a parameter without elements.
+        stops: last file byte, exclusive.
+        shards: index in ``Checkpoint.shards``.
+        placements: index in ``Plan.placements``; one with several sources has as many extents.
+        offsets: first byte of the parameter, before its rows are permuted.
+        together: a number that extents have in common which may be packed with each other: of
+            parameters that go as they are, whole, from one shard to one device; or `_ALONE`.
+    """
+
+    starts: _Column
+    stops: _Column
+    shards: _Column
+    placements: _Column
+    offsets: _Column
+    together: _Column
 
 
-def chunks(
-    plan: Plan, checkpoint: Checkpoint, largest: Callable[[Placement], int] | None = None
-) -> list[Chunk]:
-    """Cut every placement, in the order in which the files are read.
+_EXTENT = Struct("=6q")
+
+
+class Cut:
+    """A plan cut into chunks, which are made when they are reached, in the order of the files.
 
     A chunk comes from one shard, and no two chunks share a byte of a parameter. A parameter without
-    elements has one empty chunk.
-
-    Args:
-        plan: what to cut.
-        checkpoint: the headers that it was made from.
-        largest: most bytes of a placement's chunks, of file bytes and of parameter bytes alike;
-            None for ``plan.chunk_nbytes``.
+    elements has one empty chunk. Some numbers are held for each tensor, and nothing for the chunks.
     """
-    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    out: list[Chunk] = []
-    for index, placement in enumerate(plan.placements):
-        nbytes = plan.chunk_nbytes if largest is None else largest(placement)
-        out.extend(_cut(index, placement, checkpoint, shard_of, nbytes))
-    out.sort(key=_place)
-    return out
+
+    def __init__(self, plan: Plan, checkpoint: Checkpoint) -> None:
+        """Look up where the tensors are.
+
+        Args:
+            plan: what to cut.
+            checkpoint: the headers that it was made from.
+        """
+        self._plan = plan
+        self._checkpoint = checkpoint
+        self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
+        self._extents = _extents(plan.placements, checkpoint, self._shard_of)
+
+    def read_nbytes(self, shards: Collection[int]) -> int:
+        """File bytes that are read of some shards."""
+        of_them = np.isin(self._extents.shards, list(shards))
+        return int((self._extents.stops - self._extents.starts)[of_them].sum())
+
+    def packs_and_chunks(
+        self,
+        largest: Callable[[Placement], int],
+        pack_nbytes: Callable[[Placement], int],
+        most: int,
+    ) -> Iterator[Chunk | Pack]:
+        """All chunks, those of small neighbours together.
+
+        Args:
+            largest: most bytes of a placement's chunks, of file bytes and of parameter bytes alike.
+            pack_nbytes: most bytes of a pack of such placements, each rounded up by `slot_nbytes`.
+            most: most parameters of a pack.
+        """
+        starts, stops, shards, _, _, together = self._extents
+        if not len(starts):
+            return
+        sizes = stops - starts
+        alone = together == _ALONE
+        alone |= (sizes < 1) | (sizes > min(_PACKED_NBYTES, self._plan.chunk_nbytes))
+        follows = (together[1:] == together[:-1]) & (starts[1:] == stops[:-1])
+        follows &= ~alone[1:] & ~alone[:-1]
+        firsts = np.append(0, np.flatnonzero(~follows) + 1)  # of what may be packed, or is alone
+        ends = np.append(firsts[1:], len(starts))
+        taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+        # By place, the next pieces of what has been reached: several where tensors are read twice.
+        reached: list[tuple[tuple[int, int], int, Chunk | Pack, Iterator[Chunk | Pack]]] = []
+        for at in np.lexsort((starts[firsts], shards[firsts])).tolist():
+            first = int(firsts[at])
+            place = int(shards[first]), int(starts[first])
+            while reached and reached[0][0] < place:
+                yield _next(reached)
+            pieces: Iterator[Chunk | Pack]
+            if alone[first]:
+                pieces = self._pieces(first, largest)
+            else:
+                pieces = self._packs(first, int(ends[at]), taken, pack_nbytes, most)
+            for piece in pieces:
+                heappush(reached, (_place(piece), at, piece, pieces))
+                break
+        while reached:
+            yield _next(reached)
+
+    def _packs(
+        self,
+        first: int,
+        end: int,
+        taken: _Column,
+        pack_nbytes: Callable[[Placement], int],
+        most: int,
+    ) -> Iterator[Chunk | Pack]:
+        """Neighbours that are small, in packs; ``taken``: bytes of each in a slot, added up."""
+        starts, stops, shards, placements = self._extents[:4]
+        room = pack_nbytes(kinds(self._plan.placements)[int(placements[first])])
+        while first < end:
+            before = int(taken[first - 1]) if first else 0
+            stop = bisect_right(taken, before + room, first, min(first + most, end))
+            stop = max(stop, first + 1)
+            bounds = np.append(starts[first:stop], stops[stop - 1])
+            pack = Pack(int(placements[first]), int(shards[first]), bounds)
+            yield from [pack] if len(pack) >= _LEAST_PACKED else pack
+            first = stop
+
+    def _pieces(self, at: int, largest: Callable[[Placement], int]) -> Iterator[Chunk]:
+        """The chunks of one extent, in the order of the file."""
+        start, stop, shard, index, offset = (int(column[at]) for column in self._extents[:5])
+        p = self._plan.placements[index]
+        if start == stop:
+            yield Chunk(index, shard, 0, 0, ())
+        elif p.transpose is None:
+            yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
+        else:
+            ranges = list(_ranges(p, self._checkpoint, self._shard_of))
+            yield from _transposed(index, p, ranges, offset, largest(p))
+
+
+def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
+    """Cut every placement into chunks of at most ``plan.chunk_nbytes``, and pack none."""
+    cut = Cut(plan, checkpoint)
+    for piece in cut.packs_and_chunks(lambda p: plan.chunk_nbytes, lambda p: 0, 1):
+        assert isinstance(piece, Chunk)
+        yield piece
+
+
+def _next(
+    reached: list[tuple[tuple[int, int], int, Chunk | Pack, Iterator[Chunk | Pack]]],
+) -> Chunk | Pack:
+    """Take the first piece from the heap, and put what follows it there."""
+    _, at, piece, pieces = reached[0]
+    following = next(pieces, None)
+    if following is None:
+        heappop(reached)
+    else:
+        heapreplace(reached, (_place(following), at, following, pieces))
+    return piece
 
 
 def _place(piece: Chunk | Pack) -> tuple[int, int]:
@@ -201,61 +314,10 @@ def _place(piece: Chunk | Pack) -> tuple[int, int]:
     return piece.shard, piece.runs[0].start if piece.runs else 0
 
 
-def packs_and_chunks(
-    plan: Plan,
-    checkpoint: Checkpoint,
-    largest: Callable[[Placement], int],
-    pack_nbytes: Callable[[Placement], int],
-    most: int,
-) -> list[Chunk | Pack]:
-    """Cut every placement as `chunks` does, but leave neighbours that are small together.
-
-    Args:
-        plan: what to cut.
-        checkpoint: the headers that it was made from.
-        largest: as for `chunks`.
-        pack_nbytes: most bytes of a pack of such placements, each rounded up by `slot_nbytes`.
-        most: most parameters of a pack.
-    """
-    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    placements, like = plan.placements, kinds(plan.placements)
-    starts, stops, shards, groups = _extents(placements, checkpoint, shard_of)
-    sizes = stops - starts
-    groups[(sizes < 1) | (sizes > min(_PACKED_NBYTES, plan.chunk_nbytes))] = _ALONE
-    out: list[Chunk | Pack] = []
-    alone = (groups == _ALONE).tolist()
-    for index in [index for index, is_alone in enumerate(alone) if is_alone]:
-        p = placements[index]
-        out.extend(_cut(index, p, checkpoint, shard_of, largest(p)))
-    follows = (groups[1:] == groups[:-1]) & (starts[1:] == stops[:-1]) & (groups[1:] != _ALONE)
-    ends = [*(np.flatnonzero(~follows) + 1).tolist(), len(groups)]
-    taken = np.cumsum(-(-sizes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT).tolist()  # with all before
-    first = before = 0
-    for end in ends:
-        while first < end:
-            if alone[first]:
-                stop = end
-            else:
-                room = pack_nbytes(like[first])
-                stop = bisect_right(taken, before + room, first, min(first + most, end))
-                stop = max(stop, first + 1)
-                bounds = np.append(starts[first:stop], stops[stop - 1])
-                pack = Pack(first, int(shards[first]), bounds)
-                out.extend([pack] if len(pack) >= _LEAST_PACKED else pack)
-            first, before = stop, taken[stop - 1]
-    out.sort(key=_place)
-    return out
-
-
 def _extents(
     placements: Sequence[Placement], checkpoint: Checkpoint, shard_of: Mapping[Location, int]
-) -> tuple[_Column, _Column, _Column, _Column]:
-    """Where the first tensors of placements are, and who may be packed with whom.
-
-    Returns:
-        Their first file bytes, their last ones (exclusive), their shards, and a number that those
-        have in common that go as they are, all of them, from one shard to one device.
-    """
+) -> _Extents:
+    """Where the tensors of placements are."""
     if isinstance(placements, WholeTensors):
         starts = np.array([info.start for info in placements.infos], np.int64)
         stops = np.array([info.stop for info in placements.infos], np.int64)
@@ -263,120 +325,128 @@ def _extents(
         together = shards.copy()
         if any(p.cast != "copy" for p, _ in placements.alike):
             together[[p.cast != "copy" for p in placements.kinds]] = _ALONE
-        return starts, stops, shards, together
-    rows: list[int] = []  # of four numbers each, one after the other
-    groups: dict[tuple[int, str], int] = {}
-    for p in placements:
-        r = p.source[0]
-        info = checkpoint.tensors[r.tensor]
-        shard = shard_of[info.shard]
-        group = _ALONE
-        if (
-            p.cast == "copy"
-            and p.transpose is None
-            and len(p.source) == 1
-            and r.start == 0
-            and r.stop == (info.shape[0] if info.shape else 1)
-        ):
-            group = groups.setdefault((shard, p.device), len(groups))
-        rows += info.start, info.stop, shard, group
-    starts, stops, shards, together = np.array(rows, np.int64).reshape(-1, 4).T.copy()
-    return starts, stops, shards, together
+        numbers, offsets = np.arange(len(starts)), np.zeros(len(starts), np.int64)
+        found = _Extents(starts, stops, shards, numbers, offsets, together)
+    else:
+        rows = bytearray()  # of six numbers each, one after the other
+        groups: dict[tuple[int, str], int] = {}
+        for index, p in enumerate(placements):
+            r = p.source[0]
+            info = checkpoint.tensors[r.tensor]
+            shard = shard_of[info.shard]
+            if len(p.source) == 1 and not r.start and r.stop == (info.shape or (1,))[0]:
+                group = _ALONE
+                if p.cast == "copy" and p.transpose is None:
+                    group = groups.setdefault((shard, p.device), len(groups))
+                rows += _EXTENT.pack(info.start, info.stop, shard, index, 0, group)
+            elif not math.prod(p.shape):
+                rows += _EXTENT.pack(0, 0, shard, index, 0, _ALONE)
+            else:
+                for part in _ranges(p, checkpoint, shard_of):
+                    rows += _EXTENT.pack(
+                        part.start, part.stop, part.shard, index, part.offset, _ALONE
+                    )
+        found = _Extents(*np.frombuffer(rows, np.int64).reshape(-1, 6).T.copy())
+    empty = found.starts == found.stops
+    found.starts[empty] = found.stops[empty] = 0
+    return found
 
 
-def _cut(
-    index: int,
-    p: Placement,
-    checkpoint: Checkpoint,
-    shard_of: Mapping[Location, int],
-    chunk_nbytes: int,
-) -> Iterator[Chunk]:
-    total = sum(r.stop - r.start for r in p.source)
-    numel = math.prod(p.shape)
-    if numel == 0:
-        first = checkpoint.tensors[p.source[0].tensor]
-        yield Chunk(index, shard_of[first.shard], 0, 0, ())
-        return
-    per_row = numel // total
+class _Range(NamedTuple):
+    """Rows of one checkpoint tensor, where they lie in the file and in the concatenation."""
+
+    shard: int
+    first: int  # row of the concatenation
+    rows: int
+    start: int  # file byte of the first row
+    stop: int  # of the last one, exclusive
+    offset: int  # byte of the concatenation
+
+
+def _ranges(
+    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
+) -> Iterator[_Range]:
+    """The sources of a placement that has elements, but for those without rows."""
+    per_row = math.prod(p.shape) // sum(r.stop - r.start for r in p.source)
     src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
-    ranges: list[_Rows] = []
     row = 0
     for r in p.source:
         info = checkpoint.tensors[r.tensor]
-        start = info.start + r.start * src_row
-        if r.stop > r.start:
-            ranges.append(_Rows(shard_of[info.shard], row, r.stop - r.start, start))
-        row += r.stop - r.start
-    if p.transpose is None:
-        for part in ranges:
-            yield from _contiguous(
-                index,
-                p,
-                part.shard,
-                part.start,
-                part.first * dst_row,
-                part.count * per_row,
-                chunk_nbytes,
-            )
-        return
-    yield from _transposed(index, p, ranges, src_row, dst_row, per_row, chunk_nbytes)
+        count = r.stop - r.start
+        if count:
+            start = info.start + r.start * src_row
+            stop = start + p.src.nbytes(count * per_row)
+            yield _Range(shard_of[info.shard], row, count, start, stop, row * dst_row)
+        row += count
 
 
 def _contiguous(
-    index: int, p: Placement, shard: int, start: int, offset: int, numel: int, chunk_nbytes: int
+    index: int, p: Placement, shard: int, start: int, stop: int, offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
-    end = offset + p.dst.nbytes(numel)
-    run = Run(start, start + p.src.nbytes(numel), offset)
-    yield from split(Chunk(index, shard, offset, end, (run,)), p, chunk_nbytes)
+    nbytes = stop - start
+    if p.src is not p.dst:
+        nbytes = nbytes // p.src.itemsize * p.dst.itemsize
+    chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
+    yield from split(chunk, p, chunk_nbytes)
 
 
 def _transposed(
-    index: int,
-    p: Placement,
-    ranges: list[_Rows],
-    src_row: int,
-    dst_row: int,
-    per_row: int,
-    chunk_nbytes: int,
+    index: int, p: Placement, ranges: Sequence[_Range], offset: int, chunk_nbytes: int
 ) -> Iterator[Chunk]:
+    """The chunks whose first row in the file is of the range at ``offset``."""
     t = p.transpose
     assert t is not None
+    per_row = math.prod(p.shape) // t.rows
+    src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
+    mine = next(r for r in ranges if r.offset == offset)
     slab = t.outer * max(src_row, dst_row)  # the smallest set of output rows that is contiguous
     one_shard = len({r.shard for r in ranges}) == 1
     if slab > chunk_nbytes or not one_shard:
         # row by row: each comes from one range, and so from one shard
-        for row in range(t.rows):
-            g, rest = divmod(row, t.outer * t.inner)
-            i, o = divmod(rest, t.outer)
-            shard, start, _ = _locate(ranges, (g * t.outer + o) * t.inner + i, 1, src_row)[0]
-            yield from _contiguous(index, p, shard, start, row * dst_row, per_row, chunk_nbytes)
+        for at in range(mine.rows):
+            g, rest = divmod(mine.first + at, t.outer * t.inner)
+            o, i = divmod(rest, t.inner)
+            start = mine.start + at * src_row
+            to = ((g * t.inner + i) * t.outer + o) * dst_row
+            yield from _contiguous(index, p, mine.shard, start, start + src_row, to, chunk_nbytes)
         return
+
+    def row_of(slab: int) -> int:
+        g, i = divmod(slab, t.inner)
+        return g * t.outer * t.inner + i
+
     slabs = t.groups * t.inner
-    step = chunk_nbytes // slab
-    for first in range(0, slabs, step):
-        stop = min(first + step, slabs)
+    firsts = range(0, slabs, chunk_nbytes // slab)
+    begin = bisect_left(firsts, mine.first, key=row_of)
+    end = bisect_left(firsts, mine.first + mine.rows, key=row_of)
+    for first in firsts[begin:end]:
+        stop = min(first + firsts.step, slabs)
         runs = []
         at = first
         while at < stop:  # group by group
             g, i = divmod(at, t.inner)
             n = min(t.inner - i, stop - at)
             for o in range(t.outer):
-                offset = (at * t.outer + o) * dst_row
+                to = (at * t.outer + o) * dst_row
                 row = (g * t.outer + o) * t.inner + i
-                for _, start, count in _locate(ranges, row, n, src_row):
-                    end = start + count * src_row
-                    runs.append(Run(start, end, offset, count, t.outer * dst_row))
-                    offset += count * t.outer * dst_row
+                for start, count in _locate(ranges, row, n, src_row):
+                    runs.append(Run(start, start + count * src_row, to, count, t.outer * dst_row))
+                    to += count * t.outer * dst_row
             at += n
-        begin, end = first * t.outer * dst_row, stop * t.outer * dst_row
-        yield Chunk(index, ranges[0].shard, begin, end, tuple(runs))
+        yield Chunk(
+            index,
+            mine.shard,
+            first * t.outer * dst_row,
+            stop * t.outer * dst_row,
+            tuple(runs),
+        )
 
 
-def _locate(ranges: list[_Rows], row: int, count: int, src_row: int) -> list[tuple[int, int, int]]:
-    """(shard, file byte, rows) of ``count`` rows of the concatenation from ``row`` on."""
-    found = []
+def _locate(
+    ranges: Sequence[_Range], row: int, count: int, src_row: int
+) -> Iterator[tuple[int, int]]:
+    """(file byte, rows) of ``count`` rows of the concatenation from ``row`` on."""
     for r in ranges:
-        n = min(row + count, r.first + r.count) - max(row, r.first)
+        n = min(row + count, r.first + r.rows) - max(row, r.first)
         if n > 0:
-            found.append((r.shard, r.start + (max(row, r.first) - r.first) * src_row, n))
-    return found
+            yield r.start + (max(row, r.first) - r.first) * src_row, n

@@ -1,0 +1,116 @@
+"""Whether the host still has what a load was promised, while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from streamload.errors import DeviceError, MemoryTakenError
+from streamload.plan.budget import HostMemory, overhead_nbytes
+from streamload.plan.plan import Plan, alike
+
+# Given to workers and written by them between two looks, so half as many of each, as long as
+# little is left beside what was promised. A look takes 70 microseconds, 250 in a cgroup with a
+# limit; a load has more in reserve than these bytes.
+_LOOK_NBYTES = 2**25
+_LOOK_EVERY_S = 0.01
+# Where more is left, looks are rarer: as if others took what is left at this rate.
+_TAKEN_NBYTES_PER_S = 2**33
+_LOOK_AT_LEAST_EVERY_S = 0.1
+
+
+class Headroom:
+    """Host memory that a load was promised and has not touched yet, held against what is free.
+
+    Made before the load touches anything. What the process has grown by since then counts as
+    touched, up to what workers were given: so interpreter and drivers may grow as was planned, and
+    what other threads of the process take was taken by others. Page cache that the kernel can
+    reclaim is free. Where the system does not say what is free, nothing is looked at.
+    """
+
+    def __init__(self, plan: Plan, shared: Collection[str]) -> None:
+        """Take note of what is free, and of what the process holds.
+
+        Args:
+            plan: of the load.
+            shared: the devices that share the host's memory.
+        """
+        on_host = [d for d in plan.devices if d.device in shared]
+        self._device = ", ".join(d.device for d in on_host) or "host"
+        self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
+        self._scratch_nbytes = sum(d.scratch_nbytes for d in on_host)
+        self._staging_nbytes = plan.host_nbytes
+        self._to_come_nbytes = sum(p.nbytes * count for p, count in alike(plan.placements))
+        self._handed_out_nbytes = 0
+        self._held_nbytes = process_nbytes()
+        self._memory = HostMemory()
+        self._free_nbytes = self._available_nbytes()
+        # To stop takes memory too: units under way are ended, and others, which may be such a load
+        # as well, go on taking. Half of the reserve is left for what the process grows by itself.
+        self._margin_nbytes = overhead_nbytes(self._free_nbytes or 0) // 2
+        self._unseen_nbytes = self._next_nbytes = 0
+        self._next_s = 0.0
+
+    def hand_out(self, nbytes: int) -> None:
+        """Look, before workers are given as many bytes of parameters to write, where it is time.
+
+        Raises:
+            MemoryTakenError: the load does not fit any more.
+        """
+        self._look(nbytes)
+        self._handed_out_nbytes += nbytes
+
+    def done(self, nbytes: int) -> None:
+        """Look, after as many bytes were written: what was handed out is not touched yet.
+
+        Raises:
+            MemoryTakenError: the load does not fit any more.
+        """
+        self._to_come_nbytes -= nbytes
+        self._look(nbytes)
+
+    def _look(self, nbytes: int) -> None:
+        self._unseen_nbytes += nbytes
+        if self._unseen_nbytes < self._next_nbytes and time.monotonic() < self._next_s:
+            return
+        self._unseen_nbytes = 0
+        free = self._available_nbytes()
+        if free is None or self._free_nbytes is None:
+            return
+        handed_out = self._handed_out_nbytes
+        grown = handed_out
+        if self._held_nbytes is not None and (held := process_nbytes()) is not None:
+            grown = held - self._held_nbytes
+        touched = min(grown, handed_out + self._scratch_nbytes)
+        # what was promised for a peak that is over is not needed any more
+        needed = min(
+            self._promised_nbytes - touched, self._to_come_nbytes + self._scratch_nbytes
+        ) + max(self._staging_nbytes - handed_out, 0)
+        needed = max(needed, 0)
+        spare = free - needed - min(needed, self._margin_nbytes)
+        if spare < 0:
+            taken = max(self._free_nbytes - free - grown, 0)
+            raise MemoryTakenError(self._device, needed, free, taken)
+        self._next_nbytes = max(_LOOK_NBYTES, spare // 2)
+        wait_s = max(_LOOK_EVERY_S, spare / _TAKEN_NBYTES_PER_S)
+        self._next_s = time.monotonic() + min(wait_s, _LOOK_AT_LEAST_EVERY_S)
+
+    def _available_nbytes(self) -> int | None:
+        try:
+            return self._memory.available_nbytes()
+        except DeviceError:
+            return None
+
+
+def process_nbytes() -> int | None:
+    """RssAnon + RssShmem of this process, from /proc (Linux); None elsewhere."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:
+        return None
+    total = 0
+    for line in status.splitlines():
+        if line.startswith((b"RssAnon:", b"RssShmem:")):
+            total += int(line.split()[1]) * 1024
+    return total

@@ -1,0 +1,213 @@
+"""Others take memory while a load runs: it stops with its numbers, and is not killed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+from bench_parts.processes import environment
+from boxes import Boxes, BoxRun, forget
+from safetensors.numpy import save_file
+
+from streamload.devices.base import probe
+
+NBYTES = 120_000_000
+#: What holds the process, a checkpoint and a half, and a thief; by device.
+BOXES: Mapping[str, int] = {
+    "host": 260_000_000,
+    "CL": 320_000_000,
+    "CPU": 320_000_000,
+    "cpu": 440_000_000,
+}
+
+# Loads a checkpoint, twice. During the first load, from a tenth on, another process takes what is
+# free but for 60% of the checkpoint: at once ("fast": the load waits for it), or beside it.
+ROBBED = """
+import json, subprocess, sys, time
+import streamload
+from streamload.errors import MemoryTakenError
+from streamload.plan.budget import available_host_nbytes
+
+streamload.progress._TELL_EVERY_S = 0  # of each unit: ten a second are too few for a load this fast
+path, tiny, device, speed = sys.argv[1:]
+THIEF = '''
+import mmap, sys, time
+nbytes = int(sys.stdin.readline())
+taken = mmap.mmap(-1, nbytes)
+for at in range(0, nbytes, 2**20):
+    taken[at : at + 2**20] = bytes(min(2**20, nbytes - at))
+    if sys.argv[1] == "slow":
+        time.sleep(0.001)
+print(flush=True)
+sys.stdin.readline()
+'''
+argv = [sys.executable, "-S", "-c", THIEF, speed]
+thief = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def load(path, **arguments):
+    arguments = {"device": device, "dtype": "checkpoint", "chunk_nbytes": 2**20} | arguments
+    return streamload.load_state_dict(None, path, budget="150MB", **arguments)
+
+
+load(tiny, progress=False)
+to_take = available_host_nbytes() - NBYTES * 6 // 10
+begun = False
+
+
+def progress(done, total):
+    global begun
+    if not begun and done > total // 10:
+        begun = True
+        thief.stdin.write(f"{to_take}\\n")
+        thief.stdin.flush()
+        if speed == "fast":
+            thief.stdout.readline()
+    elif begun and speed == "slow":
+        time.sleep(0.02)
+
+
+try:
+    load(path, progress=progress)
+except MemoryTakenError as error:
+    said = {key: getattr(error, key) for key in ("device", "needed_nbytes", "free_nbytes")}
+    said |= {"taken_nbytes": error.taken_nbytes, "to_take": to_take}
+    said["left"] = [len(error.state.loaded), len(error.state.untouched), len(error.state.invalid)]
+    print(json.dumps(said))
+thief.kill()
+thief.wait()
+again = load(path, progress=False).state_dict
+print(sum(float(tensor.numpy().sum()) if device != "host" else float(tensor.sum())
+          for tensor in again.values()))
+"""
+
+# Loads a checkpoint when it is told to.
+ONE = """
+import sys
+import streamload
+from streamload.errors import BudgetError
+
+path, tiny, device = sys.argv[1:]
+arguments = {"device": device, "dtype": "checkpoint", "budget": "150MB", "progress": False}
+streamload.load_state_dict(None, tiny, **arguments)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    tensors = streamload.load_state_dict(None, path, **arguments).state_dict
+    print("loaded", sum(float(tensor.sum()) for tensor in tensors.values()), flush=True)
+except BudgetError as error:
+    print(type(error).__name__, flush=True)
+sys.stdin.readline()
+"""
+
+# Two of them at once.
+TWO = """
+import subprocess, sys
+
+def start():
+    return subprocess.Popen(
+        [sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+both = [start(), start()]
+for one in both:
+    one.stdout.readline()
+for one in both:
+    one.stdin.write("\\n")
+    one.stdin.flush()
+for one in both:
+    print(one.stdout.readline().strip() or "killed")
+for one in both:
+    one.communicate("\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ones and twos: a checkpoint of `NBYTES` ("large"), and one of 4 kB ("tiny")."""
+    root = tmp_path_factory.mktemp("headroom")
+    for name, numel in (("large", NBYTES // 4 // 12), ("tiny", 100)):
+        values = {f"{i}.w": np.full(numel, 1 + i % 2, np.float32) for i in range(12)}
+        (root / name).mkdir()
+        save_file(values, root / name / "model.safetensors")
+    return root
+
+
+TOTAL = 1.5 * (NBYTES // 4)
+
+
+def _works(device: str) -> None:
+    if device == "cpu":
+        needs.module("torch")
+    framework = {"host": "host", "cpu": "torch"}.get(device, "tinygrad")
+    result = probe(framework, device)
+    if not result.works:
+        needs.lacking(f"{device}: {result.problem}")
+
+
+def _run(cgroup: Boxes, limit_nbytes: int, script: str, *arguments: Any) -> BoxRun:
+    script = script.replace("NBYTES", str(NBYTES))
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return cgroup.run(command, limit_nbytes, env=environment(), timeout_s=120)
+
+
+@pytest.mark.parametrize("speed", ["fast", "slow"])
+@pytest.mark.parametrize("device", BOXES)
+def test_a_load_that_is_robbed_stops(cgroup: Boxes, folder: Path, device: str, speed: str) -> None:
+    """While there is room to: with what it needs, what is free, and what each parameter is."""
+    _works(device)
+    done = _run(cgroup, BOXES[device], ROBBED, folder / "large", folder / "tiny", device, speed)
+    assert (done.returncode, done.oom_killed) == (0, False), (done.stdout, done.stderr)
+    told, total = done.stdout.splitlines()
+    said = json.loads(told)
+    assert said["device"] == device
+    assert said["needed_nbytes"] < NBYTES
+    assert said["free_nbytes"] < 2 * said["needed_nbytes"]
+    assert said["to_take"] // 2 < said["taken_nbytes"] < said["to_take"] + 16_000_000
+    loaded, untouched, invalid = said["left"]
+    assert (loaded + untouched, invalid) == (12, 0)
+    assert untouched
+    assert float(total) == TOTAL
+
+
+def _two(cgroup: Boxes, folder: Path, device: str, limit_nbytes: int) -> list[str]:
+    arguments = ("-c", ONE, folder / "large", folder / "tiny", device)
+    done = _run(cgroup, limit_nbytes, TWO, *arguments)
+    assert (done.returncode, done.oom_killed) == (0, False), (done.stdout, done.stderr)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "rounds", [pytest.param(2, id="short"), pytest.param(20, id="long", marks=pytest.mark.slow)]
+)
+def test_two_loads_that_fit_one_by_one(cgroup: Boxes, folder: Path, rounds: int) -> None:
+    """Of two at once none is killed: each loads right, or is refused, or stops."""
+    ends = []
+    for turn in range(rounds):
+        if turn % 2:
+            forget(folder / "large")
+        ends += _two(cgroup, folder, "host", 230_000_000 + turn % 10 * 9_000_000)
+    assert set(ends) <= {f"loaded {TOTAL}", "MemoryTakenError", "PlanInfeasibleError"}
+    assert "MemoryTakenError" in ends
+
+
+def test_a_load_in_a_box_that_just_fits_is_not_stopped(cgroup: Boxes, folder: Path) -> None:
+    """Neither its own growth nor the page cache of its file is taken by others."""
+    arguments = ["-m", "streamload", "load", folder / "large", "--device", "host", "--no-progress"]
+    command = [sys.executable, *arguments, "--budget", "150MB"]
+    limit_nbytes, ends = 170_000_000, []
+    while not ends or ends[-1] == 3:  # it is refused until there is room for all of it
+        forget(folder / "large")
+        limit_nbytes += 3_000_000
+        done = cgroup.run(command, limit_nbytes, env=environment())
+        assert not done.oom_killed, limit_nbytes
+        assert "others took" not in done.stderr
+        ends.append(done.returncode)
+    assert ends[-1] == 0
+    assert len(ends) > 1
