@@ -30,7 +30,7 @@ from streamload.convert.convert import convert as convert_checkpoint
 from streamload.convert.planning import RenamePatterns
 from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
-from streamload.interrupt import end_by_interrupts, is_command, raise_interrupts
+from streamload.interrupt import end_by_interrupts, raise_interrupts
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
 from streamload.mapping import MAPPINGS, Rename
@@ -994,8 +994,9 @@ def main() -> None:
     warnings.showwarning = _show_warning
     if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    ended_before = False
     try:
-        raise_interrupts()
+        ended_before = raise_interrupts()
         code = app(sys.argv[1:] or ["--help"], prog_name="streamload", standalone_mode=False)
     except BudgetError as error:
         code, message = 3, str(error)
@@ -1012,7 +1013,7 @@ def main() -> None:
     else:
         # typer makes an exit code of Ctrl-C itself
         message = "interrupted" if code == 130 else ""
-    if is_command():
+    if ended_before:
         end_by_interrupts()
     if message:
         _complain(message)

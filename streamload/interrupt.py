@@ -63,17 +63,17 @@ def end_by_interrupts() -> None:
     _change_handler(signal.default_int_handler, signal.SIG_DFL)
 
 
-def raise_interrupts() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt again."""
-    _change_handler(signal.SIG_DFL, signal.default_int_handler)
+def raise_interrupts() -> bool:
+    """Have Ctrl-C raise KeyboardInterrupt again; whether it ended the process before."""
+    return _change_handler(signal.SIG_DFL, signal.default_int_handler)
 
 
-def _change_handler(old: _Handler, new: _Handler) -> None:
-    if (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) == old
-    ):
-        signal.signal(signal.SIGINT, new)
+def _change_handler(old: _Handler, new: _Handler) -> bool:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) != old:
+        return False
+    signal.signal(signal.SIGINT, new)
+    return True
 
 
 def nothing() -> None:

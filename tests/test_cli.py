@@ -443,6 +443,15 @@ def test_ctrl_c_while_modules_are_imported(
     assert err == ("" if code < 0 else "streamload: interrupted\n")
 
 
+def test_a_program_that_calls_the_command_keeps_its_ctrl_c(
+    here: Callable[..., tuple[str, str]], layers: Path
+) -> None:
+    """What handles it before handles it afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    here("inspect", layers)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def closed(streams: str, *arguments: object) -> tuple[int, str]:
     """Run a command with streams that a shell closed; its exit code and what it printed."""
     done = subprocess.run(
