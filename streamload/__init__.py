@@ -5,6 +5,11 @@ cast, under a budget in bytes that it never exceeds. `streamload.transformers` d
 transformers, `streamload.distributed` across nodes; they are imported when they are asked for.
 """
 
+from streamload.interrupt import end_by_interrupts, is_command
+
+if is_command():  # until `streamload.cli.main` runs
+    end_by_interrupts()
+
 import importlib
 from typing import Any
 

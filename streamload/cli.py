@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +30,7 @@ from streamload.convert.convert import convert as convert_checkpoint
 from streamload.convert.planning import RenamePatterns
 from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
+from streamload.interrupt import end_by_interrupts, raise_interrupts
 from streamload.load import load_state_dict
 from streamload.load import plan as make_plan
 from streamload.mapping import MAPPINGS, Rename
@@ -962,7 +964,10 @@ def _print_json(data: Any) -> None:
 
 
 def _complain(message: str) -> None:
-    print(f"streamload: {_printable(' '.join(message.split()))}", file=sys.stderr)
+    if sys.stderr is None:  # closed by the shell: nobody wants to read
+        return
+    with suppress(OSError):  # a full disk must not change the exit code
+        print(f"streamload: {_printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def _without_secrets(message: str) -> str:
@@ -983,12 +988,15 @@ def _show_warning(message: Warning | str, *rest: Any, **more: Any) -> None:
 
 def main() -> None:
     """Run a command; the entry point of ``streamload``."""
+    _open_closed_streams()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("streamload").setLevel(logging.INFO)
     warnings.showwarning = _show_warning
     if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
+    ended_before = False
     try:
+        ended_before = raise_interrupts()
         code = app(sys.argv[1:] or ["--help"], prog_name="streamload", standalone_mode=False)
     except BudgetError as error:
         code, message = 3, str(error)
@@ -1005,6 +1013,18 @@ def main() -> None:
     else:
         # typer makes an exit code of Ctrl-C itself
         message = "interrupted" if code == 130 else ""
+    if ended_before:
+        end_by_interrupts()
     if message:
         _complain(message)
     sys.exit(code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Have no file that a command opens take the place of stdin, stdout or stderr.
+
+    Libraries in C write there whatever it is.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

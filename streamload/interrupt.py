@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+_Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 
 class Interrupt:
@@ -42,6 +46,34 @@ class Interrupt:
         """Have the thread of this interrupt raise an error; from any thread."""
         self._error = error
         self.wake()
+
+
+def is_command() -> bool:
+    """Whether this process runs ``streamload`` or ``python -m streamload``."""
+    program = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
+    return program == "streamload" or (program == "-m" and "streamload" in sys.orig_argv)
+
+
+def end_by_interrupts() -> None:
+    """Have Ctrl-C end this process at once and without a traceback, until `raise_interrupts`.
+
+    For times at which there is nothing to tidy up. Whoever else handles Ctrl-C, or ignores it, goes
+    on doing so.
+    """
+    _change_handler(signal.default_int_handler, signal.SIG_DFL)
+
+
+def raise_interrupts() -> bool:
+    """Have Ctrl-C raise KeyboardInterrupt again; whether it ended the process before."""
+    return _change_handler(signal.SIG_DFL, signal.default_int_handler)
+
+
+def _change_handler(old: _Handler, new: _Handler) -> bool:
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) != old:
+        return False
+    signal.signal(signal.SIGINT, new)
+    return True
 
 
 def nothing() -> None:

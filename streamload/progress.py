@@ -26,8 +26,8 @@ def reporting(
 
     Args:
         progress: "auto" is a bar on a terminal and a log line every 10 s elsewhere; True is a bar
-            wherever stderr goes; False is silence; a callable gets (bytes done, bytes in all), at
-            most ten times a second and at the end.
+            wherever stderr goes, and log lines where there is none; False is silence; a callable
+            gets (bytes done, bytes in all), at most ten times a second and at the end.
         total_nbytes: bytes in all.
         done_word: what has been done to them, for the log.
 
@@ -41,7 +41,7 @@ def reporting(
         yield _limited(lambda done: tell(done, total_nbytes), _TELL_EVERY_S, total_nbytes)
     elif progress is not True and progress != "auto":
         raise ValueError(f"progress is auto, True, False or a callable, not {progress!r}")
-    elif progress is True or sys.stderr.isatty():
+    elif sys.stderr is not None and (progress is True or sys.stderr.isatty()):
         with _bar(total_nbytes) as update:
             yield _limited(update, _TELL_EVERY_S, total_nbytes)
     else:

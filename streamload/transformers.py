@@ -62,6 +62,11 @@ try:
     _plan_of_dtypes = transformers.PreTrainedModel._get_dtype_plan
     _leave_out_what_is_ignored = transformers.PreTrainedModel._adjust_missing_and_unexpected_keys
 except (ImportError, AttributeError) as error:
+    if error.name not in (
+        *("transformers.conversion_mapping", "transformers.core_model_loading"),
+        *("_get_dtype_plan", "_adjust_missing_and_unexpected_keys"),
+    ):
+        raise  # something that transformers itself imports is missing, or broken
     raise ImportError(
         "streamload.transformers needs transformers 5.9 or later, whose loader says how it names "
         f"and fuses weights; this is {transformers.__version__}"
@@ -322,7 +327,11 @@ def _on_meta(
     path = _folder(checkpoint) / "config.json"
     if model_class is None:
         named = (config.architectures or [None])[0]
-        model_class = getattr(transformers, named, None) if isinstance(named, str) else None
+        try:
+            model_class = getattr(transformers, named, None) if isinstance(named, str) else None
+        except ImportError as error:  # which does not say why
+            problem = f"transformers cannot import {named}: {error.__cause__ or error}"
+            raise ImportError(problem, name=error.name) from error
         if not _is_model_class(model_class):
             raise CheckpointError(
                 path,

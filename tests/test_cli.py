@@ -416,6 +416,79 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert out == b""
 
 
+@pytest.mark.parametrize("entrance", ["module", "script"])
+@pytest.mark.parametrize(("slow", "code"), [("numpy", -signal.SIGINT), ("torch", 130)])
+def test_ctrl_c_while_modules_are_imported(
+    layers: Path, tmp_path: Path, entrance: str, slow: str, code: int
+) -> None:
+    """The command's own end it at once; those of a framework end it as a load does."""
+    (tmp_path / f"{slow}.py").write_text("import time; print('here', flush=True); time.sleep(60)")
+    script = tmp_path / "streamload"  # as pip writes it
+    script.write_text("from streamload.cli import main\nmain()\n")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, *(["-m", "streamload"] if entrance == "module" else [str(script)])),
+            *("load", str(layers), "--device", "cpu"),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, "")
+    assert err == ("" if code < 0 else "streamload: interrupted\n")
+
+
+def test_a_program_that_calls_the_command_keeps_its_ctrl_c(
+    here: Callable[..., tuple[str, str]], layers: Path
+) -> None:
+    """What handles it before handles it afterwards."""
+    before = signal.getsignal(signal.SIGINT)
+    here("inspect", layers)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def closed(streams: str, *arguments: object) -> tuple[int, str]:
+    """Run a command with streams that a shell closed; its exit code and what it printed."""
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", *(sys.executable, "-m", "streamload")]
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_streams_that_are_closed(layers: Path, tmp_path: Path) -> None:
+    """Daemons have none: everything works as ever, and what nobody reads is not said."""
+    load = ("load", layers, "--device", "host", "--dtype", "float16")
+    code, said = closed("2>&-", *load, "--json")
+    assert (code, list(json.loads(said)["budget_nbytes"])) == (0, ["host"])
+    assert closed(">&-", *load) == (0, "")
+    assert closed("2>&-", *load, "--budget", "1kB") == (3, "")
+    assert closed("2>&-", "load") == (2, "")
+    assert closed("<&- >&- 2>&-", "convert", layers, tmp_path / "out", "--dtype", "float16")[0] == 0
+    run("verify", layers, tmp_path / "out", "--dtype", "float16")
+
+
+def test_files_do_not_take_the_place_of_streams(layers: Path) -> None:
+    """What libraries in C say to a stderr that was closed goes nowhere, and not into a file."""
+    code = (
+        "import os, sys\n"
+        "from streamload import cli\n"
+        "cli.app = lambda *_, **__: [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)] != 3 *"
+        " ['/dev/null']\n"
+        "cli.main()\n"
+    )
+    command = f'{sys.executable} -c "$CODE" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], env=os.environ | {"CODE": code}).returncode == 0
+
+
 # --- devices --------------------------------------------------------------------------------------
 
 

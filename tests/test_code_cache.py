@@ -26,7 +26,7 @@ from streamload.cast.kernels import (
     place_code,
 )
 from streamload.devices import base, bulk, ptx
-from streamload.devices.base import keep_code, kept_code
+from streamload.devices.base import keep, read_kept
 from streamload.dtypes import BF16, F16
 
 keeps_loops = pytest.mark.skipif(not PLACES_CODE, reason="code is placed on x86-64 Linux only")
@@ -268,87 +268,87 @@ def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("code", [b"", b"\0" * 100, os.urandom(5000)])
 def test_what_is_kept_comes_back(cache: Path, code: bytes) -> None:
     """For what it was kept for, and nothing else."""
-    assert kept_code("loop", "x86_64", "text") is None
-    keep_code(code, "loop", "x86_64", "text")
-    assert kept_code("loop", "x86_64", "text") == code
-    assert kept_code("ptx", "x86_64", "text") is None
-    assert kept_code("loop", "aarch64", "text") is None
-    assert kept_code("loop", "x86_64", "texts") is None
-    keep_code(b"other", "loop", "x86_64", "text")
-    assert kept_code("loop", "x86_64", "text") == b"other"
+    assert read_kept("loop", "x86_64", "text") is None
+    keep(code, "loop", "x86_64", "text")
+    assert read_kept("loop", "x86_64", "text") == code
+    assert read_kept("ptx", "x86_64", "text") is None
+    assert read_kept("loop", "aarch64", "text") is None
+    assert read_kept("loop", "x86_64", "texts") is None
+    keep(b"other", "loop", "x86_64", "text")
+    assert read_kept("loop", "x86_64", "text") == b"other"
     assert len(kept_files(cache)) == 1
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 31, 32, 33, 131])
 def test_a_file_that_is_cut_short(cache: Path, nbytes: int) -> None:
     """It counts for nothing, and is written anew."""
-    keep_code(b"c" * 100, "loop", "text")
+    keep(b"c" * 100, "loop", "text")
     (file,) = kept_files(cache)
     whole = file.read_bytes()
     assert len(whole) == 132
     file.write_bytes(whole[:nbytes])
-    assert kept_code("loop", "text") is None
-    keep_code(b"c" * 100, "loop", "text")
+    assert read_kept("loop", "text") is None
+    keep(b"c" * 100, "loop", "text")
     assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 131])
 def test_a_file_with_another_byte(cache: Path, at: int) -> None:
     """In the code or in its digest."""
-    keep_code(b"c" * 100, "loop", "text")
+    keep(b"c" * 100, "loop", "text")
     (file,) = kept_files(cache)
     damaged = bytearray(file.read_bytes())
     damaged[at] ^= 1
     file.write_bytes(damaged)
-    assert kept_code("loop", "text") is None
+    assert read_kept("loop", "text") is None
     file.write_bytes(damaged + b"c")
-    assert kept_code("loop", "text") is None
+    assert read_kept("loop", "text") is None
 
 
 def test_a_file_under_the_name_of_another(cache: Path) -> None:
     """What was kept for one thing is not taken for another by being moved there."""
-    keep_code(b"one", "loop", "one")
+    keep(b"one", "loop", "one")
     (one,) = kept_files(cache)
-    keep_code(b"two", "loop", "two")
+    keep(b"two", "loop", "two")
     (two,) = {*kept_files(cache)} - {one}
     os.replace(one, two)
-    assert kept_code("loop", "two") is None
+    assert read_kept("loop", "two") is None
 
 
 def test_a_stale_format(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a version kept that compiled otherwise stays for that version."""
     with monkeypatch.context() as before:
-        before.setattr(base, "_CODE_FORMAT", "0")
-        keep_code(b"old", "loop", "text")
-    assert kept_code("loop", "text") is None
-    keep_code(b"new", "loop", "text")
-    assert kept_code("loop", "text") == b"new"
+        before.setattr(base, "_FORMAT", "0")
+        keep(b"old", "loop", "text")
+    assert read_kept("loop", "text") is None
+    keep(b"new", "loop", "text")
+    assert read_kept("loop", "text") == b"new"
     assert len(kept_files(cache)) == 2
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_can_write(cache: Path, mode: int) -> None:
     """It counts for nothing, and one that only this user can write takes its place."""
-    keep_code(b"code", "loop", "text")
+    keep(b"code", "loop", "text")
     (file,) = kept_files(cache)
     file.chmod(mode)
-    assert kept_code("loop", "text") is None
-    keep_code(b"code", "loop", "text")
+    assert read_kept("loop", "text") is None
+    keep(b"code", "loop", "text")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert kept_code("loop", "text") == b"code"
+    assert read_kept("loop", "text") == b"code"
     file.chmod(0o644)  # to read it is no harm
-    assert kept_code("loop", "text") == b"code"
+    assert read_kept("loop", "text") == b"code"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_folder_that_others_can_write(cache: Path, mode: int) -> None:
     """Nothing in it counts, and nothing is written there."""
-    keep_code(b"code", "loop", "text")
+    keep(b"code", "loop", "text")
     (file,) = kept_files(cache)
     file.parent.chmod(mode)
-    assert kept_code("loop", "text") is None
+    assert read_kept("loop", "text") is None
     file.unlink()
-    keep_code(b"code", "loop", "text")
+    keep(b"code", "loop", "text")
     assert kept_files(cache) == []
 
 
@@ -356,22 +356,22 @@ def test_a_folder_made_under_a_loose_umask(cache: Path) -> None:
     """The folder is this user's alone whatever the umask lets others do."""
     before = os.umask(0)
     try:
-        keep_code(b"code", "loop", "text")
+        keep(b"code", "loop", "text")
     finally:
         os.umask(before)
-    assert kept_code("loop", "text") == b"code"
+    assert read_kept("loop", "text") == b"code"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_what_belongs_to_somebody_else(cache: Path, what: str) -> None:
     """A file of another user's is replaced, a folder of another user's left alone."""
-    keep_code(b"code", "loop", "text")
+    keep(b"code", "loop", "text")
     (file,) = kept_files(cache)
     os.chown(file if what == "file" else file.parent, 54321, 54321)
-    assert kept_code("loop", "text") is None
-    keep_code(b"new", "loop", "text")
-    assert kept_code("loop", "text") == (b"new" if what == "file" else None)
+    assert read_kept("loop", "text") is None
+    keep(b"new", "loop", "text")
+    assert read_kept("loop", "text") == (b"new" if what == "file" else None)
     assert kept_files(cache) == [file]
     assert b"new" in file.read_bytes() or what == "folder"
 
@@ -380,11 +380,11 @@ def test_a_disk_that_is_full(cache: Path) -> None:
     """A file that cannot be written whole leaves nothing behind."""
     program = """
 import resource, signal
-from streamload.devices.base import keep_code, kept_code
+from streamload.devices.base import keep, read_kept
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
-keep_code(b"c" * 100, "loop", "text")
-print("null" if kept_code("loop", "text") is None else "kept")
+keep(b"c" * 100, "loop", "text")
+print("null" if read_kept("loop", "text") is None else "kept")
 """
     assert said(start(program, cache)) is None
     assert kept_files(cache) == []

@@ -325,3 +325,25 @@ def test_what_vanishes_while_room_is_counted(
 
     monkeypatch.setattr(module.os, "walk", walk)
     assert quiet(source, out, dry_run=True, resume=True).dry_run
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a descriptor is of is seen in /proc")
+def test_folders_above_a_destination_reach_the_disk(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion that is finished is not lost with the folders that were made for it."""
+    synced: list[Path] = []
+    sync = os.fsync
+
+    def recorded(fd: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    above = tmp_path / "a"
+    quiet(source, above / "b" / "c" / "out")
+    assert {tmp_path, above, above / "b", above / "b" / "c"} <= set(synced)
+    synced.clear()
+    quiet(source, above / "b" / "other", nodes=TWO)
+    assert above / "b" in synced
+    assert above not in synced

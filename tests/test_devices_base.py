@@ -165,24 +165,70 @@ def test_what_lasts_is_remembered_on_disk_from_this_process(
     assert vars(module)["probed"] == ["lasting", "passing", "passing"]
 
 
+def kept_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ProbeResult, Path]:
+    """What a probe found, and the file that it is kept in, below a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(base, "_PROBES", {})
+    result = base.probe("tinygrad", "PYTHON")
+    (file,) = (folder / "streamload" / "kept").iterdir()
+    return result, file
+
+
 def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process, and on disk; a damaged file is probed again."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(base, "_PROBES", {})
-    first = base.probe("tinygrad", "PYTHON")
+    first, file = kept_probe(tmp_path, monkeypatch)
     assert base.probe("tinygrad", "PYTHON") is first
-    (file,) = (tmp_path / "streamload").iterdir()
-    good = file.read_text()
-    file.write_text(json.dumps(json.loads(good) | {"problem": "remembered"}))
-    assert base.probe("tinygrad", "PYTHON") is first
+    good = file.read_bytes()
+    inode = file.stat().st_ino
     base._PROBES.clear()
-    assert base.probe("tinygrad", "PYTHON").problem == "remembered"
-    for damaged in ("", "[]", '{"works": true}', '{"device_casts": 3}'):
-        file.write_text(damaged)
+    assert base.probe("tinygrad", "PYTHON") == first
+    assert file.stat().st_ino == inode
+    for damaged in (b"", good[:-1], good.replace(b"true", b"null")):
+        file.write_bytes(damaged)
         base._PROBES.clear()
         assert base.probe("tinygrad", "PYTHON") == first
-        assert json.loads(file.read_text()) == json.loads(good)
-    assert [path.name for path in (tmp_path / "streamload").iterdir()] == [file.name]
+        assert file.read_bytes() == good
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_probe_that_others_could_have_written_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compiled code is compiled again: what is kept has one way in."""
+    first, file = kept_probe(tmp_path, monkeypatch)
+    inode = file.stat().st_ino
+    file.chmod(0o666)
+    base._PROBES.clear()
+    assert base.probe("tinygrad", "PYTHON") == first
+    assert (file.stat().st_ino, file.stat().st_mode & 0o777) != (inode, 0o666)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("umask", [0, 0o22, 0o77])
+def test_folders_are_this_users_alone_under_any_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    """All that are made for what is kept, from the home on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    before = os.umask(umask)
+    try:
+        base._lend_caches.__wrapped__()
+        base.keep(b"x", "it")
+    finally:
+        os.umask(before)
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(folders) == 4
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+    assert base.read_kept("it") == b"x"
+
+
+def test_a_user_without_a_home_keeps_nothing(tmp_path: Path) -> None:
+    """Nothing is made where the process happens to be."""
+    code = "from streamload.devices import base; base._lend_caches(); base.keep(b'x', 'it'); "
+    code += "print(base.read_kept('it'))"
+    done = child(code, tmp_path, XDG_CACHE_HOME="", HOME="relative")
+    assert (done.stdout, done.stderr) == ("None\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_probe_depends_on_is_in_its_fingerprint(

@@ -83,7 +83,7 @@ FRAMEWORKS = {
 }
 READ_ENVIRONMENT = (
     *("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
-    *("nodes.launch", "nodes.torch"),
+    *("nodes.launch", "nodes.store", "nodes.torch"),
 )
 START_THREADS = (
     *("stream", "convert.writing", "bench.limits"),  # of a process each

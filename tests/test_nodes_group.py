@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
@@ -20,6 +22,7 @@ import needs
 import pytest
 
 from streamload.errors import NodeError, PeerFailedError
+from streamload.nodes import store as stores
 from streamload.nodes.group import Alone, Group
 from streamload.nodes.launch import find_launch, node_name, open_group
 from streamload.nodes.store import SharedStore, open_store
@@ -354,3 +357,223 @@ def test_a_store_that_is_gone_is_an_error() -> None:
     wire.put(json.dumps(where).encode())
     with pytest.raises(PeerFailedError, match=r"cannot be reached \(127.0.0.1: .*; ::1: "):
         open_store(Rank(1, wire), 1.0)
+
+
+KEEPER = """
+import json, queue, resource, sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_nodes_group import Rank
+from streamload.nodes.store import open_store
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+wire = queue.SimpleQueue()
+keeper = open_store(Rank(0, wire), 10.0)
+print(wire.get().decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_survives_strangers_that_take_all_descriptors() -> None:
+    """Those that came first are dropped, and a rank that comes meanwhile is answered."""
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, str(HERE)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    strangers = []
+    try:
+        said = keeper.stdout.readline()
+        where = json.loads(said)
+        for _ in range(200):
+            strangers.append(socket.create_connection(("127.0.0.1", where["port"])))
+        wire: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        wire.put(json.dumps(where | {"addresses": ["127.0.0.1"]}).encode())
+        store = open_store(Rank(1, wire), 30.0)
+        store.set("key", b"value")
+        assert store.get("key") == b"value"
+        store.close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        keeper.communicate(timeout=END_S)
+
+
+def is_hung_up(stranger: socket.socket) -> bool:
+    """Whether the other end has closed a connection, within a time."""
+    stranger.settimeout(5.0)
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(1000):
+            pass
+    return True
+
+
+def test_strangers_are_bounded() -> None:
+    """The oldest of too many is hung up on, and ranks are answered beside them."""
+    keeper, store, port = two_stores()
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(100)
+        ]
+        assert is_hung_up(strangers[0])
+        strangers[-1].settimeout(0.2)
+        with pytest.raises(TimeoutError):  # has been asked for the key, and has time to answer
+            while strangers[-1].recv(1000):
+                pass
+        store.set("key", b"value")
+    store.close()
+    keeper.close()
+
+
+def test_a_proof_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends a byte now and then has no more time than who sends none."""
+    monkeypatch.setattr(stores, "_PROOF_S", 1.0)
+    keeper, store, port = two_stores()
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"\0\0\0\x10")  # a proof of 16 bytes
+        with contextlib.suppress(ConnectionError):
+            for _ in range(15):
+                time.sleep(0.3)
+                stranger.sendall(b"x")
+            pytest.fail("the store still listens")
+    store.close()
+    keeper.close()
+
+
+def test_a_rank_takes_one_descriptor() -> None:
+    """On either side: a group of 900 works under the usual limit of 1,024."""
+    wire: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    keeper = open_store(Rank(0, wire), 10.0)
+    said = wire.get()
+    folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
+    before = len(list(folder.iterdir()))
+    clients = []
+    for _ in range(10):
+        wire.put(said)
+        clients.append(open_store(Rank(1, wire), 10.0))
+    assert len(list(folder.iterdir())) == before + 2 * len(clients)
+    for client in clients:
+        client.close()
+    keeper.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="all of 127.0.0.0/8 is this host on Linux")
+def test_the_store_listens_on_the_interface_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which GLOO_SOCKET_IFNAME names, and no other."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    keeper, store, port = two_stores()
+    store.set("key", b"value")
+    assert keeper.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+    store.close()
+    keeper.close()
+
+
+MEET = """
+import json, os, sys
+from streamload.nodes import launch
+launch._engine("torch")
+print("here", flush=True)
+sys.stdin.readline()
+os.write(2, b"mine\\n")
+error = ["", ""]
+try:
+    group = launch.open_group(timeout=float(sys.argv[1]))
+    group.close()
+except RuntimeError as raised:
+    error = [raised.node, raised.problem]
+os.write(2, b"mine\\n")
+print(json.dumps(error))
+"""
+
+
+class Meeting:
+    """Ranks that come to a place one by one."""
+
+    def __init__(self, size: int, timeout: float, **variables: str) -> None:
+        needs.module("torch")
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.timeout, self.variables = timeout, meeting | variables
+        self.ranks: dict[int, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Meeting:
+        """Start all; none is there yet."""
+        for rank in range(int(self.variables["WORLD_SIZE"])):
+            self.ranks[rank] = subprocess.Popen(
+                [sys.executable, "-c", MEET, str(self.timeout)],
+                env=environment(**self.variables, RANK=str(rank)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        for process in self.ranks.values():
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks.values():
+            process.kill()
+            process.communicate()
+
+    def come(self, *ranks: int) -> None:
+        """Have ranks meet."""
+        for rank in ranks:
+            stdin = self.ranks[rank].stdin
+            assert stdin is not None
+            stdin.write("\n")
+            stdin.flush()
+
+    def said(self, rank: int) -> tuple[str, str]:
+        """Node and problem of the error that a rank got, which says nothing else on stderr."""
+        out, err = self.ranks[rank].communicate(timeout=END_S)
+        assert err == "mine\nmine\n"
+        node, problem = json.loads(out)
+        return node, problem
+
+
+def test_who_did_not_come_is_named_by_all() -> None:
+    """Not the rank that waits, too; and c10d tells the terminal nothing."""
+    with Meeting(3, 2.0) as meeting:
+        meeting.come(0, 2)
+        expected = ("rank 1", "did not come in time (not here: 1 of 3)")
+        assert [meeting.said(0), meeting.said(2)] == [expected] * 2
+
+
+@pytest.mark.slow
+def test_rank_0_did_not_come() -> None:
+    """It keeps the store that the others would meet in."""
+    with Meeting(3, 2.0) as meeting:
+        meeting.come(1, 2)
+        for rank in (1, 2):
+            node, problem = meeting.said(rank)
+            assert node == "rank 0"
+            assert "cannot be reached" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_while_others_are_still_to_come(victim: int) -> None:
+    """It is named by those that waited with it, and by the one that comes later."""
+    with Meeting(3, 5.0) as meeting:
+        meeting.come(0, 1)
+        time.sleep(2)  # they wait for each other
+        meeting.ranks[victim].kill()
+        meeting.ranks[victim].wait()
+        meeting.come(2)
+        found = [meeting.said(rank)[0] for rank in (0, 1, 2) if rank != victim]
+        assert found == [f"rank {victim}"] * 2
+
+
+@pytest.mark.slow
+def test_an_interface_that_is_not_there() -> None:
+    """Each rank says so, instead of taking another interface."""
+    with Meeting(2, 2.0, GLOO_SOCKET_IFNAME="nowhere") as meeting:
+        meeting.come(0, 1)
+        for rank in (0, 1):
+            assert "GLOO_SOCKET_IFNAME=nowhere: " in meeting.said(rank)[1]

@@ -64,6 +64,16 @@ def test_a_name_that_two_ranks_end_up_with_is_refused() -> None:
     assert all(type(error) is NodeError for error in found)
 
 
+def test_names_that_differ_in_case_alone_are_refused() -> None:
+    """To host names and budgets case says nothing: all say which ranks, and what to set."""
+    found = run(World(3), meet(names=("Board", "x", "board")))
+    assert {type(error) for error in found} == {NodeError}
+    assert {error.node for error in found} == {"board (rank 2)"}
+    (problem,) = {error.problem for error in found}
+    assert "case alone from Board (rank 0)" in problem
+    assert "STREAMLOAD_NODE_ID" in problem
+
+
 @pytest.mark.parametrize("more", [[], ["something new", 3]], ids=["same length", "longer"])
 def test_another_version_is_refused_by_all(more: list[object]) -> None:
     """A rank that speaks another version of the protocol is named to all, whatever else it says."""

@@ -89,6 +89,19 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, progress: Any) -> 
     assert stderr.getvalue().rstrip("\n").endswith("\x1b[2K")
 
 
+@pytest.mark.parametrize("progress", ["auto", True])
+def test_without_stderr_there_is_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, progress: Any
+) -> None:
+    """A daemon has none, and its log may go to a file."""
+    monkeypatch.setattr(module.sys, "stderr", None)
+    clock = Clock(monkeypatch)
+    with caplog.at_level(logging.INFO), reporting(progress, 100) as tell:
+        clock.now += 20
+        tell(50)
+    assert len(caplog.records) == 1
+
+
 def test_a_bar_in_a_file_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """True writes wherever stderr goes: what came of it, once, without terminal codes."""
     stderr = Stderr(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.abc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -586,6 +588,59 @@ def test_unknown_models_are_refused(tmp_path: Path, changes: dict[str, Any], sai
     folder = saved(tmp_path, "llama")
     reconfigure(folder, **changes)
     with pytest.raises(CheckpointError, match=f"(?s){said}"):
+        load(folder)
+
+
+class Broken(importlib.abc.MetaPathFinder):
+    """A module that lacks what it imports."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        self.name, self.error = name, error
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        """Raise where it is imported."""
+        if fullname == self.name:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("No module named 'dep'", name="dep"), "No module named 'dep'"),
+        (AttributeError("numpy has no attribute 'x'", name="x"), "numpy has no attribute 'x'"),
+        (
+            ModuleNotFoundError("it is not there", name="transformers.conversion_mapping"),
+            "needs transformers 5.1 or later",
+        ),
+    ],
+)
+def test_a_wrong_version_is_told_from_a_broken_one(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    """What transformers itself could not import is what is said."""
+    module = "transformers.conversion_mapping"
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Broken(module, error), *sys.meta_path])
+    spec = importlib.util.spec_from_file_location("again", ours.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises((ImportError, AttributeError), match=said):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_model_whose_file_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said what is missing, and not that there is no such model."""
+    folder = saved(tmp_path, "llama")
+    monkeypatch.delitem(sys.modules, "transformers.models.llama.modeling_llama")
+    monkeypatch.delitem(vars(transformers), "LlamaForCausalLM", raising=False)
+    broken = Broken(
+        "transformers.models.llama.modeling_llama",
+        ModuleNotFoundError("No module named 'dep'", name="dep"),
+    )
+    monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
+    with pytest.raises(ImportError, match="cannot import LlamaForCausalLM: No module named 'dep'"):
         load(folder)
 
 

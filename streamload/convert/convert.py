@@ -974,6 +974,12 @@ def _locked(destination: Path) -> Iterator[None]:
             _remove_empty(made)
         raise unwritable(destination, error) from error
     try:
+        try:
+            for folder in reversed(made):
+                with suppress(PermissionError):  # it may be written and not read
+                    _sync_folder(folder.parent)
+        except OSError as error:
+            raise unwritable(destination, error) from error
         yield
     finally:
         with suppress(OSError):

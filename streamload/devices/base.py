@@ -22,11 +22,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -595,21 +595,28 @@ def framework(name: str) -> Framework:
 def _lend_caches() -> None:
     """Under a home that cannot be written, lend compilers a folder until this process ends.
 
-    Without a cache tinygrad (CACHEDB) and PoCL (POCL_CACHE_DIR) do not work at all. Both are told
-    by the environment, before they are loaded; a tinygrad that is loaded already has read it.
+    Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) unless it is
+    told to keep nothing (CACHELEVEL). They are told by the environment, before they are loaded; a
+    tinygrad that is loaded already has read it.
     """
-    home = _cache_home()
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        if os.access(home, os.W_OK):
-            return
+        _make_private(_cache_home())
+        with tempfile.TemporaryFile(dir=_cache_home()) as file:
+            file.write(b"x")  # a disk may be full
+        return
     except OSError:
         pass
-    lent = tempfile.mkdtemp(prefix="streamload-cache-")
+    loaded: Any = sys.modules.get("tinygrad.helpers")
+    try:
+        lent = tempfile.mkdtemp(prefix="streamload-cache-")
+    except OSError:  # nothing can be written here
+        os.environ["CACHELEVEL"] = "0"
+        if loaded is not None:
+            loaded.CACHELEVEL.value = 0
+        return
     atexit.register(shutil.rmtree, lent, ignore_errors=True)
     if "CACHEDB" not in os.environ:
         os.environ["CACHEDB"] = os.path.join(lent, "cache.db")
-        loaded: Any = sys.modules.get("tinygrad.helpers")
         if loaded is not None:
             loaded.CACHEDB = os.environ["CACHEDB"]
     os.environ.setdefault("POCL_CACHE_DIR", os.path.join(lent, "pocl"))
@@ -705,7 +712,7 @@ def probe(
 
     An addition always; with ``full`` every dtype and the device's own casts too (seconds).
 
-    The child has a compile cache of its own, since a warm one hides a missing compiler, and its
+    The child takes nothing from compile caches, since a warm one hides a missing compiler, and its
     stderr is captured. Results are kept on disk under a fingerprint of what they depend on
     (versions, drivers, GPUs, compilers), where a cache directory can be written: the first kernels
     of a process took 18 of the 50 ms before the first read of a load to one H200. A child that
@@ -719,14 +726,14 @@ def probe(
     if trusted and not owner.lasting(device):
         _PROBES[key] = owner.probe(device, full)
         return _PROBES[key]
-    parts = [*map(str, key), owner.fingerprint(device), sys.version, sys.executable]
-    cached = _cache_file("probe", *parts).with_suffix(".json")
-    result = _read_probe(cached)
+    parts = ["probe", *map(str, key), owner.fingerprint(device), sys.version, sys.executable]
+    result = _read_probe(read_kept(*parts))
     if result is None:
         result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
-        # what seems broken in a process that does other things may have found the device full
-        if not (trusted and "broken" in result.dtypes.values()):
-            _write_probe(cached, result)
+        # a failure may be mended without the fingerprint changing; and what seems broken in a
+        # process that does other things may have found the device full
+        if result.works and not (trusted and "broken" in result.dtypes.values()):
+            keep(json.dumps(asdict(result)).encode(), *parts)
     _PROBES[key] = result
     return result
 
@@ -750,147 +757,155 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
         "result = base.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
         "print('\\n' + json.dumps(asdict(result)))"
     )
-    with tempfile.TemporaryDirectory(prefix="streamload-probe-") as folder:
-        # tinygrad reads CACHEDB; PoCL and others compile below XDG_CACHE_HOME
-        variables = os.environ | {
-            "CACHEDB": os.path.join(folder, "cache.db"),
-            "XDG_CACHE_HOME": folder,
-            "POCL_CACHE_DIR": folder,
-            # without the current folder, by any of its names: what lies in a folder of downloads
-            # is not to be imported (-P leaves it out, too); this package is found wherever it is
-            "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
-        }
-        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+    variables = os.environ | {
+        "CACHELEVEL": "0",  # of tinygrad's cache
+        # without the current folder, by any of its names: what lies in a folder of downloads
+        # is not to be imported (-P leaves it out, too); this package is found wherever it is
+        "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
+    }
+    hint = ""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="streamload-probe-"))
+        except OSError:
+            hint = "; no folder for temporary files can be written, which compilers may need: "
+            hint += "set TMPDIR to one that can"
+        else:  # PoCL and others compile below XDG_CACHE_HOME
+            variables |= {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": folder}
         # files, not pipes: a compiler left behind would hold a pipe open
-        with out.open("wb") as stdout, err.open("wb") as stderr:
-            try:
-                child = subprocess.Popen(
-                    [sys.executable, "-P", "-c", code, framework_name, device, str(full)],
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return ProbeResult(device, False, f"no child process could be started: {error}")
-            try:
-                child.wait(timeout_s)
-            except BaseException as error:
-                os.killpg(child.pid, signal.SIGKILL)  # what it started, too
-                child.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                return ProbeResult(device, False, f"it did not answer in {timeout_s:g} s")
-        lines = out.read_text(errors="replace").strip().splitlines()
-        said = err.read_text(errors="replace").strip().splitlines()
-    try:
-        return _from_json(json.loads(lines[-1]))
-    except (IndexError, ValueError, TypeError, KeyError):
+        stdout, stderr = (stack.enter_context(_nameless_file()) for _ in range(2))
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, framework_name, device, str(full)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return ProbeResult(device, False, f"no child process could be started: {error}")
+        try:
+            child.wait(timeout_s)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return ProbeResult(device, False, f"it did not answer in {timeout_s:g} s")
+        lines, said = (_lines(file) for file in (stdout, stderr))
+    result = _read_probe(lines[-1].encode() if lines else None)
+    if result is None:
         died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit {child.returncode}"
-        return ProbeResult(device, False, f"{died}: {said[-1] if said else 'no message'}")
+        result = ProbeResult(device, False, f"{died}: {said[-1] if said else 'no message'}")
+    return result if result.works else replace(result, problem=result.problem + hint)
 
 
-def _from_json(data: Any) -> ProbeResult:
-    casts = tuple((src, dst) for src, dst in data.pop("device_casts"))
-    return ProbeResult(**data, device_casts=casts)
+def _nameless_file() -> BinaryIO:
+    """A file in no folder, which need not be one that can be written, where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("streamload"), "w+b")
+    return tempfile.TemporaryFile()
 
 
-def _cache_home() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root)
+def _lines(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
 
 
-def _cache_file(kind: str, *depends_on: str) -> Path:
-    """The file of what is kept: ``kind`` with a digest of all that it depends on."""
-    digest = hashlib.sha256("\n".join(depends_on).encode()).hexdigest()[:32]
-    return _cache_home() / "streamload" / f"{kind}-{digest}"
-
-
-def _write_cache(path: Path, data: bytes) -> None:
-    """Write a file that whoever reads it sees whole or not at all, and that is the user's alone.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    opened, temporary = tempfile.mkstemp(dir=path.parent)
+def _read_probe(data: bytes | None) -> ProbeResult | None:
     try:
-        with open(opened, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _read_probe(path: Path) -> ProbeResult | None:
-    try:
-        return _from_json(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError):
+        found = json.loads(data or b"")
+        casts = tuple((src, dst) for src, dst in found.pop("device_casts"))
+        return ProbeResult(**found, device_casts=casts)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _write_probe(path: Path, result: ProbeResult) -> None:
-    if not result.works:
-        return  # a failure may be mended without the fingerprint changing
-    with suppress(OSError):  # a read-only home: the next process probes again
-        _write_cache(path, json.dumps(asdict(result)).encode())
+# --- what is kept for later processes -------------------------------------------------------------
 
-
-_CODE_FORMAT = "1"  # raised when the same IR is compiled to something else, or kept otherwise
+_FORMAT = "2"  # raised when the same IR is compiled to something else, or kept otherwise
 _SEAL_NBYTES = hashlib.sha256().digest_size
 
 
-def kept_code(kind: str, *depends_on: str) -> bytes | None:
-    """What `keep_code` kept of the same ``kind`` for the same text, or None.
+def read_kept(kind: str, *depends_on: str) -> bytes | None:
+    """What `keep` kept of the same ``kind`` for the same texts, or None.
 
-    It will be run, so it counts only if nobody else can have written it, as ssh has it for its
+    It may be run, so it counts only if nobody else can have written it, as ssh has it for its
     keys: the file and its folder belong to this user or to root, and nobody else may write there.
-    Ahead of the code is a digest of it and of the file's name: what was damaged or cut short, or
-    was kept for something else, does not count either.
+    Ahead of it is a digest of it and of the file's name: what was damaged or cut short, or was
+    kept for something else, does not count either.
     """
-    path = _code_file(kind, depends_on)
     try:
-        if path is None or not _is_private(os.stat(path.parent)):
+        path = _kept_file(kind, depends_on)
+        if not _is_private(os.stat(path.parent)):
             return None
         with path.open("rb") as file:
             data = file.read() if _is_private(os.fstat(file.fileno())) else b""
     except OSError:
         return None
-    seal, code = data[:_SEAL_NBYTES], data[_SEAL_NBYTES:]
-    return code if seal == _seal(path, code) else None
+    seal, found = data[:_SEAL_NBYTES], data[_SEAL_NBYTES:]
+    return found if seal == _seal(path, found) else None
 
 
-def keep_code(code: bytes, kind: str, *depends_on: str) -> None:
-    """Keep compiled code for later processes, where there is a place that `kept_code` trusts.
+def keep(data: bytes, kind: str, *depends_on: str) -> None:
+    """Keep what took long to find out, where there is a place that `read_kept` trusts.
+
+    Whoever reads the file sees it whole or not at all.
 
     Args:
-        code: what was compiled.
+        data: what was found, or compiled.
         kind: first part of the file's name.
-        depends_on: all that the code was made from.
+        depends_on: all that it was made from.
     """
-    path = _code_file(kind, depends_on)
-    if path is None:
-        return
-    with suppress(OSError):  # a read-only home: the next process compiles again
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(os.stat(path.parent)):
-            _write_cache(path, _seal(path, code) + code)
+    temporary = None
+    try:
+        path = _kept_file(kind, depends_on)
+        _make_private(path.parent)
+        if not _is_private(os.stat(path.parent)):
+            return
+        opened, temporary = tempfile.mkstemp(dir=path.parent)
+        with open(opened, "wb") as file:
+            file.write(_seal(path, data) + data)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError:
+        pass  # nothing can be written: the next process does it again
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
 
 
-def _code_file(kind: str, depends_on: tuple[str, ...]) -> Path | None:
+def _kept_file(kind: str, depends_on: tuple[str, ...]) -> Path:
+    """The file of what is kept: ``kind`` with a digest of all that it depends on.
+
+    Raises:
+        FileNotFoundError: there is no place for it.
+    """
     if os.name != "posix":
-        return None  # who may write a file is not told by its mode
-    path = _cache_file(kind, _CODE_FORMAT, *depends_on)
-    # a folder of its own: the one above may have been made under any umask
-    return path.parent / "code" / path.name
+        raise FileNotFoundError("who may write a file is not told by its mode")
+    digest = hashlib.sha256("\n".join((_FORMAT, *depends_on)).encode()).hexdigest()[:32]
+    # a folder of its own: earlier versions made the one above under any umask
+    return _cache_home() / "streamload" / "kept" / f"{kind}-{digest}"
+
+
+def _cache_home() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(root):  # a user without a home
+        raise FileNotFoundError(f"{root} is no place for what is kept")
+    return Path(root)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and those above it that are missing, this user's alone under any umask."""
+    for one in (*reversed(folder.parents), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
 
 
 def _is_private(info: os.stat_result) -> bool:
     return info.st_uid in (0, os.geteuid()) and not info.st_mode & 0o022
 
 
-def _seal(path: Path, code: bytes) -> bytes:
-    return hashlib.sha256(path.name.encode() + code).digest()
+def _seal(path: Path, data: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + data).digest()

@@ -38,8 +38,8 @@ from streamload.devices.base import (
     Copy,
     CopyTable,
     Read,
-    keep_code,
-    kept_code,
+    keep,
+    read_kept,
 )
 from streamload.devices.ptx import BLOCK_THREADS
 
@@ -397,7 +397,7 @@ def _compiled() -> Any:
     prototype = ctypes.CFUNCTYPE(size, pointer, size, pointer, pointer, size, pointer, pointer)
     # the machine's name tells its byte order, too
     depends_on = ("loop", os.uname().machine, _IR) if PLACES_CODE else None
-    kept = kept_code(*depends_on) if depends_on is not None else None
+    kept = read_kept(*depends_on) if depends_on is not None else None
     if kept is not None:
         return prototype(place_code(Code.unpack(kept)))
     # for the least CPU of its kind: the loop has no use for more, and other machines may share
@@ -410,7 +410,7 @@ def _compiled() -> Any:
     if depends_on is not None:
         code = movable_code(image, _SYMBOL)
         if code is not None:
-            keep_code(code.pack(), *depends_on)
+            keep(code.pack(), *depends_on)
     function, engine = load_object(image, target, _SYMBOL, prototype)
     function.engine = engine
     return function

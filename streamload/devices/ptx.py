@@ -23,7 +23,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from streamload.cast.kernels import PAIRS, Vector, careful, lossless, overflow_start
-from streamload.devices.base import keep_code, kept_code
+from streamload.devices.base import keep, read_kept
 from streamload.dtypes import DType
 from streamload.errors import DeviceError, UnsupportedCastError
 
@@ -206,11 +206,11 @@ def _cast_ptx(src: DType, dst: DType, clamp: bool, counted: bool) -> str:
     # of them llvmlite's library's (medians of 9 fresh processes on 2 cores)
     ir = _kernel_ir(src, dst, clamp=clamp, counted=counted)
     depends_on = ("ptx", _CPU, _FEATURES, ir)
-    kept = kept_code(*depends_on)
+    kept = read_kept(*depends_on)
     if kept is not None:
         return kept.decode()
     ptx = compile_ptx(ir)
-    keep_code(ptx.encode(), *depends_on)
+    keep(ptx.encode(), *depends_on)
     return ptx
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from streamload.errors import NodeError, PeerFailedError
 from streamload.nodes.group import Alone, Group, Launch
 
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _PORTS = range(20_000, 32_000)  # free of services, and below what systems hand out
 
 
@@ -197,4 +198,13 @@ def _meeting(env: Mapping[str, str]) -> str:
 
 
 def _engine(name: str) -> Any:
-    return importlib.import_module(f"streamload.nodes.{name}")
+    # Read once, when torch is loaded. Where the program has not done that, c10d alone would say
+    # anything, and what it warns of is raised in one line.
+    quiet = _TORCH_LOG not in os.environ and "torch" not in sys.modules
+    if quiet:
+        os.environ[_TORCH_LOG] = "ERROR"
+    try:
+        return importlib.import_module(f"streamload.nodes.{name}")
+    finally:
+        if quiet:
+            del os.environ[_TORCH_LOG]

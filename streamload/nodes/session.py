@@ -80,6 +80,15 @@ class Session:
                     f"speaks version {protocol} of streamload's protocol, and {said[0][1]} "
                     f"(rank 0) version {said[0][0]}: install the same streamload everywhere",
                 )
+        spelled: dict[str, tuple[int, str]] = {}
+        for rank, (_, name, _) in enumerate(said):
+            first, spelling = spelled.setdefault(name.casefold(), (rank, name))
+            if name != spelling:
+                raise NodeError(
+                    f"{name} (rank {rank})",
+                    f"differs in case alone from {spelling} (rank {first}), and host names that do "
+                    "are one: give each node an id of its own by STREAMLOAD_NODE_ID",
+                )
         names, hosts = Counter(name for _, name, _ in said), Counter(h for _, _, h in said)
         seen: Counter[str] = Counter()
         there: Counter[str] = Counter()

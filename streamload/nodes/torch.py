@@ -15,9 +15,10 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from streamload.errors import NodeError, PeerFailedError
 from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
-from streamload.nodes.store import open_store
+from streamload.nodes.store import gloo_interfaces, interface_address, open_store
 
 _NAPS_S = (2e-4, 5e-3)  # between looks at what is under way, the shortest and the longest
 _NAP_SHARE = 0.1  # of the time waited so far
+_LOOK_S = 0.05  # between looks for ranks that are to come
+_FAREWELL_S = 3.0  # at most, for the others to see who did not come
+_AWAY = "away"  # in the place of what a rank says when it comes
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
 #: port that the program's own init_process_group shares, before or after.
@@ -38,13 +42,13 @@ _launched: dict[tuple[str, int, int], Any] = {}
 class TorchGroup:
     """Gloo collectives on host memory."""
 
-    def __init__(self, gloo: Any, timeout: float) -> None:
+    def __init__(self, gloo: Any, timeout: float, address: str = "") -> None:
         self.rank: int = gloo.rank()
         self.size: int = gloo.size()
         self.engine = "torch"
         self._gloo = gloo
         self._failed = False
-        self._shared = open_store(self, timeout)
+        self._shared = open_store(self, timeout, address)
         self.store: Store = self._shared
 
     def allgather(self, data: bytes) -> list[bytes]:
@@ -132,16 +136,49 @@ def launched(launch: Launch, timeout: float) -> Group:
     if not launch.meeting or launch.size is None:
         raise NodeError(launch.host, "set MASTER_ADDR and MASTER_PORT, so that ranks can meet")
     found = (launch.meeting, launch.rank, launch.size)
-    if found not in _launched:
-        try:
-            met = dist.rendezvous(*found, timeout=timedelta(seconds=timeout))
+    # torchrun's agent may keep the store: then no rank does
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeper = None if agents else 0
+    end = time.monotonic() + timeout
+    try:
+        if found not in _launched:
+            if launch.rank != keeper:
+                _await_server(launch.meeting, keeper, end)
+            # Of one rank: the server would wait until all have come, and this rank could not say
+            # that it has.
+            met = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
             _launched[found], *_ = next(met)
-        except ValueError as error:
-            raise NodeError(launch.host, _summary(error)) from error
-        except RuntimeError as error:
-            raise lost(f"the ranks did not meet: {_summary(error)}") from error
+    except ValueError as error:
+        raise NodeError(launch.host, _summary(error)) from error
+    except PeerFailedError:
+        raise
+    except RuntimeError as error:
+        raise lost(f"the ranks did not meet: {_summary(error)}") from error
     prefix = f"streamload/{launch.attempt}"
-    return _group(_launched[found], prefix, launch.rank, launch.size, timeout)
+    return _group(_launched[found], prefix, launch.rank, launch.size, timeout, end, keeper)
+
+
+def _await_server(meeting: str, keeper: int | None, end: float) -> None:
+    """Wait until the store's server can be reached; c10d would complain to the terminal meanwhile.
+
+    Raises:
+        PeerFailedError: it cannot be in time.
+        ValueError: nothing says where it is.
+    """
+    where = urlsplit(meeting)
+    host, port = where.hostname or "", where.port or 0
+    if where.scheme == "env":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    while True:
+        try:
+            socket.create_connection((host, port), max(end - time.monotonic(), _NAPS_S[1])).close()
+        except OSError as error:  # also of a name that is not known yet
+            if time.monotonic() > end:
+                problem = f"its store at {host}, port {port}, cannot be reached: {error}"
+                raise lost(problem, keeper) from error
+            time.sleep(_LOOK_S)
+        else:
+            return
 
 
 def wrap(group: Any, timeout: float) -> Group:
@@ -167,7 +204,7 @@ def wrap(group: Any, timeout: float) -> Group:
     except (RuntimeError, KeyError) as error:
         problem = f"the process group has no store to meet in: {_summary(error)}"
         raise NodeError(f"rank {rank}", problem) from error
-    return _group(store, "streamload", rank, size, timeout)
+    return _group(store, "streamload", rank, size, timeout, time.monotonic() + timeout)
 
 
 def is_group(thing: object) -> bool:
@@ -175,51 +212,104 @@ def is_group(thing: object) -> bool:
     return isinstance(thing, dist.ProcessGroup)
 
 
-def _group(store: Any, prefix: str, rank: int, size: int, timeout: float) -> Group:
-    limit = timedelta(seconds=timeout)
+def _group(
+    store: Any,
+    prefix: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    end: float,
+    keeper: int | None = None,
+) -> Group:
+    """Meet in a store.
+
+    Args:
+        store: of all ranks.
+        prefix: of the keys.
+        rank: this one.
+        size: how many there are.
+        timeout: seconds of each collective.
+        end: until when the others are waited for.
+        keeper: the rank that keeps the store, where it is known.
+    """
+    interfaces = gloo_interfaces()
+    try:
+        # first: who cannot take part does not say that it has come
+        devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    except RuntimeError as error:
+        problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"
+        raise NodeError(socket.gethostname(), problem) from error
     try:
         # a connection of our own: a wait on one holds up every other thread that uses it
         store = store.clone() if hasattr(store, "clone") else store
         # each rank counts for itself how often it was here: no message, and the same number
         opened = store.add(f"{prefix}/{rank}", 1)
         store = dist.PrefixStore(f"{prefix}/{opened}", store)
+        # Gloo alone takes what the host's name resolves to, which on many systems is 127.0.1.1.
+        # Each rank takes the address from which it reaches the server of the store; on the server's
+        # own host, that from which it reaches the others.
+        server = _server(store)
+        mine = _way_to(*server) if server is not None else _own_address()
+        addresses = _roll_call(store, "did not come in time", rank, size, mine, end)
+        if interfaces:
+            mine = interface_address(interfaces[0])
+        else:
+            if server is not None and ipaddress.ip_address(mine).is_loopback:
+                remote = [a for a in addresses if not ipaddress.ip_address(a).is_loopback]
+                mine = _way_to(remote[0], server[1]) if remote else mine
+            devices = [c10d.ProcessGroupGloo.create_device(hostname=mine)]
+        # one that was lost while others were still to come is found here, and not by gloo
+        late = time.monotonic() + timeout
+        _roll_call(store, "came, and does not answer any more", rank, size, "", late)
         options = c10d.ProcessGroupGloo._Options()
-        options._timeout = limit
-        options._devices = [_device(store, rank, size, limit)]
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = devices
         gloo = c10d.ProcessGroupGloo(store, rank, size, options)
     except PeerFailedError:
         raise
+    except dist.DistNetworkError as error:
+        raise lost(f"the store of the meeting is gone: {_summary(error)}", keeper) from error
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
-    return TorchGroup(gloo, timeout)
+    return TorchGroup(gloo, timeout, mine)
 
 
-def _device(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """The network interface for gloo to listen on, and to tell the others.
+def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: float) -> list[str]:
+    """Wait until all ranks have come here; what they said, by rank.
 
-    Gloo takes the address that the host's name resolves to, which on many systems is 127.0.1.1,
-    and so unreachable. Here each rank takes the address from which it reaches the server of the
-    store; one that is on the server's own host, the address from which it reaches the others.
-    ``GLOO_SOCKET_IFNAME`` has the last word, as ever.
+    Looks again and again, since a wait that fails is told to the terminal by c10d. The first rank
+    whose time is over writes that down in the place of each that is missing: all name the same.
+
+    Args:
+        store: where they meet.
+        missed: what a rank is said to have done that is not here; no two calls have the same.
+        rank: this one.
+        size: how many there are.
+        said: what the others are told.
+        end: until when they are waited for.
     """
-    server = _server(store)
-    if "GLOO_SOCKET_IFNAME" in os.environ or server is None:
-        return c10d.ProcessGroupGloo.create_default_device()
-    mine = _way_to(*server)
-    store.set(f"address/{rank}", mine)
-    keys = [f"address/{other}" for other in range(size)]
-    try:
-        store.wait(keys, limit)
-    except dist.DistStoreError as error:
-        away = [other for other in range(size) if not store.check([keys[other]])]
-        listed = ", ".join(map(str, away))
-        problem = f"did not come within {limit.total_seconds():g} s (not here: {listed} of {size})"
-        raise lost(problem, away[0] if away else None) from error
-    if ipaddress.ip_address(mine).is_loopback:
-        others = (address.decode() for address in store.multi_get(keys))
-        remote = [other for other in others if not ipaddress.ip_address(other).is_loopback]
-        mine = _way_to(remote[0], server[1]) if remote else mine
-    return c10d.ProcessGroupGloo.create_device(hostname=mine)
+    keys = [f"{missed}/{other}" for other in range(size)]
+    if store.check([keys[rank]]):
+        raise lost("came when the others had ceased to wait for it", rank)
+    store.set(keys[rank], f"+{said}")
+    found = []
+    for key in keys:
+        while not store.check([key]):
+            if time.monotonic() > end:
+                store.set(key, _AWAY)
+            else:
+                time.sleep(_LOOK_S)
+        found.append(store.get(key).decode())
+    away = [other for other in range(size) if found[other] == _AWAY]
+    if not away:
+        return [answer[1:] for answer in found]
+    # with rank 0 the store may go: it waits for the others to see this
+    store.set(f"{missed}/seen/{rank}", "")
+    seen = [f"{missed}/seen/{other}" for other in range(size) if other not in away]
+    until = time.monotonic() + _FAREWELL_S
+    while rank == 0 and not store.check(seen) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    raise lost(f"{missed} (not here: {', '.join(map(str, away))} of {size})", away[0])
 
 
 def _server(store: Any) -> tuple[str, int] | None:
@@ -227,6 +317,18 @@ def _server(store: Any) -> tuple[str, int] | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _own_address() -> str:
+    """What the host's name resolves to, if that is this host's, else loopback."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(
+            socket.gethostname(), 0, type=socket.SOCK_STREAM
+        ):
+            with suppress(OSError), socket.socket(family, kind) as own:
+                own.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
 
 
 def _way_to(host: str, port: int) -> str:
