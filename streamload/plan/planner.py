@@ -1125,7 +1125,7 @@ def _check(
     sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
-    small += 0 if mine.scratch_nbytes else _least_read(plan)
+    small += _least_read(plan) if spec.shared_memory and not mine.scratch_nbytes else 0
     if room is not None and room.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(room.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
