@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+import re
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +297,46 @@ def test_a_reshaped_array_is_one_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(StateDictMismatchError, match="w: it is a view"):
         load(model, path, dtype="checkpoint")
     assert (base == np.arange(12)).all()
+
+
+def large(path: Path) -> Path:
+    """A file with a tensor that numpy would ask for huge pages for."""
+    return save(path, {"w": floats(1, 2, 3 * 2**19)})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has huge pages to ask for")
+def test_large_arrays_ask_for_no_huge_pages(tmp_path: Path) -> None:
+    """Their memory is as torch's is: where huge pages come slowly, no load waits for them."""
+    array = load(None, large(tmp_path), device="host").state_dict["w"]
+    middle, flags, inside = array.ctypes.data + array.nbytes // 2, "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "rd" in flags.split() and "hg" not in flags.split()
+
+
+def test_large_arrays_are_arrays_as_any_other(tmp_path: Path) -> None:
+    """They are written in place, copied, pickled and, reshaped, replaced; all is given back."""
+    path = large(tmp_path)
+    model = load(None, path, device="host").state_dict
+    array = model["w"]
+    assert (array == floats(1, *array.shape)).all()
+    for same in (copy.deepcopy(array), pickle.loads(pickle.dumps(array))):
+        assert (same == array).all()
+    array[:] = 0
+    load(model, path)
+    assert model["w"] is array
+    assert (array == floats(1, *array.shape)).all()
+    memory = weakref.ref(array.base)
+    model["w"] = array.reshape(-1)
+    del array, same
+    model["w"] = model["w"].reshape(2, -1)
+    report = load(model, path, dtype="float16", budget="40MB")
+    assert [p.action for p in report.plan.placements] == ["replace"]
+    assert model["w"].dtype == np.float16
+    assert memory() is None
 
 
 def test_a_view_that_comes_later_keeps_an_array() -> None:
