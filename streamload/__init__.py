@@ -8,7 +8,10 @@ transformers, `streamload.distributed` across nodes; they are imported when they
 import importlib
 from typing import Any
 
-from streamload import errors
+from streamload import (
+    _system,  # noqa: F401  (first: where the system is not supported, it says so)
+    errors,
+)
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, Verification, diff, verify_checkpoint

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "dtypes", "selection", "_pages"),
+    ("errors", "units", "_system", "dtypes", "selection", "_pages"),
     # their __init__.py: a docstring
     ("bench", "cast", "checkpoint", "convert", "devices", "nodes", "plan"),
     ("nodes.group",),

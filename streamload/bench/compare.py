@@ -382,6 +382,8 @@ def warm(files: Sequence[Path]) -> str:
 
 def forget(files: Sequence[Path]) -> str:
     """Drop files from the page cache; says what is wrong, or ""."""
+    if not hasattr(os, "posix_fadvise"):
+        return "this system drops no file from its page cache"
     for file in files:
         with open(file, "rb") as data:
             os.fsync(data.fileno())  # pages that are to be written stay

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from streamload._system import read_at
 from streamload.devices.cuda import Context, PinnedStaging
 from streamload.errors import DeviceError
 
@@ -104,7 +105,7 @@ def read(
         until = [0.0]
 
         def work(index: int) -> None:
-            into = [buffers[index]]
+            into = memoryview(buffers[index])
             begin.wait()
             try:
                 while True:
@@ -112,7 +113,7 @@ def read(
                     if turn >= most or time.perf_counter() >= until[0]:
                         return
                     fd, at = blocks[turn % len(blocks)]
-                    moved[index] += os.preadv(fd, into, at)
+                    moved[index] += read_at(fd, at, into)
             except OSError as error:
                 failed.append(error)
 

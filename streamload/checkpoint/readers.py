@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
+from streamload._system import read_at
 from streamload.checkpoint.fileless import filled
 from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
@@ -464,7 +465,7 @@ class _Shard:
         while done < nbytes:
             with target[done : min(done + _MAX_READ_NBYTES, nbytes)] as rest:
                 try:
-                    read = os.preadv(self._file.fileno(), [rest], start + done)
+                    read = read_at(self._file.fileno(), start + done, rest)
                 except OSError as error:
                     raise unreadable(self.path, error) from error
             if read == 0:

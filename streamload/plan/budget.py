@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import Literal, TypeAlias, TypeVar
 
+from streamload._system import system_free_nbytes
 from streamload.errors import BudgetExceededError, DeviceError, PlanInfeasibleError
 from streamload.units import parse_bytes
 
@@ -275,14 +277,15 @@ def available_host_nbytes(root: Path = Path("/")) -> int:
     The lists, not the ``cache`` or ``file`` counters: tmpfs and shared memory count as cache but
     live on the anon lists and cannot be reclaimed without swap; locked pages are on the
     unevictable list. Mapped and dirty file pages are on the file lists and can be reclaimed. Swap
-    is never counted as memory. Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst
-    (5.2 stat file) and cgroup-v2.rst (Memory Interface Files); proc_pid_mountinfo(5), cgroups(7).
+    is never counted as memory. Systems other than Linux have neither: they say what is free.
+    Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst (5.2 stat file) and
+    cgroup-v2.rst (Memory Interface Files); proc_pid_mountinfo(5), cgroups(7).
 
     Args:
         root: where ``/proc`` and the mount points that it names are found.
 
     Raises:
-        DeviceError: the system does not say (no /proc/meminfo).
+        DeviceError: the system does not say (Linux without /proc/meminfo).
     """
     return HostMemory(root).available_nbytes()
 
@@ -308,10 +311,11 @@ class HostMemory:
         meminfo = _fields(self._meminfo)
         # kernels before 3.14 have no MemAvailable; MemFree understates it
         system_kib = meminfo.get("MemAvailable", meminfo.get("MemFree"))
-        if system_kib is None:
+        if system_kib is None and sys.platform == "linux":
             raise DeviceError(
                 "host", f"{self._meminfo} does not say what is free: state the budget in bytes"
             )
+        system_nbytes = system_free_nbytes() if system_kib is None else system_kib * 1024
         left = [_cgroup_available_nbytes(at, _CONTROLLERS[kind]) for at, kind in self._groups]
         known = [nbytes for nbytes in left if nbytes is not None]
         self._groups = [
@@ -319,7 +323,7 @@ class HostMemory:
             for group, nbytes in zip(self._groups, left, strict=True)
             if nbytes is not None and nbytes < _NO_LIMIT_NBYTES
         ]
-        return min([system_kib * 1024, *known])
+        return min([system_nbytes, *known])
 
 
 def first_that_fits(
