@@ -1,7 +1,7 @@
 """Models of transformers: `from_pretrained`, streamed under a budget.
 
 transformers builds the model, names its weights, ties them, and computes the buffers that no
-checkpoint holds; streamload moves the bytes. Tried with transformers 5.17 and 5.23.
+checkpoint holds; streamload moves the bytes. Tried with transformers 5.9, 5.17 and 5.23.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ try:
     _leave_out_what_is_ignored = transformers.PreTrainedModel._adjust_missing_and_unexpected_keys
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        "streamload.transformers needs transformers 5.1 or later, whose loader says how it names "
+        "streamload.transformers needs transformers 5.9 or later, whose loader says how it names "
         f"and fuses weights; this is {transformers.__version__}"
     ) from error
 
