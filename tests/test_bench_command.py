@@ -179,6 +179,47 @@ def test_wrong_bytes_are_found(small_checkpoint: Path) -> None:
         measured.check()
 
 
+#: Prints what a lap of a job imports and starts; the job is the first argument.
+WATCHED = """
+import json, sys
+from streamload.bench.worker import _Load
+
+measured = _Load(json.loads(sys.argv[1]))
+measured.prepare()
+before, started = set(sys.modules), []
+sys.addaudithook(lambda event, said: event == "subprocess.Popen" and started.append(str(said[1])))
+measured.lap()
+print(json.dumps([sorted(set(sys.modules) - before), started]))
+"""
+
+
+@pytest.mark.parametrize("device", ["host", "CPU"])
+def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: str) -> None:
+    """On a machine where nothing is kept, imports and probes of the device come before the time."""
+    if device == "CPU":
+        needs.device(device)
+    job = load_job(small_checkpoint)
+    job["task"] |= {"framework": "host" if device == "host" else "tinygrad", "device": device}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, json.dumps(job)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[], []]
+
+
+def test_short_loads_are_repeated(small_checkpoint: Path) -> None:
+    """Of a load of milliseconds the second figure is the middle of many; bytes stay right."""
+    with Child(load_job(small_checkpoint), timeout_s=60) as child:
+        first, _ = child.lap()
+        found = child.again()
+        assert child.check()["checked"] > 0
+    assert found["laps"] > 1 or first["seconds"] > 0.1
+    assert found["seconds"] > 0
+
+
 def test_a_sample_is_spread_over_all() -> None:
     """Both ends are in it, nothing twice, and few tensors are all in it."""
     names = [str(i) for i in range(1000)]

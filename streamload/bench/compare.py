@@ -92,13 +92,13 @@ class Run:
     """One process of a loader.
 
     Attributes:
-        seconds: of the first load, until the device was synchronised.
+        seconds: of the first load of the checkpoint, until the device was synchronised.
         cpu_s: CPU time of it, of all threads.
-        again_s: of the second, or None.
+        again_s: of the loads after it, by the median, or None.
         memory: the most that was held during the first, above what was held before.
         says: what the loader, and its framework, say of themselves.
         import_s: importing the loader's modules.
-        open_s: importing the framework and opening the device.
+        open_s: importing the framework, opening the device, and loading a few values.
     """
 
     seconds: float
@@ -284,15 +284,19 @@ class Comparison:
                 continue
             seconds = [run.seconds for run in runs]
             version = next(iter(of.versions.values()), "")
-            times = self.times(name, state)
+            times, times_again = (
+                None if name == OURS else self.times(name, state, again=again)
+                for again in (False, True)
+            )
             rows.append(
                 (
                     f"{name} {version}".strip(),
-                    f"{median(seconds):.3f}",
-                    f"{min(seconds):.3f}-{max(seconds):.3f}",
+                    f"{median(seconds):.3g}",
+                    f"{min(seconds):.3g}-{max(seconds):.3g}",
                     _number(self.rate(name, state)),
                     _number(self.rate(name, state, again=True)),
-                    "" if name == OURS or times is None else f"{times:.3g}",
+                    _number(times),
+                    _number(times_again),
                     format_bytes(max(run.memory.anon_nbytes for run in runs)),
                     _size([run.pinned_nbytes for run in runs]),
                     format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
@@ -301,8 +305,8 @@ class Comparison:
                 )
             )
         titles = (
-            *(f"{state} page cache", "seconds", "from-to", "GB/s", "again", "streamload is"),
-            *("host", "pinned", "machine", "device", "checked"),
+            *(f"{state} page cache", "seconds", "from-to", "GB/s", "again"),
+            *("streamload is", "again", "host", "pinned", "machine", "device", "checked"),
         )
         return list(format_table(titles, rows, right=len(titles) - 1))
 
@@ -600,7 +604,7 @@ class _Comparing:
         ready = child.ready()
         self._prepare(state)
         said, memory = child.lap()
-        again_s = child.lap()[0]["seconds"] if again else None
+        again_s = child.again()["seconds"] if again else None
         of = self.found.loaders[name]
         if of.checked is None:
             of.checked = child.check()["checked"]

@@ -209,6 +209,10 @@ class Child:
         said, peak = self._ask("lap", sampled=True)
         return said, peak.above(base)
 
+    def again(self) -> dict[str, Any]:
+        """Do it again, a short lap many times; the middle of their seconds counts."""
+        return self._ask("again", sampled=False)[0]
+
     def check(self) -> dict[str, Any]:
         """Compare what was loaded with the files; raises MeasurementError where it differs."""
         return self._ask("check", sampled=False)[0]
