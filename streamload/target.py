@@ -8,6 +8,9 @@ from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
+import numpy as np
+
+from streamload._pages import reusable_nbytes
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
@@ -15,7 +18,7 @@ from streamload.plan.allocators import TRIM_NBYTES
 from streamload.plan.budget import Ledger
 from streamload.plan.plan import Plan, alike, kinds, names_of, resident_nbytes
 
-_POISON_NBYTES = 2**20
+_POISON_NBYTES = 2**24
 
 
 class ModelTarget:
@@ -214,11 +217,17 @@ class ModelTarget:
 
 
 def _poison(device: Device, buffer: Buffer, nbytes: int) -> None:
-    """Fill half-written memory that others may still hold: every float in it reads as NaN."""
+    """Fill half-written memory that others may still hold: every float in it reads as NaN.
+
+    But for blocks that have no memory of their own yet: it may be what there is too little of.
+    """
     if not device.info.host_visible:
         return
     with suppress(Exception):
         for at in range(0, nbytes, _POISON_NBYTES):
             stop = min(at + _POISON_NBYTES, nbytes)
             with device.window(buffer, at, stop) as view:
-                view[:] = b"\xff" * (stop - at)
+                block = np.frombuffer(view, np.uint8)
+                if reusable_nbytes([(block.ctypes.data, block.nbytes)]) != [0]:
+                    block[:] = 0xFF
+                del block  # it keeps the window open
