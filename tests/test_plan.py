@@ -698,7 +698,8 @@ def recount(plan: Plan, spec: DeviceSpec) -> tuple[int, int]:
     elif there:
         scratch += 2 * plan.slot_nbytes
     if spec.shared_memory and not scratch and {p.cast for p in mine} & {"llvm", "numpy"}:
-        scratch = min(65536, plan.slot_nbytes)
+        large = sum(p.nbytes for p in plan.placements) >= 16 * MIB
+        scratch = 65536 if large else 0
     return peak + scratch, max(peak - begun, 0) + untrimmed + scratch
 
 

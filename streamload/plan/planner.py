@@ -63,6 +63,7 @@ CastChoice = Literal["llvm", "numpy", "device"]
 
 DEFAULT_CHUNK_NBYTES = 8 * 2**20
 MIN_CHUNK_NBYTES = 64 * 2**10
+_LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
 
 # Of a mapped transfer: a window costs calls that take the lock of the process's address space, so
@@ -1019,12 +1020,14 @@ class _Needs:
             read to where they go.
         tallies: by device, how many placements it casts and counts.
         resizes: the devices on which such casts change the size of the elements.
+        least_read: see `_least_read`.
     """
 
     casts: Mapping[str, Set[str]]
     moves: Set[str]
     tallies: Mapping[str, int]
     resizes: Set[str]
+    least_read: int
 
 
 def _needs(placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]) -> _Needs:
@@ -1040,7 +1043,7 @@ def _needs(placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]) -> 
             tallies[p.device] = tallies.get(p.device, 0) + count
             if p.src.bits != p.dst.bits:
                 resizes.add(p.device)
-    return _Needs(casts, moves, tallies, resizes)
+    return _Needs(casts, moves, tallies, resizes, _least_read(placements) if moves else 0)
 
 
 def _staging(
@@ -1081,7 +1084,7 @@ def _staging(
     if any("numpy" in casts for casts in needs.casts.values()):
         own += workers * NUMPY_SCRATCH_NBYTES
     if shares and needs.moves and not own and not any(scratch[name] for name in shares):
-        own = _least_read(plan)  # see there
+        own = needs.least_read
     for name in shares if any(specs[n].own_host for n in shares) else shares[:1]:
         scratch[name] += own  # of one memory it counts once
     if not shares:
@@ -1089,13 +1092,15 @@ def _staging(
     return scratch, host
 
 
-def _least_read(plan: Plan) -> int:
-    """What a cast takes at least of a file that is read and not mapped, in bytes.
+def _least_read(placements: Sequence[Placement]) -> int:
+    """What a cast takes at least of files that are read and not mapped, in bytes.
 
     Files that are planned to be mapped may have to be read, where little memory is free: with this
-    in every plan that casts, a budget of exactly its peak is enough for either.
+    in every plan that casts, a budget of exactly its peak is enough for either. Checkpoints of a
+    few megabytes do without: it would be a good part of them.
     """
-    return min(MIN_CHUNK_NBYTES, plan.slot_nbytes)
+    nbytes = sum(p.nbytes * count for p, count in alike(placements))
+    return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
 def _check(
@@ -1125,7 +1130,7 @@ def _check(
     sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
-    small += _least_read(plan) if spec.shared_memory and not mine.scratch_nbytes else 0
+    small += _least_read(placements) if spec.shared_memory and not mine.scratch_nbytes else 0
     if room is not None and room.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(room.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
