@@ -627,7 +627,7 @@ class _Files:
 
     def __init__(self, checkpoint: Checkpoint, way: tuple[int, ReaderKind]) -> None:
         self._block_nbytes, self._kind = way
-        self._nbytes = {header.path: header.file_nbytes for header in checkpoint.shards}
+        self._headers = {header.path: header for header in checkpoint.shards}
         self._kinds: dict[Location, ResolvedKind] = {}
         self._open: dict[Location, Reader] = {}  # the one that was used last is the last
         self._memory: memoryview | None = None
@@ -695,7 +695,8 @@ class _Files:
             if shard not in self._kinds:  # decided once: reading brings it into the page cache
                 kind = self._kind if isinstance(shard, Path) else "auto"
                 self._kinds[shard] = choose_reader(shard, kind).kind
-            reader = open_reader(shard, self._nbytes[shard], self._kinds[shard])
+            header = self._headers[shard]
+            reader = open_reader(shard, header.file_nbytes, self._kinds[shard], header.state)
         self._open[shard] = reader
         return reader
 

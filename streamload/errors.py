@@ -6,7 +6,8 @@ facts, its notes and its ``state``. Errors of other libraries are translated whe
 
 ```
 StreamloadError
-├─ CheckpointError (ValueError): HeaderError, TruncatedFileError, ShardNotFoundError
+├─ CheckpointError (ValueError): HeaderError, TruncatedFileError, FileChangedError,
+│                                ShardNotFoundError
 ├─ StateDictMismatchError (ValueError)
 ├─ BudgetError (MemoryError): PlanInfeasibleError, BudgetExceededError, MemoryTakenError
 ├─ CastError (ValueError): UnsupportedCastError, OutOfRangeError
@@ -130,11 +131,15 @@ class CheckpointError(StreamloadError, ValueError):
             found=found,
         )
 
-    def of_tensor(self, tensor: str) -> Self:
+    def of_tensor(self, tensor: str | None) -> Self:
         """The same error, with the tensor's name."""
         return type(self)(
             self.path, self.problem, tensor=tensor, expected=self.expected, found=self.found
         )
+
+    def again(self) -> Self:
+        """The same error, to be raised by another thread, or once more."""
+        return self.of_tensor(self.tensor)
 
 
 class HeaderError(CheckpointError):
@@ -146,6 +151,41 @@ class TruncatedFileError(CheckpointError):
 
     ``expected`` and ``found`` are file lengths in bytes.
     """
+
+
+class FileChangedError(CheckpointError):
+    """A file that is not what it was when its header was read, or is about to be changed.
+
+    Attributes:
+        held_back: the system held the writer back until now, so that what was read is right; else
+            whatever was taken from the file may be wrong.
+    """
+
+    held_back: bool
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        problem: str,
+        *,
+        tensor: str | None = None,
+        expected: object = None,
+        found: object = None,
+        held_back: bool = False,
+    ) -> None:
+        super().__init__(path, problem, tensor=tensor, expected=expected, found=found)
+        self._facts["held_back"] = self.held_back = held_back
+
+    def of_tensor(self, tensor: str | None) -> Self:
+        """The same error, with the tensor's name."""
+        return type(self)(
+            self.path,
+            self.problem,
+            tensor=tensor,
+            expected=self.expected,
+            found=self.found,
+            held_back=self.held_back,
+        )
 
 
 class ShardNotFoundError(CheckpointError):

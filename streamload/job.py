@@ -20,7 +20,7 @@ from streamload.checkpoint.url import Location, Url
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
-from streamload.errors import DeviceError, OutOfRangeError
+from streamload.errors import DeviceError, FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.chunks import Chunk, Cut, Pack
@@ -54,6 +54,9 @@ class Target(Protocol):
     def finish_range(self, indices: range) -> None:
         """The same of placements that `begin_range` made room for; nothing of them was cast."""
 
+    def revoke(self, indices: Iterable[int]) -> None:
+        """Finished placements among these hold bytes that may be wrong; the load fails."""
+
 
 #: Opens a shard, in the way that the plan has for it.
 Opener = Callable[[Header, ResolvedKind], Reader]
@@ -61,7 +64,7 @@ Opener = Callable[[Header, ResolvedKind], Reader]
 
 def open_shard(header: Header, kind: ResolvedKind) -> Reader:
     """Open a shard's file by itself."""
-    return open_reader(header.path, header.file_nbytes, kind)
+    return open_reader(header.path, header.file_nbytes, kind, header.state)
 
 
 @dataclass(slots=True)
@@ -143,6 +146,9 @@ class Job:
         self.page_cache: PageCache | None = None
         self._readers: dict[int, Reader] = {}
         self._caches: dict[int, ShardCache] = {}
+        self._to_come: Counter[int] = Counter()  # units that were begun, by shard
+        self._begun: set[int] = set()  # shards, all of their units
+        self._closing = threading.Lock()
 
     def units(self) -> Iterator[Unit]:
         """Cut the plan into units, made one by one in the order in which they are read."""
@@ -178,13 +184,55 @@ class Job:
         for reader in list(self._readers.values()):  # any thread may call this
             reader.stop()
 
+    def fail(self, error: BaseException) -> None:
+        """Stop, and take back what was finished where the error says that it may be wrong."""
+        self.stop()
+        held_back = isinstance(error, FileChangedError) and error.held_back
+        if isinstance(error, (FileChangedError, TruncatedFileError)) and not held_back:
+            # not only what is unfinished: where the clock is coarse, a change is seen late
+            tensors = self._checkpoint.tensors
+            self._target.revoke(
+                index
+                for index, p in enumerate(self.plan.placements)
+                if any(str(tensors[r.tensor].shard) == error.path for r in p.source)
+            )
+
+    def check_files(self) -> None:
+        """Look whether somebody waits to change an open file, while nobody reads; any thread may.
+
+        Raises:
+            FileChangedError: somebody does.
+        """
+        with self._closing:
+            for reader in list(self._readers.values()):
+                with reader.unchanged():
+                    pass
+
+    def has_begun(self, shard: int) -> None:
+        """All units of a shard were begun: its file is closed when they are done.
+
+        At once: its lease keeps others from writing it.
+        """
+        self._begun.add(shard)
+        self._close_if_done(shard)
+
+    def _close_if_done(self, shard: int) -> None:
+        if shard in self._begun and not self._to_come[shard]:
+            self.close(shard)
+
+    def close_all(self) -> None:
+        """Close every file that is open still; no worker reads any more."""
+        for shard in list(self._readers):
+            self.close(shard)
+
     def close(self, shard: int) -> None:
-        """Close what `open` opened, if anything; no worker reads there any more."""
-        reader = self._readers.pop(shard, None)
-        if reader is not None:
-            if reader.fallback:
-                self.stats.reader_fallbacks[reader.fallback] += 1
-            reader.close()
+        """Close what `open` opened; no worker reads there any more."""
+        with self._closing:
+            reader = self._readers.pop(shard, None)
+            if reader is not None:
+                reader.close()
+        if reader is not None and reader.fallback:
+            self.stats.reader_fallbacks[reader.fallback] += 1
         cache = self._caches.pop(shard, None)
         if cache is not None:  # when nothing maps the file any more
             if self.failed:  # what workers had read, and nobody was told of
@@ -237,6 +285,7 @@ class Job:
         """
         if self._headroom is not None:
             self._headroom.hand_out(sum(map(written_nbytes, batch)))
+        self._to_come[batch[0][0].shard] += len(batch)
         for unit in batch:
             if isinstance(unit, Pack):
                 buffers = self._target.begin_range(unit.placements)
@@ -298,13 +347,15 @@ class Job:
         self._account(unit, self.stats.read_nbytes - before)
 
     def _account(self, unit: Unit, nbytes: int) -> None:
-        """Tell the page cache what has been read."""
+        """Tell the page cache what has been read; close a file that nobody will read any more."""
         cache = self._caches.get(unit[0].shard)
         if cache is not None and cache.drops:
             for start, stop in file_ranges(unit):
                 cache.done(start, stop)
         elif cache is not None:  # it counts, and asks for no more: a unit may have many ranges
             cache.done(0, nbytes)
+        self._to_come[unit[0].shard] -= 1
+        self._close_if_done(unit[0].shard)
 
     def _refuse_overflow(self, chunk: Chunk, p: Placement) -> None:
         """Look at what the device counted of a parameter, if it counts."""

@@ -19,8 +19,7 @@ from streamload.checkpoint.readers import (
     ReaderChoice,
     ReaderKind,
     choose_reader,
-    filesystem_and_length,
-    reader_for,
+    not_mapped,
 )
 from streamload.devices.base import (
     Framework,
@@ -172,7 +171,9 @@ def load_state_dict(
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
         reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
             each file: "direct" for what is on a local disk, not in the page cache, and staged;
-            else "mmap", or "pread" on network filesystems.
+            else "mmap", or "pread" on network filesystems. What would be mapped is read by pread too
+            where others cannot be kept from truncating it: another user's file, or one that is open
+            for writing.
         page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
             next load; "drop" gives it back behind what is read; "auto" does that where memory is
             short. What was in it before stays.
@@ -203,6 +204,8 @@ def load_state_dict(
 
     Raises:
         CheckpointError: the checkpoint is not what it should be; names file and tensor.
+        FileChangedError: one of its files is not what it was when its header was read, or another
+            process wants to write it; it is a CheckpointError.
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
         PlanInfeasibleError: it does not fit; before any data is read or memory allocated.
         BudgetExceededError: something still holds memory that had to be released first.
@@ -545,11 +548,9 @@ class Options:
                     f"{', '.join(unable)} cannot"
                 )
             for header in checkpoint.shards:
-                filesystem, nbytes = filesystem_and_length(header.path)
-                if reader_for(filesystem, nbytes) != "mmap":
+                if why := not_mapped(header.path):
                     raise ValueError(
-                        f'transfer="mapped" needs files that can be mapped: {header.path} is on '
-                        f"{filesystem or 'an unknown filesystem'}"
+                        f'transfer="mapped" needs files that can be mapped: {header.path}: {why}'
                     )
             return "mapped"
         if unable or (self.threads or self.cpus or available_cpus()) > MAPPED_MOST_CPUS:

@@ -253,7 +253,8 @@ def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
         info = checkpoint.tensors[r.tensor]
         row_nbytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
         start, stop = info.start + r.start * row_nbytes, info.start + r.stop * row_nbytes
-        with open_reader(info.shard, headers[info.shard].file_nbytes, "pread") as reader:
+        header = headers[info.shard]
+        with open_reader(info.shard, header.file_nbytes, "pread", header.state) as reader:
             while start < stop:
                 out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
                 reader.read_into(start, memoryview(out))

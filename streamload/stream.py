@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import groupby, islice
 from types import TracebackType
 
@@ -34,6 +34,7 @@ _TOLD_TOGETHER = 4  # units that a worker has finished
 # the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
 _OPEN_SHARDS = 2
 _MOST_OPEN_SHARDS = 16
+_LOOK_S = 0.05  # while there is nothing to read
 
 
 def stream(
@@ -92,8 +93,7 @@ def stream(
                     or crew.is_enough(sum(submitted[other] for other in opened))
                     or crew.has_done(opened[0])
                 ):
-                    crew.drain(opened[0])
-                    job.close(opened.popleft())
+                    crew.drain(opened.popleft())
                 opened.append(shard)
                 reader = job.open(shard)
                 for batch in of_shard:
@@ -101,15 +101,15 @@ def stream(
                     job.begin(batch)
                     crew.submit(reader, batch)
                     submitted[shard] += len(batch)
+                job.has_begun(shard)
             crew.drain()
             job.stats.transfer_seconds = time.perf_counter() - job.first_read
-        except BaseException:
-            job.stop()
+        except BaseException as error:
+            job.fail(error)
             raise
         finally:
             crew.join()  # before the readers are closed
-            for shard in opened:
-                job.close(shard)
+            job.close_all()
         crew.end()
         for casts in job.casts.values():
             job.stats.counts |= casts.all_counts()
@@ -290,6 +290,13 @@ class _Crew:
             self._done.put([((), [], error)])
         self._close(worker)
 
+    def _wait_for_work(self) -> tuple[Reader, Sequence[Unit]] | None:
+        """The next item; meanwhile, whoever waits to write a file does not wait for long."""
+        while True:
+            with suppress(queue.Empty):
+                return self._work.get(timeout=_LOOK_S)
+            self._job.check_files()
+
     def _work_off(self, worker: Worker) -> None:
         finished: list[Outcome] = []
         while True:
@@ -301,7 +308,7 @@ class _Crew:
                 if finished:
                     self._done.put(finished)
                     finished = []
-                item = self._work.get()
+                item = self._wait_for_work()
             if item is None or self._stopped.is_set():
                 break
             reader, batch = item

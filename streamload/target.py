@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import repeat
 from typing import Any
@@ -57,6 +57,7 @@ class ModelTarget:
         # freed heap by device, since it was trimmed; other devices trim as they release
         self._freed = {name: 0 for name, device in devices.items() if device.info.shared_memory}
         self._loaded: set[int] = set()
+        self._revoked: set[int] = set()  # finished, of bytes that may be wrong
 
     def _parameter(self, index: int) -> Parameter | None:
         if self._parameters is None:
@@ -173,6 +174,21 @@ class ModelTarget:
         self._loaded.update(indices)
         deque(map(self._buffers.__delitem__, indices), maxlen=0)
 
+    def revoke(self, indices: Iterable[int]) -> None:
+        """Count finished parameters as those that were not: what they hold may be wrong."""
+        for index in self._loaded.intersection(indices):
+            p = self._plan.placements[index]
+            parameter = self._parameter(index)
+            self._loaded.remove(index)
+            self._revoked.add(index)
+            if p.action == "in_place" and parameter is not None:
+                self._buffers[index] = parameter.buffer()
+                continue
+            if parameter is not None:
+                parameter.release()
+            self.state_dict.pop(p.name, None)
+            self._ledger.release(p.device, p.resident_nbytes)
+
     def fail(self) -> LoadState:
         """Give back what is half-filled, and say what each parameter is now.
 
@@ -180,11 +196,11 @@ class ModelTarget:
         writes it again, and whoever else refers to it sees that.
         """
         made = self._plan
-        begun = (self._released | set(self._buffers)) - self._loaded
+        begun = (self._released | self._revoked | set(self._buffers)) - self._loaded
         # a parameter that keeps what it held until its new buffer is full is as it was
         invalid = {
             i for i in begun if i in self._released or made.placements[i].action == "in_place"
-        }
+        } | self._revoked
         given_up: list[tuple[int, Buffer]] = []
         for index in sorted(begun):
             p = made.placements[index]

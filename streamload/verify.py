@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ import numpy as np
 
 from streamload.cast.reference import cast_bytes
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.guard import Guard
+from streamload.checkpoint.header import open_regular
 from streamload.checkpoint.readers import Reader, open_reader
 from streamload.checkpoint.url import Location
 from streamload.devices.base import Device, framework, framework_of
@@ -202,6 +205,19 @@ class _File(Protocol):
     def tell(self) -> int: ...
 
 
+class _Local:
+    """A file of this machine, read plainly; raises CheckpointError when it is not what it was."""
+
+    def __init__(self, file: FileIO, guard: Guard) -> None:
+        self._file = file
+        self._guard = guard
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, most_nbytes: int, /) -> bytes:
+        with self._guard:
+            return self._file.read(most_nbytes)
+
+
 class _Remote:
     """A file that is read over HTTP, as one that is open on this machine."""
 
@@ -224,12 +240,12 @@ class _Remote:
 
 @contextmanager
 def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_File]:
+    header = next(header for header in checkpoint.shards if header.path == shard)
     if isinstance(shard, Path):
-        with open(shard, "rb") as file:
-            yield file
+        with open_regular(shard) as file:
+            yield _Local(file, Guard(file, shard, header.state, refusal="none is needed"))
         return
-    nbytes = next(header.file_nbytes for header in checkpoint.shards if header.path == shard)
-    with open_reader(shard, nbytes) as reader:
+    with open_reader(shard, header.file_nbytes) as reader:
         yield _Remote(reader)
 
 

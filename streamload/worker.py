@@ -83,17 +83,16 @@ class _UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class _StillThere:
-    """A ticket for the bytes that a window showed: after a file's end, it showed zeros."""
+    """A ticket for the bytes that a window showed, of a file that may have changed meanwhile."""
 
     reader: Reader
     unit: Unit
     job: Job
 
     def wait(self) -> None:
-        """Raise TruncatedFileError where the file has become shorter."""
-        stop = self.unit[-1].runs[-1].stop
+        """Raise CheckpointError where it has."""
         try:
-            with self.reader.view(stop - 1, stop):
+            with self.reader.unchanged():
                 return
         except CheckpointError as error:
             raise error.of_tensor(self.job.tensor(_at_fault(self.unit, error))[0]) from error
@@ -154,10 +153,7 @@ class Worker:
             if parts != [unit]:  # of bytes that go as they are: nothing is counted
                 counts = [NO_COUNTS] * len(unit)
         except BaseException as error:
-            failure = error
-            if isinstance(error, CheckpointError) and error.tensor is None:
-                failure = error.of_tensor(self._job.tensor(_at_fault(unit, error))[0])
-                failure.__cause__ = error
+            failure = self._named(unit, error)
             for _, ticket in tickets:
                 with suppress(Exception):
                     ticket.wait()
@@ -168,6 +164,14 @@ class Worker:
             yield from self.settle()  # slots are filled in turn, and this unit is out of turn
         if failure is not None:
             yield unit, counts, failure
+
+    def _named(self, unit: Unit, error: BaseException) -> BaseException:
+        """An error of a unit, with the tensor that it is of."""
+        if not isinstance(error, CheckpointError) or error.tensor is not None:
+            return error
+        named = error.of_tensor(self._job.tensor(_at_fault(unit, error))[0])
+        named.__cause__ = error
+        return named
 
     def _parts(self, unit: Unit, start: int | None) -> list[Unit]:
         """What is left of a unit, in units that fit into a slot."""
@@ -246,14 +250,16 @@ class Worker:
                 reads += self._reads(name, unit, alignment, slots, len(reads))
                 begins.append(len(reads))
             busy = {id(staging) for entry in self._under_way for staging, _ in entry.tickets}
-            failure = bulk.run(reader.fileno(), reads, [slot.staging for slot in slots], len(busy))
+            with reader.unchanged():
+                stagings = [slot.staging for slot in slots]
+                failure = bulk.run(reader.fileno(), reads, stagings, len(busy))
         except BaseException as error:
             for slot in self._slots.get(name, ()):  # it may have begun copies
                 with suppress(Exception):
                     bulk.ticket(slot.staging).wait()
             yield from self._take_finished()
             yield from self.settle()
-            yield whole[0], [], error
+            yield whole[0], [], self._named(whole[0], error)
             return 1, None
         done = failure.index if failure else len(reads)
         begun = bisect_right(begins, done) - 1
@@ -498,9 +504,10 @@ class Worker:
         if not reader.has_file or reader.alignment > 1:
             return False
         addresses = self._job.addresses(pack)
-        return addresses is not None and scatter(
-            reader.fileno(), pack.start, addresses, np.diff(pack.bounds)
-        )
+        if addresses is None:
+            return False
+        with reader.unchanged():
+            return scatter(reader.fileno(), pack.start, addresses, np.diff(pack.bounds))
 
     def _file_range(self, unit: Unit) -> tuple[int, int] | None:
         """The file bytes of a unit that go to the device as they are, and in one piece."""

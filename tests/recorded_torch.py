@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -491,6 +491,10 @@ class RecordedReader:
     def fallback(self) -> str:
         """As the real one."""
         return self.inner.fallback
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """As the real one."""
+        return self.inner.unchanged()
 
     def fileno(self) -> int:
         """The real one's: who reads from it asks the disk himself."""

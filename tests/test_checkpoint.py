@@ -285,7 +285,7 @@ def test_index_may_name_only_files_of_its_own_folder(sharded: Path, shard: str) 
             "'a' more than once",
         ),
         ('{"weight_map": {}, "weight_map": {}}', "each key once", "'weight_map' more than once"),
-        ('{"weight_map": ' + "[" * 100_000, "JSON", "too many levels of nesting"),
+        ('{"weight_map": ' + "[" * 100_000, "JSON", "more than 127 levels of nesting"),
     ],
 )
 def test_malformed_index(sharded: Path, text: str, expected: str, found: str | None) -> None:

@@ -19,6 +19,7 @@ from streamload.errors import (
     CheckpointError,
     DeviceError,
     DeviceNotFoundError,
+    FileChangedError,
     HeaderError,
     LoadState,
     MemoryTakenError,
@@ -39,6 +40,7 @@ TREE = {
     CheckpointError: (StreamloadError, ValueError),
     HeaderError: (CheckpointError,),
     TruncatedFileError: (CheckpointError,),
+    FileChangedError: (CheckpointError,),
     ShardNotFoundError: (CheckpointError,),
     StateDictMismatchError: (StreamloadError, ValueError),
     BudgetError: (StreamloadError, MemoryError),
@@ -70,6 +72,13 @@ EXAMPLES: list[tuple[StreamloadError, dict[str, Any], tuple[str, ...]]] = [
         ("a.safetensors", "is wrong", "w", "3", "four"),
     )
     for cls in (CheckpointError, HeaderError, TruncatedFileError, ShardNotFoundError)
+]
+EXAMPLES += [
+    (
+        FileChangedError("f", "has changed", tensor="w", expected=1, found=2, held_back=True),
+        {"path": "f", "tensor": "w", "expected": 1, "found": 2, "held_back": True},
+        ("f", "has changed", "w", "1", "2"),
+    ),
 ]
 EXAMPLES += [
     (
@@ -212,6 +221,8 @@ def test_the_state_of_a_load() -> None:
 def test_a_tensor_named_later() -> None:
     """A reader's error gets the tensor's name where it is known, and keeps class and facts."""
     error = TruncatedFileError("f", "the file ended", expected=10, found=7)
+    changed = FileChangedError("f", "has changed", held_back=True).of_tensor("w")
+    assert (type(changed), changed.tensor, changed.held_back) == (FileChangedError, "w", True)
     named = error.of_tensor("w")
     assert type(named) is TruncatedFileError
     assert (named.tensor, named.expected, named.found) == ("w", 10, 7)

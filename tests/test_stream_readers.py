@@ -293,7 +293,7 @@ def test_mapped_for_a_file_that_cannot() -> None:
         except OSError:
             continue
         try:
-            with pytest.raises(ValueError, match=f"{file.name} is on {filesystem}"):
+            with pytest.raises(ValueError, match=f"{file.name}: {filesystem} does not hold back"):
                 plan(file, transfer="mapped")
             assert plan(file, threads=1).transfer == "staged"
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from streamload.checkpoint.header import (
 )
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
+from streamload.nesting import parse_json
 
 _SUFFIX = ".safetensors"
 _SINGLE = "model.safetensors"
@@ -365,7 +365,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
         return {}
     check_memory(path, len(raw), raw)
     try:
-        config = json.loads(raw)
+        config = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise HeaderError(
             path, "the JSON is not valid", expected="JSON", found=str(error)

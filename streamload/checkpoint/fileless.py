@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import NoReturn, Self
 
@@ -66,6 +66,10 @@ class FilelessReader(ABC):
             with out.cast("B") as target, target[: stop - start] as part:
                 self._fill(start, part)
         return stop - start
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Nobody else reads the bytes: `read_into` sees to it."""
+        return nullcontext()
 
     def fileno(self) -> NoReturn:
         """There is none."""

@@ -21,7 +21,7 @@ import stat
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
+from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import (
@@ -39,6 +40,7 @@ from streamload.errors import (
     ShardNotFoundError,
     TruncatedFileError,
 )
+from streamload.nesting import check_nesting
 from streamload.plan.budget import first_that_fits
 
 #: The longest header that the format allows, in bytes of JSON.
@@ -120,6 +122,7 @@ class Header:
         tensors: by first byte; tensors without elements come before the one they touch, and those
             at the same place are in order of name.
         metadata: its ``__metadata__``.
+        state: what the file was when its header was read; None of a URL, and where nobody knows.
     """
 
     path: Location
@@ -127,10 +130,11 @@ class Header:
     data_start: int
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
+    state: FileState | None = field(default=None, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         rest = (self.path, self.file_nbytes, self.data_start, self.tensors)
-        return _header, (*rest, dict(self.metadata))
+        return _header, (*rest, dict(self.metadata), self.state)
 
 
 def _header(
@@ -139,9 +143,10 @@ def _header(
     data_start: int,
     tensors: tuple[TensorInfo, ...],
     metadata: Mapping[str, str],
+    state: FileState | None,
 ) -> Header:
     """Rebuild a pickled header: a mapping proxy cannot be pickled."""
-    return Header(path, file_nbytes, data_start, tensors, MappingProxyType(metadata))
+    return Header(path, file_nbytes, data_start, tensors, MappingProxyType(metadata), state)
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -151,19 +156,21 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         HeaderError: the header breaks a rule of the format.
         TruncatedFileError: the file is shorter than its header says.
         ShardNotFoundError: there is no such file.
+        FileChangedError: it was changed meanwhile.
         CheckpointError: it is not a regular file, or cannot be read.
     """
     path = Path(path)
     with open_regular(path) as file:
         try:
-            file_nbytes = os.fstat(file.fileno()).st_size
+            state = FileState.of(file.fileno())
             raw = read_up_to(file, PREFIX_NBYTES)
-            nbytes = json_nbytes(raw, path, file_nbytes)
+            nbytes = json_nbytes(raw, path, state.nbytes)
             check_memory(path, nbytes)
             raw += read_up_to(file, nbytes)
+            state.check(FileState.of(file.fileno()), path)
         except OSError as error:
             raise unreadable(path, error) from error
-    return parse_header(raw, path, file_nbytes)
+    return replace(parse_header(raw, path, state.nbytes), state=state)
 
 
 def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
@@ -202,8 +209,8 @@ def records(
     """
     made = list(map(object.__new__, repeat(kind, len(first))))
     fields = kind.__slots__  # type: ignore[attr-defined]
-    for field, column in zip(fields, (first, *columns), strict=True):
-        deque(map(getattr(kind, field).__set__, made, column), maxlen=0)
+    for name, column in zip(fields, (first, *columns), strict=True):
+        deque(map(getattr(kind, name).__set__, made, column), maxlen=0)
     return made
 
 
@@ -229,6 +236,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
     if not 0 < sys.get_int_max_str_digits() <= _MOST_DIGITS:  # a number of MBs takes minutes
         return None
     try:
+        check_nesting(text)
         document: dict[str, Any] = json.loads(text.decode("utf-8"))
         has_metadata = "__metadata__" in document
         metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
@@ -372,8 +380,10 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
             path, "is not a JSON object", expected="'{' as its first byte", found=repr(raw[:1])[1:]
         )
     try:
+        text = raw.decode("utf-8")
+        check_nesting(raw)
         document: dict[str, Any] = json.loads(
-            raw.decode("utf-8"),
+            text,
             object_pairs_hook=_object,
             parse_int=_parse_int,
             parse_constant=_refuse_constant,

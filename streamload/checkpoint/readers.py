@@ -1,10 +1,11 @@
 """Byte ranges of one shard: through a memory map, by pread, past the page cache, or over HTTP.
 
-A file is opened read-only, and nothing of it is held between two calls. A map is the faster way on
-a local filesystem. On a network or FUSE filesystem it is many times slower, and there a file that
-somebody truncates under a map kills the process (SIGBUS): those are read by pread. What is not in
-the page cache of a local disk can be read straight into its destination (O_DIRECT), which costs the
-CPU next to nothing and leaves the page cache as it is.
+A file is opened read-only, and no byte of it is held between two calls. A map is the faster way on
+a local filesystem, where a lease holds back whoever would truncate the file: under a map that kills
+the process (SIGBUS). On a network or FUSE filesystem a lease holds nobody back, and a map is many
+times slower: those are read by pread. What is not in the page cache of a local disk can be read
+straight into its destination (O_DIRECT), which costs the CPU next to nothing and leaves the page
+cache as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from typing import Literal, Protocol, Self, get_args
 
 from streamload._system import read_at
 from streamload.checkpoint.fileless import filled
+from streamload.checkpoint.guard import FileState, Guard, take_lease
 from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
 from streamload.checkpoint.remote import HttpReader
@@ -149,6 +151,7 @@ class Reader(Protocol):
 
         Raises:
             TruncatedFileError: the file has become shorter; on leaving the with, too.
+            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -162,6 +165,7 @@ class Reader(Protocol):
 
         Raises:
             TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
+            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -203,6 +207,16 @@ class Reader(Protocol):
             ValueError: the reader is closed.
         """
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        """To be inside of while others read from `fileno`, or from a map of it.
+
+        `view`, `read_into` and `read_aligned` are by themselves.
+
+        Raises:
+            CheckpointError: on entering and on leaving, the file is not what it was when its header
+                was read, or somebody waits to change it.
+        """
+
     def stop(self) -> None:
         """Nobody wants the bytes any more: calls that wait for a server end soon, with an error.
 
@@ -223,16 +237,22 @@ class Reader(Protocol):
 
 
 def open_reader(
-    shard: Location, file_nbytes: int, kind: ReaderKind | ResolvedKind = "auto"
+    shard: Location,
+    file_nbytes: int,
+    kind: ReaderKind | ResolvedKind = "auto",
+    state: FileState | None = None,
 ) -> Reader:
     """Open a shard.
 
     Args:
         shard: the file, as its `Header` has it: a URL has the version with it.
         file_nbytes: its length in bytes, from its `Header`.
-        kind: how to read it; "auto" is `resolve_reader`.
+        kind: how to read it; "auto" is `resolve_reader`. What would be mapped is read by pread
+            where others cannot be kept from truncating it, and `Reader.fallback` says why.
+        state: what the file was when its header was read, from its `Header`; None: not known.
 
     Raises:
+        FileChangedError: it is another file since then, or was changed.
         TruncatedFileError: the file has become shorter since its header was read. Of a URL, this
             and the other things that can be wrong with it are seen when it is read.
         HeaderError: it has become longer.
@@ -245,8 +265,8 @@ def open_reader(
         return HttpReader(shard, file_nbytes)
     assert resolved != "http", "resolve_reader says it of URLs only"
     if not file_nbytes:  # nothing can be mapped of nothing, nor read past the page cache
-        return PreadReader(shard, file_nbytes)
-    return _READERS[resolved](shard, file_nbytes)
+        return PreadReader(shard, file_nbytes, state)
+    return _READERS[resolved](shard, file_nbytes, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +295,12 @@ def choose_reader(
     """How to read a shard: less than 2 ms, whatever its length.
 
     "auto" reads past the page cache what is on a local disk and mostly not in the cache, unless
-    the cache is to be filled; everything else as `resolve_reader` says.
+    the cache is to be filled; everything else as `resolve_reader` says. Files that others cannot
+    be kept from truncating are read by pread where they would be mapped, for "mmap" as well.
 
     Args:
         path: the shard.
-        kind: what was asked for; anything but "auto" is what it is.
+        kind: what was asked for.
         page_cache: what is to become of the page cache; under "keep" it is filled.
         whole_slots: the shard is read into memory that begins at a page, and may be over-read.
             Without it "auto" never reads past the page cache: bytes that are cast, or whose place
@@ -291,6 +312,19 @@ def choose_reader(
     Raises:
         ValueError: there is no such kind, or not for such a shard.
     """
+    choice = _choose(path, kind, page_cache, whole_slots)
+    if choice.kind == "mmap" and (why := not_mapped(Path(path))):
+        return replace(choice, kind="pread", reason=f"{choice.reason}, and not mapped: {why}")
+    return choice
+
+
+def _choose(
+    path: str | os.PathLike[str],
+    kind: ReaderKind | ResolvedKind,
+    page_cache: PageCacheKind,
+    whole_slots: bool,
+) -> ReaderChoice:
+    """The same, whether or not the file can be mapped now."""
     _check_kind(path, kind)
     if isinstance(path, Url):
         return ReaderChoice("http", f"from {path.host}")
@@ -339,24 +373,15 @@ def _check_kind(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -
 def fingerprint(header: Header) -> dict[str, str | int]:
     """What tells a shard from what it was, as far as can be told without reading it; for JSON.
 
-    Of a file its length, time and inode now; of a URL its length and the version whose header was
-    read, and nothing is asked for.
-
-    Raises:
-        ShardNotFoundError: the file is gone.
-        CheckpointError: nothing can be told of it.
+    Of a file its length, time and inode when its header was read; of a URL its length and the
+    version whose header was read.
     """
-    path = header.path
-    if isinstance(path, Url):
-        return {"path": str(path), "nbytes": header.file_nbytes, "version": path.version}
-    with open_regular(path) as file:
-        found = os.fstat(file.fileno())
-    return {
-        "path": str(path),
-        "nbytes": found.st_size,
-        "mtime_ns": found.st_mtime_ns,
-        "inode": found.st_ino,
-    }
+    found: dict[str, str | int] = {"path": str(header.path), "nbytes": header.file_nbytes}
+    if isinstance(header.path, Url):
+        found["version"] = header.path.version
+    elif header.state is not None:
+        found |= {"mtime_ns": header.state.written_ns, "inode": header.state.inode}
+    return found
 
 
 def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
@@ -368,6 +393,31 @@ def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
     except OSError:  # no such file, or not Linux
         return "", 0
     return filesystem_of(os.path.realpath(path), mountinfo), nbytes
+
+
+def _no_lease(filesystem: str) -> str:
+    """Why a lease on a file would hold nobody back; "" where it does.
+
+    It holds back the processes of this machine.
+    """
+    if filesystem in MAPPED_FILESYSTEMS:
+        return ""
+    return f"{filesystem or 'an unknown filesystem'} does not hold back who changes its files"
+
+
+def not_mapped(path: Location) -> str:
+    """Why a file is not to be mapped, or not now; "" where it can be.
+
+    Whoever truncates a file under a map kills the process, unless a lease holds him back.
+    """
+    if isinstance(path, Url):
+        return "it is read over HTTP"
+    try:
+        with open_regular(path) as file:
+            refusal = _no_lease(filesystem_and_length(path)[0])
+            return refusal or take_lease(file.fileno())
+    except CheckpointError:
+        return ""  # whoever reads it will say what is wrong with it
 
 
 def reader_for(
@@ -406,17 +456,19 @@ def filesystem_of(path: str, mountinfo: str) -> str:
 
 
 class _Shard:
-    """An open file of a known length, read by pread."""
+    """An open file of a known length and state, read by pread."""
 
     alignment = 1
     has_file = True
     fallback = ""
 
-    def __init__(self, path: Path, file_nbytes: int) -> None:
+    def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
         self.path = path
         self.nbytes = file_nbytes
         self._file = open_regular(path)
         try:
+            refusal = _no_lease(filesystem_and_length(path)[0])
+            self._guard = Guard(self._file, path, state, refusal=refusal)
             found = self._found_nbytes()
             if found < file_nbytes:
                 raise self._truncated(found)
@@ -439,7 +491,7 @@ class _Shard:
         self._check_range(start, start + out.nbytes)
         if not out.nbytes:  # a memoryview of nothing cannot be cast
             return
-        with out.cast("B") as target:
+        with self._guard, out.cast("B") as target:
             self._read(start, target, target.nbytes)
 
     def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
@@ -452,7 +504,11 @@ class _Shard:
                 f"cannot be read into {out.nbytes}"
             )
         if valid:
-            with out.cast("B") as target, target[: round_up(stop, self.alignment) - start] as part:
+            with (
+                self._guard,
+                out.cast("B") as target,
+                target[: round_up(stop, self.alignment) - start] as part,
+            ):
                 self._read(start, part, valid)
         return valid
 
@@ -476,11 +532,16 @@ class _Shard:
         """See `Reader.fileno`."""
         return self._file.fileno()
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Reader.unchanged`."""
+        return self._guard
+
     def stop(self) -> None:
         """See `Reader.stop`."""
 
     def close(self) -> None:
         """See `Reader.close`."""
+        self._guard.close()
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -529,19 +590,24 @@ class PreadReader(_Shard):
 class MmapReader(_Shard):
     """Maps the file. A window is populated before it is given out, and dropped behind.
 
-    `read_into` is pread here as well: that cannot meet a SIGBUS.
+    `read_into` is pread here as well. Without a lease `view` is, too, and `fallback` says why:
+    nothing but a lease keeps a file from being truncated between a look at its length and the
+    touch of a window, which is a SIGBUS.
     """
 
-    mapped = True
-
-    def __init__(self, path: Path, file_nbytes: int) -> None:
-        super().__init__(path, file_nbytes)
+    def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
+        super().__init__(path, file_nbytes, state)
         # elsewhere, and before Linux 5.14, pages are faulted in as they are touched
         self._populates = sys.platform == "linux"
+        self._map: _Map | None = None
+        self.mapped = not self._guard.refusal
+        if not self.mapped:
+            self.fallback = f"read by pread: {self._guard.refusal}"
+            return
         try:
-            self._map: _Map | None = _Map(self._file.fileno(), file_nbytes)
+            self._map = _Map(self._file.fileno(), file_nbytes)
         except (OSError, OverflowError) as error:
-            self._file.close()
+            self.close()
             raise CheckpointError(
                 path,
                 'cannot be mapped (reader="pread" needs no map)',
@@ -549,39 +615,35 @@ class MmapReader(_Shard):
                 found=str(error),
             ) from error
 
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """See `Reader.view`."""
         self._check_range(start, stop)
-        self._check_length(stop)
-        held = self._map  # whatever happens to the reader, the addresses stay ours till the end
-        if held is None or start == stop:
-            yield memoryview(b"")
-            return
-        window = held.data[start:stop]
-        held.enter(start, stop)
-        try:
-            self._populate(held, start, stop)
-            yield window
-            # bytes past a new end, in its last page, were zeros instead of a SIGBUS
-            self._check_length(stop)
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
-            held.leave(start, stop)
+        return self._window(start, stop) if self.mapped else filled(self.read_into, start, stop)
+
+    @contextmanager
+    def _window(self, start: int, stop: int) -> Iterator[memoryview]:
+        with self._guard:
+            held = self._map  # whatever happens to the reader, the addresses stay ours till the end
+            if held is None or start == stop:
+                yield memoryview(b"")
+                return
+            window = held.data[start:stop]
+            held.enter(start, stop)
+            try:
+                self._populate(held, start, stop)
+                yield window
+            finally:
+                with suppress(BufferError):  # something of the caller's still refers to it
+                    window.release()
+                held.leave(start, stop)
 
     def close(self) -> None:
         """See `Reader.close`. The map goes when the last window of it has."""
         super().close()
         self._map = None
 
-    def _check_length(self, stop: int) -> None:
-        found = self._found_nbytes()
-        if found < stop:
-            raise self._truncated(found)
-
     def _populate(self, held: _Map, start: int, stop: int) -> None:
-        """Bring a window in; past a truncated end this is refused where a touch would kill."""
+        """Bring a window in: what the storage does not give is refused; a touch would kill."""
         while self._populates:
             code = held.populate(start, stop)
             match code:
@@ -592,7 +654,8 @@ class MmapReader(_Shard):
                 case errno.EINVAL:  # not known to this kernel
                     self._populates = False
                 case errno.EFAULT:
-                    self._check_length(stop)
+                    if (found := self._found_nbytes()) < stop:  # a lease is broken after 45 s
+                        raise self._truncated(found)
                     # the file is as long as it should be: the storage did not give its bytes
                     raise unreadable(self.path, OSError(errno.EIO, os.strerror(errno.EIO)))
                 case _:
@@ -615,8 +678,8 @@ class DirectReader(_Shard):
 
     mapped = False
 
-    def __init__(self, path: Path, file_nbytes: int) -> None:
-        super().__init__(path, file_nbytes)
+    def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
+        super().__init__(path, file_nbytes, state)
         self._direct: FileIO | None = None
         filesystem, _ = filesystem_and_length(path)
         if filesystem in BUFFERED_FILESYSTEMS or filesystem.startswith("fuse"):
@@ -644,7 +707,8 @@ class DirectReader(_Shard):
         whole = direct_memory(last - first)
         window = whole[start - first : stop - first].toreadonly()
         try:
-            self._read(first, whole, stop - first)
+            with self._guard:
+                self._read(first, whole, stop - first)
             yield window
         finally:
             with suppress(BufferError):  # something of the caller's still refers to it

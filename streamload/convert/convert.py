@@ -22,7 +22,8 @@ from typing import Any, BinaryIO, get_args
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.header import Header, is_there, read_header, unreadable
+from streamload.checkpoint.guard import FileState
+from streamload.checkpoint.header import Header, is_there, unreadable
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Location, Url, is_foreign, without_secrets
 from streamload.convert.journal import Began, Journal
@@ -222,12 +223,11 @@ def convert(
     checkpoint = open_checkpoint(source)
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(options.nodes))
-    states = _states(checkpoint)
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     plan = plan_conversion(checkpoint, Path(destination), options)
-    job = _Conversion(checkpoint, plan, options, states, way)
+    job = _Conversion(checkpoint, plan, options, way)
     job.check_apart()
     if dry_run:
         job.check_destination(resume=resume, overwrite=overwrite)
@@ -273,33 +273,26 @@ def _state(header: Header) -> dict[str, Any]:
     A local file is that wherever it is moved to and however it is called. Of its times one can be
     set by hand, and the other cannot. (Its device is left out: many filesystems get another number
     each time that they are mounted.) A file on a server is the one at its address.
-
-    Raises:
-        CheckpointError: nothing can be told of it.
     """
     state: dict[str, Any] = dict(fingerprint(header))
-    if isinstance(header.path, Path):
+    if header.state is not None:
         del state["path"]
-        state["ctime_ns"] = _status(header.path).st_ctime_ns
+        state["ctime_ns"] = header.state.changed_ns
     return state
 
 
-def _states(checkpoint: Checkpoint) -> dict[Location, dict[str, Any]]:
-    """What the files are known by whose headers were read.
+def _check_unchanged(header: Header) -> None:
+    """Refuse a file that is not there any more as it was when its header was read.
 
     Raises:
-        CheckpointError: one is another one already, or nothing can be told of it.
+        CheckpointError: it is not.
     """
-    states = {}
-    for header in checkpoint.shards:
-        states[header.path] = _state(header)
-        if isinstance(header.path, Path) and read_header(header.path) != header:
-            raise _changed(header.path)
-    return states
-
-
-def _changed(path: Location) -> CheckpointError:
-    return CheckpointError(path, "has changed since its header was read")
+    if isinstance(header.path, Path) and header.state is not None:
+        try:
+            now = FileState.of(header.path)
+        except OSError as error:
+            raise unreadable(header.path, error) from error
+        header.state.check(now, header.path)
 
 
 def _status(path: Path) -> os.stat_result:
@@ -317,7 +310,6 @@ class _Conversion:
         checkpoint: Checkpoint,
         plan: ConvertPlan,
         options: Options,
-        states: Mapping[Location, dict[str, Any]],
         way: Way,
     ) -> None:
         self._way = way
@@ -326,10 +318,9 @@ class _Conversion:
         self._options = options
         used = {t.info.shard for file in plan.files for t in file.tensors}
         self._shards = [header for header in checkpoint.shards if header.path in used]
-        self._source = {header.path.name: states[header.path] for header in self._shards}
+        self._source = {header.path.name: _state(header) for header in self._shards}
         for header in self._shards:
-            if _state(header) != states[header.path]:
-                raise _changed(header.path)
+            _check_unchanged(header)
         self._modes: dict[Location, int] = {
             header.path: _status(header.path).st_mode
             for header in self._shards
@@ -683,14 +674,7 @@ class _Conversion:
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         for header in self._shards:
-            now = _state(header)
-            if now != self._source[header.path.name]:
-                raise CheckpointError(
-                    header.path,
-                    "has changed while it was read",
-                    expected=self._source[header.path.name],
-                    found=now,
-                )
+            _check_unchanged(header)
         return writer.read_nbytes
 
     def _digests(self, journal: Journal) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from streamload.cast.table import CastCounts
 from streamload.errors import CheckpointError
+from streamload.nesting import parse_json
 
 _FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -241,7 +242,7 @@ def _whole_lines(raw: bytes) -> list[tuple[dict[str, Any], int]]:
     for line in raw.splitlines(keepends=True):
         end += len(line)
         try:
-            read = json.loads(line) if line.endswith(b"\n") else None
+            read = parse_json(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             read = None
         if type(read) is not dict:

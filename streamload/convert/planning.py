@@ -39,6 +39,7 @@ from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError, UnsupportedCastError
 from streamload.load import plan as plan_load
 from streamload.mapping import Rename, sources
+from streamload.nesting import parse_json
 from streamload.plan.partition import Node
 from streamload.plan.planner import DTypePolicy
 from streamload.selection import Selection, check_patterns
@@ -748,7 +749,7 @@ def _is_json(head: bytes, *, whole: bool) -> bool:
     if not whole:
         return head.lstrip(_SPACE)[:1] in (b"{", b"[")
     try:
-        json.loads(head)
+        parse_json(head)
     except (ValueError, RecursionError):
         return False
     return True

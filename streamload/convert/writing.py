@@ -280,7 +280,7 @@ class _Sources:
         self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int], *, direct: bool
     ) -> None:
         self._kind: ReaderKind = "direct" if direct else "auto"
-        self._lengths = {header.path: header.file_nbytes for header in checkpoint.shards}
+        self._headers = {header.path: header for header in checkpoint.shards}
         self._left = dict(left_nbytes)
         self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
         self._stopped = False
@@ -331,7 +331,8 @@ class _Sources:
                 pages = self._cache.open(shard) if isinstance(shard, Path) else None
                 try:
                     kind = self._kind if isinstance(shard, Path) else "auto"
-                    reader = open_reader(shard, self._lengths[shard], kind)
+                    header = self._headers[shard]
+                    reader = open_reader(shard, header.file_nbytes, kind, header.state)
                 except BaseException:
                     if pages is not None:
                         pages.close()

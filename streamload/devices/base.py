@@ -32,6 +32,7 @@ import numpy as np
 
 from streamload.dtypes import DType
 from streamload.errors import DeviceNotFoundError
+from streamload.nesting import parse_json
 from streamload.plan.allocators import NO_COSTS, AllocatorKind, TensorCosts
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
@@ -815,7 +816,7 @@ def _lines(file: BinaryIO) -> list[str]:
 
 def _read_probe(data: bytes | None) -> ProbeResult | None:
     try:
-        found = json.loads(data or b"")
+        found = parse_json(data or b"")
         casts = tuple((src, dst) for src, dst in found.pop("device_casts"))
         return ProbeResult(**found, device_casts=casts)
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -125,7 +125,7 @@ class Gatherer:
             block_nbytes: most bytes of a block.
         """
         self._group = group
-        self._shards = {header.path: header.file_nbytes for header in checkpoint.shards}
+        self._shards = {header.path: header for header in checkpoint.shards}
         self._kinds = kinds
         most = _most(group.size, block_nbytes)
         self._blocks: dict[Location, list[_Block]] = {}
@@ -161,7 +161,7 @@ class Gatherer:
 
     def open(self, header: Header, kind: ResolvedKind) -> Reader:
         """A reader of a file: from the blocks where they have it, else from the file."""
-        return GatheredReader(self, header.path, header.file_nbytes, kind)
+        return GatheredReader(self, header, kind)
 
     def __enter__(self) -> Self:
         return self
@@ -312,7 +312,8 @@ class Gatherer:
                 return None
             shard = block.shard
             if shard not in self._readers:
-                self._readers[shard] = open_reader(shard, self._shards[shard], self._kinds[shard])
+                header, kind = self._shards[shard], self._kinds[shard]
+                self._readers[shard] = open_reader(shard, header.file_nbytes, kind, header.state)
             return index, block, self._free.pop(), self._readers[shard]
 
     def _has_read(self, shard: Location) -> None:
@@ -371,12 +372,10 @@ def _overlap(ranges: Ranges, start: int, stop: int) -> int:
 class GatheredReader(FilelessReader):
     """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
 
-    def __init__(
-        self, gatherer: Gatherer, path: Location, file_nbytes: int, kind: ResolvedKind
-    ) -> None:
-        super().__init__(path, file_nbytes, "by several ranks together")
+    def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
+        super().__init__(header.path, header.file_nbytes, "by several ranks together")
         self._gatherer = gatherer
-        self._beside = open_reader(path, file_nbytes, kind)
+        self._beside = open_reader(header.path, header.file_nbytes, kind, header.state)
 
     def stop(self) -> None:
         """See `Reader.stop`."""

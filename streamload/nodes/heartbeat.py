@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from streamload.errors import PeerFailedError
+from streamload.nesting import parse_json
 from streamload.nodes.group import Group
 
 T = TypeVar("T")
@@ -259,7 +260,7 @@ class Heartbeat:
                 if peer is self._mine:
                     continue
                 last = peer.beat
-                for field, said in zip(_TOLD, json.loads(value) if value else (), strict=False):
+                for field, said in zip(_TOLD, parse_json(value) if value else (), strict=False):
                     if field != "node" or not self._named:
                         setattr(peer, field, said)
                 peer.silent_s = 0.0 if peer.beat != last else peer.silent_s + passed_s
@@ -271,7 +272,7 @@ class Heartbeat:
                 self._mine.all_at = min(peer.stage for peer in self.peers)
             self._news.notify_all()
         if found[-1] is not None:
-            self._lost(PeerFailedError(*json.loads(found[-1])))
+            self._lost(PeerFailedError(*parse_json(found[-1])))
         elif silent is not None:
             said = f"has not been heard of for {self.peers[silent].silent_s:.0f} s"
             self._lose(self._node(silent), said)

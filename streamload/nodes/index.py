@@ -11,17 +11,20 @@ import math
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
+from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import Header, TensorInfo, open_regular, unreadable
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import hasher
 from streamload.dtypes import BY_CODE
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.nesting import parse_json
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
@@ -71,7 +74,7 @@ class Index:
             path: the checkpoint here, for messages.
             folder: where its files are here.
         """
-        document = json.loads(zlib.decompress(data))
+        document = parse_json(zlib.decompress(data))
         shards = document["shards"]
         is_file = path != folder and not path.name.endswith(".json")  # it may have another name
         headers = [
@@ -123,8 +126,12 @@ class Index:
 
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
+    state = None
     if isinstance(path, Url):  # every answer is compared with it
         path = path.of_version(shard["version"])
+    else:
+        with suppress(OSError):  # `Index.check` says what is missing, and compares what is there
+            state = FileState.of(path)
     dtypes = [BY_CODE[code] for code in shard["codes"]]
     at = shard["data_start"]
     tensors = []
@@ -137,6 +144,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         shard["data_start"],
         tuple(tensors),
         MappingProxyType(shard["metadata"]),
+        state,
     )
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from streamload.errors import NodeError, PeerFailedError, StreamloadError
+from streamload.nesting import parse_json
 from streamload.nodes.group import Group
 from streamload.nodes.heartbeat import Heartbeat
 
@@ -146,7 +147,7 @@ class Session:
         message = zlib.compress(said.encode(), 1)
         self.heartbeat.arrive()
         found = [
-            json.loads(zlib.decompress(data))
+            parse_json(zlib.decompress(data))
             for data in self.together(lambda: self.group.allgather(message))
         ]
         if own is not None:

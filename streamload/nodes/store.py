@@ -25,6 +25,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
+from streamload.nesting import parse_json
 from streamload.nodes.group import Group, MemoryStore, Store, lost
 
 _LARGEST_NBYTES = 1 << 30  # of one message
@@ -163,7 +164,7 @@ class _Keeper(MemoryStore):
                         return
                     self._clients.add(client)
                 while True:
-                    request = json.loads(channel.recv_bytes(_LARGEST_NBYTES))
+                    request = parse_json(channel.recv_bytes(_LARGEST_NBYTES))
                     channel.send_bytes(json.dumps(self._answer(request)).encode())
         finally:
             self._forget(client)
@@ -214,7 +215,7 @@ class _Client:
             with self._lock:
                 self._channel.allow(self._timeout)
                 self._channel.send_bytes(json.dumps(request).encode())
-                answer: list[str | None] | None = json.loads(
+                answer: list[str | None] | None = parse_json(
                     self._channel.recv_bytes(_LARGEST_NBYTES)
                 )
         except _BROKEN as error:
@@ -267,7 +268,7 @@ def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
             keeper.close()
             raise
         return keeper
-    found = json.loads(group.broadcast(None))
+    found = parse_json(group.broadcast(None))
     return _Client(found["addresses"], found["port"], bytes.fromhex(found["key"]), timeout)
 
 

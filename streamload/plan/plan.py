@@ -22,6 +22,7 @@ from streamload.checkpoint.header import TensorInfo, records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
+from streamload.nesting import parse_json
 from streamload.plan.allocators import AllocatorKind
 from streamload.plan.kv_cache import CacheRequest
 from streamload.units import format_bytes, format_table, round_up
@@ -521,7 +522,7 @@ class Plan:
             ValueError: the text is not such JSON.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             data["placements"] = tuple(
                 Placement(
                     **p

@@ -1,0 +1,216 @@
+"""What keeps a file from becoming another one, unseen, while it is read.
+
+A read lease makes the kernel hold back whoever opens the file for writing or truncates it, until
+the reader has let go. It is asked whether somebody waits before bytes are touched and after they
+were read; so no byte changes in between, and nobody waits for longer than that takes. Where there
+is no lease, a file is known by its inode, length and times.
+
+Source: fcntl(2), "Leases"; fs/locks.c of Linux 6.12.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
+
+if sys.platform == "linux":
+    import fcntl
+
+_RENAME = "write new files beside it and rename them over it, then load again"
+_REFUSALS = {
+    errno.EACCES: "it is another user's, and this process cannot hold back who truncates it",
+    errno.EAGAIN: "a process has it open for writing",
+}
+
+
+class FileState(NamedTuple):
+    """What a file is known by.
+
+    Attributes:
+        device: number of its filesystem.
+        inode: its number there.
+        nbytes: its length.
+        written_ns: when its bytes were last changed, as far as the clock tells.
+        changed_ns: when anything of it was; nobody can set it.
+        others: its links, mode, owner and group, whose change sets ``changed_ns`` as well.
+    """
+
+    device: int
+    inode: int
+    nbytes: int
+    written_ns: int
+    changed_ns: int
+    others: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, file: str | os.PathLike[str] | int) -> Self:
+        """The state of a path or a descriptor; raises OSError."""
+        found = os.stat(file)
+        others = (found.st_nlink, found.st_mode, found.st_uid, found.st_gid)
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        return cls(found.st_dev, found.st_ino, found.st_size, *times, others)
+
+    def check(self, now: FileState, path: Path) -> None:
+        """Refuse a file that is not what it was; only links, mode and owner may be others.
+
+        Raises:
+            TruncatedFileError: it is shorter.
+            FileChangedError: it is another one, or its bytes may be others.
+        """
+        if self == now:
+            return
+        problem = f"has changed since its header was read; {_RENAME}"
+        if self[:2] != now[:2]:
+            problem = "has been replaced since its header was read; load again"
+            before, found = (f"inode {s.inode} of device {s.device}" for s in (self, now))
+        elif now.nbytes < self.nbytes:
+            problem = "has become shorter since its header was read"
+            raise TruncatedFileError(path, problem, expected=self.nbytes, found=now.nbytes)
+        elif now.nbytes != self.nbytes:
+            before, found = (f"{s.nbytes} bytes" for s in (self, now))
+        elif now.written_ns != self.written_ns:
+            before, found = (f"last written at {_time(s.written_ns)}" for s in (self, now))
+        elif now.changed_ns != self.changed_ns and now.others == self.others:
+            before, found = (f"last changed at {_time(s.changed_ns)}" for s in (self, now))
+        else:
+            return
+        raise FileChangedError(path, problem, expected=before, found=found)
+
+
+def _time(ns: int) -> str:
+    seconds, rest = divmod(ns, 10**9)
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(seconds))}.{rest:09} UTC"
+
+
+class Guard:
+    """Holds an open file to what it was: ``with guard:`` around whatever reads its bytes.
+
+    Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
+    the file has changed, or somebody waits to change it, and so does every later time.
+
+    Attributes:
+        refusal: why there is no lease; "" where there is.
+    """
+
+    def __init__(
+        self, file: FileIO, path: Path, expected: FileState | None, *, refusal: str = ""
+    ) -> None:
+        """Begin.
+
+        Args:
+            file: open for reading only; to be closed after this.
+            path: its name, for errors.
+            expected: what it was when its header was read; None where nobody knows.
+            refusal: why no lease is to be taken; "" to take one, where that can be.
+
+        Raises:
+            CheckpointError: the file is not what it was.
+        """
+        self._file = file
+        self._path = path
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._failed: CheckpointError | None = None
+        self.refusal = refusal or take_lease(file.fileno())
+        self._leased = not self.refusal
+        try:
+            found = FileState.of(file.fileno())
+            self._expected = found if expected is None else expected
+            self._expected.check(found, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+        try:
+            self._check(entering=True)
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._check(entering=False)
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Let go of the file, which is still open; may be called twice."""
+        with self._lock:
+            self._release()
+
+    def _check(self, *, entering: bool) -> None:
+        if self._failed is None:
+            if not self.refusal:
+                # while it is held nothing can have changed but times, which do not matter
+                if fcntl.fcntl(self._file.fileno(), fcntl.F_GETLEASE) == fcntl.F_RDLCK:
+                    return
+            elif entering:  # before the bytes are read, there is nothing to be wrong
+                return
+            try:
+                self._expected.check(FileState.of(self._file.fileno()), self._path)
+            except CheckpointError as error:
+                self._failed = error
+            else:
+                if self.refusal:
+                    return
+                # set before the lease goes: threads that are still inside will see it
+                self._failed = FileChangedError(
+                    self._path,
+                    f"is about to be changed; {_RENAME}",
+                    expected="no writer while it is read",
+                    found="one who opens it for writing or truncates it, and was held back",
+                    held_back=True,
+                )
+        raise self._failed.again()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._failed is not None and not self._inside:  # nobody touches a map of it
+                self._release()
+
+    def _release(self) -> None:
+        if self._leased and not self._file.closed:
+            self._leased = False
+            with suppress(OSError):
+                fcntl.fcntl(self._file.fileno(), fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+def take_lease(fd: int) -> str:
+    """Take a read lease on a file that is open for reading only; closing it gives that up.
+
+    No signal is sent when it is to be given up: whoever has it asks.
+
+    Returns:
+        "", or why there is none.
+    """
+    if sys.platform != "linux":
+        return "this system has no leases"
+    try:
+        # not SIGIO, which ends the process: the owner, who is sent one, is set with the lease
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, 0)
+    except OSError as error:
+        return _REFUSALS.get(error.errno or 0, f"its filesystem has no leases: {error.strerror}")
+    return ""

@@ -1,0 +1,54 @@
+"""JSON from outside, parsed within bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+#: As safetensors' own parser has it (serde_json); no file that streamload reads has more than ten.
+MOST_LEVELS = 127
+
+_OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+_OPENS = 2  # the bit that "[" and "{" have, and "]" and "}" have not
+_AT_ONCE = 2**20
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads`, of no more levels of nesting than `MOST_LEVELS`.
+
+    The parser calls itself for each: where a program has raised the limit of recursion, 180 KB of
+    brackets are more stack than there is, which ends the process.
+
+    Raises:
+        ValueError: it is not JSON, or nested more deeply.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    check_nesting(text.encode("utf-8", "surrogatepass"))
+    return json.loads(text, **hooks)
+
+
+def check_nesting(text: bytes) -> None:
+    """Refuse JSON that is nested too deeply, without parsing it, in a 20th of the parser's time.
+
+    Args:
+        text: in UTF-8; what is not valid JSON may pass.
+
+    Raises:
+        ValueError: it is.
+    """
+    if b"\\" in text:  # escaped quotes end no string
+        text = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    # two quotes that follow each other leave whatever is around them inside or outside of strings
+    brackets = text.translate(None, _OTHERS).replace(b'""', b"")
+    if b'"' in brackets:  # what is left are strings with brackets
+        brackets = b"".join(brackets.split(b'"')[::2])
+    level = 0
+    for start in range(0, len(brackets), _AT_ONCE):
+        block = np.frombuffer(brackets, np.uint8, min(_AT_ONCE, len(brackets) - start), start)
+        levels = np.cumsum(np.where(block & _OPENS, 1, -1)) + level
+        if levels.max() > MOST_LEVELS:
+            raise ValueError(f"more than {MOST_LEVELS} levels of nesting")
+        level = int(levels[-1])
