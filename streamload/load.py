@@ -171,7 +171,7 @@ def load_state_dict(
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
         reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
             each file: "direct" for what is on a local disk, not in the page cache, and staged;
-            else "mmap", or "pread" on network filesystems. What would be mapped is read by pread too
+            else "mmap", or "pread" on network filesystems. What would be mapped is read by pread
             where others cannot be kept from truncating it: another user's file, or one that is open
             for writing.
         page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the

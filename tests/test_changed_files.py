@@ -522,7 +522,7 @@ def test_a_few_races(path: Path) -> None:
 def test_many_races(path: Path, seed: int) -> None:
     """Hundreds of them."""
     seen = race(path, seconds=120, runs=300, seed=seed)
-    assert min(seen.values()) > 20, seen
+    assert min(seen.values()) > 0, seen
 
 
 @pytest.mark.slow
