@@ -40,6 +40,8 @@ def reusable_nbytes(ranges: Sequence[tuple[int, int]]) -> list[int] | None:
     Returns:
         Bytes for each range; None where the system does not tell (no /proc/self/pagemap).
     """
+    if not ranges:
+        return []
     page = mmap.PAGESIZE
     starts, sizes = np.array(ranges, np.int64).reshape(-1, 2).T
     stops = starts + sizes

@@ -218,14 +218,15 @@ class Job:
 
     def _close_if_done(self, shard: int) -> None:
         if shard in self._begun and not self._to_come[shard]:
-            self.close(shard)
+            # what windows still map cannot be dropped from the page cache
+            self.close(shard, with_cache=self.plan.transfer != "mapped")
 
     def close_all(self) -> None:
         """Close every file that is open still; no worker reads any more."""
-        for shard in list(self._readers):
+        for shard in {*self._readers, *self._caches}:
             self.close(shard)
 
-    def close(self, shard: int) -> None:
+    def close(self, shard: int, *, with_cache: bool = True) -> None:
         """Close what `open` opened; no worker reads there any more."""
         with self._closing:
             reader = self._readers.pop(shard, None)
@@ -233,7 +234,7 @@ class Job:
                 reader.close()
         if reader is not None and reader.fallback:
             self.stats.reader_fallbacks[reader.fallback] += 1
-        cache = self._caches.pop(shard, None)
+        cache = self._caches.pop(shard, None) if with_cache else None
         if cache is not None:  # when nothing maps the file any more
             if self.failed:  # what workers had read, and nobody was told of
                 cache.done(0, self._checkpoint.shards[shard].file_nbytes)
