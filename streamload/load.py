@@ -114,6 +114,8 @@ MAPPED_MOST_CPUS = 2
 # each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
 # cached were killed with 8 to 38 MB free in their cgroup (8 MiB of readahead), by pread never.
 _MAP_ROOM_NBYTES = 64 * 2**20
+# One thread, where a map was asked for: such loads were killed with 5 MB free, and not with 8.
+_LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 
 
 def load_state_dict(
@@ -511,7 +513,7 @@ class Options:
         if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
             return made
         if self.reader == "mmap" or self.transfer == "mapped":
-            if host_free_nbytes > taken:
+            if host_free_nbytes - taken >= _LEAST_MAP_ROOM_NBYTES:
                 note = "one thread: files are mapped, and the host has little memory"
                 return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
             raise PlanInfeasibleError(

@@ -24,7 +24,7 @@ CODES = {"large": "BF16", "small": "I64"}
 
 #: Takes away what Linux has and macOS has not, before streamload is imported.
 MACOS = """
-import fcntl, importlib.util, mmap, os, sys, sysconfig
+import fcntl, importlib.util, mmap, os, sys, sysconfig, tempfile
 
 import llvmlite.binding, numpy, psutil, rich.console, typer
 if importlib.util.find_spec("torch"):
@@ -42,6 +42,7 @@ ONLY_ON_LINUX = {
     fcntl: ("F_SETLEASE", "F_GETLEASE", "F_SETSIG", "F_GETSIG", "F_NOTIFY", "F_OFD_SETLK",
             "F_OFD_GETLK", "F_OFD_SETLKW", "F_ADD_SEALS", "F_GET_SEALS", "F_SETPIPE_SZ"),
 }
+tempfile._O_TMPFILE_WORKS = False  # it has looked for it already
 for module, names in ONLY_ON_LINUX.items():
     for name in names:
         if hasattr(module, name):

@@ -610,7 +610,7 @@ class Broken(importlib.abc.MetaPathFinder):
         (AttributeError("numpy has no attribute 'x'", name="x"), "numpy has no attribute 'x'"),
         (
             ModuleNotFoundError("it is not there", name="transformers.conversion_mapping"),
-            "needs transformers 5.1 or later",
+            "needs transformers 5.9 or later",
         ),
     ],
 )
