@@ -442,7 +442,8 @@ def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, droppin
     assert report["page_cache"].startswith("dropped" if dropping else "kept")
     assert (report["dropped_nbytes"] > 100 * MIB) == dropping
     left = resident_fraction(files(path)[1]) or 0
-    assert left < 0.1 if dropping else left == 1  # its header was read before
+    # its header was read before; the kernel may take some of what is kept whenever it likes
+    assert left < 0.1 if dropping else left > 0.9, left
 
 
 # --- the commands ---------------------------------------------------------------------------------
