@@ -762,6 +762,7 @@ class Load:
 
         def planned(over: Devices) -> Plan:
             nonlocal begun
+            over.host_free_nbytes()  # before kernels are compiled, which takes megabytes
             specs = place.specs(options, bf16_undecided=undecided, over=over)
             specs, refused = over.compile_casts(
                 specs,

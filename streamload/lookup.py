@@ -25,10 +25,16 @@ from streamload.dtypes import BF16, F16, DType
 from streamload.errors import (
     DeviceError,
     DeviceNotFoundError,
+    PlanInfeasibleError,
     UnsupportedCastError,
 )
 from streamload.plan.allocators import AllocatorKind
-from streamload.plan.budget import Budget, available_host_nbytes, overhead_nbytes
+from streamload.plan.budget import (
+    OVERHEAD_NBYTES,
+    Budget,
+    available_host_nbytes,
+    overhead_nbytes,
+)
 from streamload.plan.plan import Plan, alike
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
@@ -189,8 +195,16 @@ class Devices:
         return out, notes
 
     def host_free_nbytes(self) -> int | None:
-        """What is free on the host for a load; None where no file says."""
-        return _host_free_nbytes(needed=False)
+        """What is free on the host for a load; None where no file says.
+
+        Raises:
+            PlanInfeasibleError: not even a load that needs none of it could run.
+        """
+        free = _host_free_nbytes(needed=False)
+        if free == 0:
+            left = available_host_nbytes()
+            raise PlanInfeasibleError("host", OVERHEAD_NBYTES, left, limit="free memory")
+        return free
 
     def widened(self) -> Iterator[Devices]:
         """The same with one more of the machine's devices each time, while there are any.

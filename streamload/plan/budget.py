@@ -208,6 +208,10 @@ class Budget:
         return held_nbytes + int(Fraction(str(size.fraction)) * free_nbytes)
 
 
+#: The least that a load leaves alone of the host's memory, in bytes.
+OVERHEAD_NBYTES = 12 * 2**20
+
+
 def overhead_nbytes(free_nbytes: int) -> int:
     """What a load leaves alone of the host's memory, of ``free_nbytes`` free now, in bytes.
 
@@ -216,7 +220,7 @@ def overhead_nbytes(free_nbytes: int) -> int:
     2 MB more, and loads by a map 4 to 8 MB. 1/256 is for page tables, which are 1/512 of what is
     mapped with 4 KiB pages.
     """
-    return min(12 * 2**20 + free_nbytes // 256, free_nbytes)
+    return min(OVERHEAD_NBYTES + free_nbytes // 256, free_nbytes)
 
 
 def reserve_nbytes(free_nbytes: int) -> int:
