@@ -13,7 +13,7 @@ from streamload.plan.plan import Plan, alike
 # Given to workers and written by them between two looks, so half as many of each, as long as
 # little is left beside what was promised. A look takes 70 microseconds, 250 in a cgroup with a
 # limit; a load has more in reserve than these bytes.
-_LOOK_NBYTES = 2**25
+_LOOK_NBYTES = 2**24
 _LOOK_EVERY_S = 0.01
 # Where more is left, looks are rarer: as if others took what is left at this rate.
 _TAKEN_NBYTES_PER_S = 2**33
@@ -42,13 +42,14 @@ class Headroom:
         self._scratch_nbytes = sum(d.scratch_nbytes for d in on_host)
         self._staging_nbytes = plan.host_nbytes
         self._to_come_nbytes = sum(p.nbytes * count for p, count in alike(plan.placements))
-        self._handed_out_nbytes = 0
+        self._handed_out_nbytes = self._under_way_nbytes = 0
         self._held_nbytes = process_nbytes()
         self._memory = HostMemory()
         self._free_nbytes = self._available_nbytes()
-        # To stop takes memory too: units under way are ended, and others, which may be such a load
-        # as well, go on taking. Half of the reserve is left for what the process grows by itself.
+        # To stop takes memory too: units under way are ended. Half of the reserve is left for what
+        # the process grows by itself.
         self._margin_nbytes = overhead_nbytes(self._free_nbytes or 0) // 2
+        self._taken_nbytes = 0
         self._unseen_nbytes = self._next_nbytes = 0
         self._next_s = 0.0
 
@@ -60,6 +61,7 @@ class Headroom:
         """
         self._look(nbytes)
         self._handed_out_nbytes += nbytes
+        self._under_way_nbytes += nbytes
 
     def done(self, nbytes: int) -> None:
         """Look, after as many bytes were written: what was handed out is not touched yet.
@@ -68,6 +70,7 @@ class Headroom:
             MemoryTakenError: the load does not fit any more.
         """
         self._to_come_nbytes -= nbytes
+        self._under_way_nbytes -= nbytes
         self._look(nbytes)
 
     def _look(self, nbytes: int) -> None:
@@ -88,9 +91,14 @@ class Headroom:
             self._promised_nbytes - touched, self._to_come_nbytes + self._scratch_nbytes
         ) + max(self._staging_nbytes - handed_out, 0)
         needed = max(needed, 0)
-        spare = free - needed - min(needed, self._margin_nbytes)
+        # Others that have taken something go on: as much as since the last look, and, if they are
+        # such a load as well, as much as is written here before this one can stop.
+        taken = max(self._free_nbytes - free - grown, 0)
+        others = max(taken - self._taken_nbytes, min(taken, self._under_way_nbytes))
+        margin = self._margin_nbytes + others
+        self._taken_nbytes = taken
+        spare = free - needed - min(needed, margin)
         if spare < 0:
-            taken = max(self._free_nbytes - free - grown, 0)
             raise MemoryTakenError(self._device, needed, free, taken)
         self._next_nbytes = max(_LOOK_NBYTES, spare // 2)
         wait_s = max(_LOOK_EVERY_S, spare / _TAKEN_NBYTES_PER_S)

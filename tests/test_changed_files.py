@@ -455,12 +455,12 @@ def test_rows_are_held_to_the_file_of_the_header(path: Path, adversary: Adversar
 RACE = """
     import os, random, sys, time
     from pathlib import Path
-    path, seed, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    path, seed, load_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     data = Path(path).read_bytes()
     rng = random.Random(seed)
     parent = os.getppid()
     while os.getppid() == parent:
-        time.sleep(rng.random() * rng.choice((0.01, 0.1)))  # a load takes 10 to 50 ms
+        time.sleep(rng.random() * rng.choice((0.5, 5)) * load_s)
         act = rng.randrange(4)
         if act == 0:
             os.truncate(path, rng.randrange(len(data)))
@@ -483,8 +483,11 @@ RACE = """
 def race(path: Path, seconds: float, runs: int, seed: int) -> dict[str, int]:
     """Load a file again and again that another process changes and mends all the time."""
     random.seed(seed)
+    begun = time.monotonic()
+    load(model("host"), path, "host", progress=False)
+    load_s = time.monotonic() - begun
     child = subprocess.Popen(
-        [sys.executable, "-S", "-c", textwrap.dedent(RACE), str(path), str(seed), "0"]
+        [sys.executable, "-S", "-c", textwrap.dedent(RACE), str(path), str(seed), str(load_s)]
     )
     seen = {"right": 0, "error": 0}
     try:
