@@ -42,6 +42,7 @@ from streamload.lookup import (
     CastArgument,
     Devices,
     bf16_is_undecided,
+    host_room_nbytes,
     open_devices,
     unseen_spec,
 )
@@ -240,6 +241,8 @@ def load_state_dict(
     with uncollected():
         checkpoint = opened_checkpoint(path)
         found = sources(checkpoint, mapping, rename)
+        if model is not None:
+            host_room_nbytes(len(checkpoint.tensors))  # a short look, before memory is taken
         place = Place.look(model, options, device)
         load = Load.prepare(place, checkpoint, options, found, strict)
         try:
@@ -762,7 +765,6 @@ class Load:
 
         def planned(over: Devices) -> Plan:
             nonlocal begun
-            over.host_free_nbytes()  # before kernels are compiled, which takes megabytes
             specs = place.specs(options, bf16_undecided=undecided, over=over)
             specs, refused = over.compile_casts(
                 specs,
@@ -776,7 +778,7 @@ class Load:
             native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
             engine, notes = _host_cast(checkpoint, distinct, options, native)
             begun = process_nbytes()
-            free = over.host_free_nbytes()
+            free = host_room_nbytes()
             free = None if free is None else max(free - options.host_held_nbytes, 0)
             made = options.plan(checkpoint, wants, specs, tied, engine, free)
             return replace(made, notes=(*made.notes, *refused, *notes))

@@ -28,11 +28,12 @@ HELD = {"host": "bfloat16", "torch": "bfloat16", "CL": "float16", "CPU": "float1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama ("large"), 3,000 tensors of 34 kB ("small") and 6,000 of 8 kB ("tiny")."""
+    """A Llama, 3,000 tensors of 34 kB ("small"), 6,000 of 8 kB ("tiny"), and 20,000 ("many")."""
     root = tmp_path_factory.mktemp("targets")
     make_checkpoint(root / "large", shape_of_size(NBYTES, BF16))
     make_checkpoint(root / "small", ManyTensors(3000, 17_000))
     make_checkpoint(root / "tiny", ManyTensors(6000, 4096))
+    make_checkpoint(root / "many", ManyTensors(20_000, 450))
     return root
 
 
@@ -136,3 +137,20 @@ def test_a_budget_of_exactly_the_peak_is_enough(cgroup: Boxes, folder: Path) -> 
     )
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
     assert "pread" in found["said"]["plan"]
+
+
+@pytest.mark.parametrize(
+    ("device", "state", "room_nbytes"),
+    [
+        ("host", "resident", 36_000_000),
+        ("host", "resident", 48_000_000),
+        ("CL", "lazy", 30_000_000),
+    ],
+)
+def test_planning_itself_has_room(
+    cgroup: Boxes, folder: Path, device: str, state: str, room_nbytes: int
+) -> None:
+    """20,000 parameters take 22 MB to match and plan, and that is looked at first."""
+    held = {"held": "float32", "dtype": "float16"} if device == "host" else {}
+    found = _load(cgroup, folder / "many", device, state, room_nbytes, budget="80%", **held)
+    assert (found["outcome"], "does not fit" in found["why"]) == ("refused", True), found

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from heapq import nsmallest
 from itertools import repeat
 from operator import attrgetter, itemgetter
 from typing import Literal, overload
@@ -1152,8 +1153,9 @@ def _check(
     if limit == "free memory":
         beside = mine.object_nbytes + mine.kernel_nbytes
         largest += [(f"what {len(placements)} tensors take beside their bytes", beside)]
-    parameters = sorted(((p.name, p.nbytes) for p in placements), key=lambda x: (-x[1], x[0]))
-    largest = sorted([*largest, *parameters[: 8 - len(largest)]], key=lambda x: -x[1])
+    named = ((p.name, p.nbytes) for p in placements)
+    parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
+    largest = sorted([*largest, *parameters], key=lambda x: -x[1])
     raise PlanInfeasibleError(
         spec.name,
         needed,
