@@ -115,6 +115,8 @@ MAPPED_MOST_CPUS = 2
 # each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
 # cached were killed with 8 to 38 MB free in their cgroup (8 MiB of readahead), by pread never.
 _MAP_ROOM_NBYTES = 64 * 2**20
+# To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
+_WIDER_NBYTES = 64 * 2**20
 # One thread, where a map was asked for: such loads were killed with 5 MB free, and not with 8.
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 
@@ -788,7 +790,7 @@ class Load:
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
-            wider = _wider(devices, planned)
+            wider = _wider(devices, planned, len(wants))
             raise error.suggesting([wider] if wider is not None else ()) from None
         devices.check_buffers(made)
         if match is not None:
@@ -914,8 +916,17 @@ class Load:
         )
 
 
-def _wider(devices: Devices, planned: Callable[[Devices], Plan]) -> str | None:
-    """What to ask for where a plan does not fit, but would with more of this machine's devices."""
+def _wider(devices: Devices, planned: Callable[[Devices], Plan], parameters: int) -> str | None:
+    """What to ask for where a plan does not fit, but would with more of this machine's devices.
+
+    Nothing where the host has too little memory to open them and to plan all parameters again.
+    """
+    try:
+        free = host_room_nbytes(parameters)
+    except PlanInfeasibleError:
+        return None
+    if free is not None and free < _WIDER_NBYTES:
+        return None
     for more in devices.widened():
         with suppress(PlanInfeasibleError):
             made = planned(more)

@@ -40,8 +40,10 @@ MAPPED_ROOM_NBYTES = 2 * 2**16
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
-# the first chunks. Seen were 0.1 to 1.2 MB with 1 to 8 threads, and 2.6 MB on the way to CUDA.
-LOAD_NBYTES = 2 * 2**20
+# the first chunks. Seen were 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
+# 2.6 MB on the way to CUDA, where a driver takes more beside it.
+LOAD_NBYTES = 3 * 2**20
+_STAGED_LOAD_NBYTES = 4 * 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
@@ -404,7 +406,8 @@ class Plan:
         """By how much the process will grow at most: RssAnon + RssShmem, in bytes."""
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
         staged = self.host_nbytes if self.transfer == "staged" else 0
-        load = LOAD_NBYTES * (1 if all(d.shared_memory for d in self.devices) else 2)
+        shared = all(d.shared_memory for d in self.devices)
+        load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
         return load + fresh + staged + sum(d.object_nbytes for d in self.devices)
 
     @property
