@@ -23,26 +23,25 @@ Kernels depend on nothing outside themselves:
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from ctypes import CDLL, CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, get_errno, memmove
+from collections.abc import Callable, Mapping
+from ctypes import CFUNCTYPE, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from streamload.checkpoint.page_cache import libc
+import numpy as np
+
+from streamload._system import libc, place_code
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import UnsupportedCastError
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
 _SYMBOL = "cast"
 _ELF = b"\x7fELF"
-_MAP_FAILED = c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -658,58 +657,27 @@ def _machine(target: Target) -> Any:
     )
 
 
-class _Section(NamedTuple):
-    name: int
-    kind: int
-    flags: int
-    address: int
-    start: int
-    nbytes: int
-    link: int
-    info: int
-    alignment: int
-    entry_nbytes: int
+#: An entry of the symbol table: System V Application Binary Interface, "Object Files".
+_SYMBOLS = np.dtype(
+    [("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")]
+)
+_CODE = (b".text", b".ltext")  # the second in the large code model
+_READ = (*_CODE, b".symtab", b".strtab")
 
 
-class _Symbol(NamedTuple):
-    name: str
-    section: int
-    value: int
-
-
-_SHT_SYMTAB = 2
-_RELOCATIONS = (4, 9, 0x4000_0014)  # SHT_RELA, SHT_REL, SHT_CREL
-_SHN_UNDEF = 0
-
-
-def _sections(image: bytes) -> list[_Section]:
-    """Section headers of an ELF object.
-
-    Source: System V Application Binary Interface, "Object Files" (64-bit, little-endian).
+def _sections(image: bytes) -> dict[bytes, bytes]:
+    """The sections of an ELF object that are not empty, by name, with the bytes of `_READ`.
 
     Raises:
         ValueError: the bytes are not such an object.
     """
     if image[:6] != _ELF + b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF object")
-    sections_at = struct.unpack_from("<Q", image, 40)[0]
-    entry_nbytes, count = struct.unpack_from("<HH", image, 58)
-    return [
-        _Section(*struct.unpack_from("<IIQQQQIIQQ", image, sections_at + index * entry_nbytes))
-        for index in range(count)
-    ]
+    import llvmlite.binding as llvm
 
-
-def _symbols(image: bytes, sections: list[_Section]) -> Iterator[_Symbol]:
-    for table in sections:
-        if table.kind != _SHT_SYMTAB:
-            continue
-        strings_at = sections[table.link].start
-        stop = table.start + table.nbytes
-        for at in range(table.start + table.entry_nbytes, stop, table.entry_nbytes):  # 0 is empty
-            name_at, _, _, section, value = struct.unpack_from("<IBBHQ", image, at)
-            begin = strings_at + name_at
-            yield _Symbol(image[begin : image.index(0, begin)].decode(), section, value)
+    sections = llvm.ObjectFileRef.from_data(image).sections()
+    filled = ((section.name(), section) for section in sections if section.size())
+    return {name: section.data() if name in _READ else b"" for name, section in filled}
 
 
 def undefined_symbols(image: bytes) -> tuple[str, ...]:
@@ -718,92 +686,28 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
-    symbols = _symbols(image, _sections(image))
-    return tuple(symbol.name for symbol in symbols if symbol.section == _SHN_UNDEF)
+    sections = _sections(image)
+    symbols = np.frombuffer(sections[b".symtab"], _SYMBOLS)[1:]  # the first is empty
+    names = sections[b".strtab"]
+    starts = symbols["name"][symbols["section"] == 0].tolist()
+    return tuple(names[start : names.index(0, start)].decode() for start in starts)
 
 
-#: Whether `place_code` can be used here. Where it is not an x86-64, a CPU may have to be told that
-#: what it takes for data has become instructions (on AArch64 its instruction cache is flushed).
-PLACES_CODE = (
-    sys.platform == "linux" and os.uname().machine == "x86_64" and struct.calcsize("P") == 8
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Machine code that runs wherever it lies, and needs nothing else.
-
-    Attributes:
-        text: the bytes of a section.
-        entry: offset of the function in it.
-    """
-
-    text: bytes
-    entry: int
-
-    def pack(self) -> bytes:
-        """As bytes for `unpack`."""
-        return struct.pack("<Q", self.entry) + self.text
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Code:
-        """What `pack` made."""
-        return cls(data[8:], struct.unpack_from("<Q", data)[0])
-
-
-def movable_code(image: bytes, symbol: str) -> Code | None:
-    """The code of a function of an ELF object, without the object.
+def movable_code(image: bytes) -> bytes | None:
+    """The code of an ELF object of one function, which runs wherever it lies.
 
     Returns:
-        None where that would have to be linked first, since it refers to what is outside its
-        section (constants, a table of jumps, other functions), and where there is no such function.
+        None where the object has to be linked first: its code refers to other sections (constants,
+        a table of jumps) or to other objects, or is in several sections.
 
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
     sections = _sections(image)
-    symbols = list(_symbols(image, sections))
-    if any(other.section == _SHN_UNDEF for other in symbols):
-        return None
-    for _, index, entry in (found for found in symbols if found.name == symbol):
-        section = sections[index]
-        # other sections may be relocated: the table for unwinding is, and nothing unwinds this code
-        if not any(other.kind in _RELOCATIONS and other.info == index for other in sections):
-            return Code(image[section.start : section.start + section.nbytes], entry)
-    return None
-
-
-def place_code(code: Code) -> int:
-    """Place code in memory for as long as the process lives; only where `PLACES_CODE`.
-
-    Returns:
-        The function's address.
-
-    Raises:
-        OSError: the system refuses executable memory.
-    """
-    return _map_code(code.text) + code.entry
-
-
-def _map_code(text: bytes) -> int:
-    """Executable memory; its address. It is never writable and executable together.
-
-    Raises:
-        OSError: the system refuses, as SELinux does without ``execmem``, and what systemd starts
-            with ``MemoryDenyWriteExecute``.
-    """
-    writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc().map(None, len(text), writable, private, -1, 0)
-    if address is None or address == _MAP_FAILED:
-        raise OSError(get_errno(), f"no memory for code: {os.strerror(get_errno())}")
-    memmove(address, text, len(text))
-    protect = CDLL(None, use_errno=True).mprotect
-    protect.argtypes = (c_void_p, c_size_t, c_int)
-    if protect(address, len(text), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
-        number = get_errno()
-        libc().munmap(address, len(text))
-        raise OSError(number, f"no executable memory: {os.strerror(number)}")
-    return int(address)
+    code = [name for name in sections if name in _CODE]
+    # the table for unwinding is relocated as well, and nothing unwinds this code
+    relocations = [name for name in sections if name.endswith(_CODE) and name not in _CODE]
+    return None if len(code) != 1 or relocations else sections[code[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -855,7 +759,7 @@ def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tu
     import llvmlite.binding as llvm
 
     if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
-        libc().munmap(_map_code(bytes(1)), 1)
+        libc().munmap(place_code(bytes(1)), 1)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(image))
     engine.finalize_object()

@@ -9,18 +9,16 @@ Function by function this is the CUDA driver API reference.
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
-from streamload.checkpoint.page_cache import libc
+from streamload._system import address_of, libc, map_file, populate
 from streamload.checkpoint.readers import direct_memory
-from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket, populate
-from streamload.devices.bulk import Loop, libc_calls
+from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
+from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.ptx import cast_ptx, load_function
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
@@ -30,70 +28,42 @@ _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of spinning
 
-# With more CPUs than this (a load uses eight), waits for copies spin. Predicted: to be woken up
-# takes some 30 microseconds of the 620 in which the bus takes a slot of each of eight threads. Seen
-# on one H200 with 16 cores, loads of 16 GB in turn, medians of six: 49.0 GB/s, and 46.1 where waits
-# sleep (whole calls 44.4 and 41.9). With fewer CPUs who spins keeps others from reading.
+# With more CPUs than this waits for copies spin: docs/measurements.md, "Waits that spin". With
+# fewer, a wait that spins keeps others from reading.
 _SLEEP_CPUS = 8
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 
-_pointer = ctypes.POINTER(ctypes.c_void_p)
+_int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
+_pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
-    "cuCtxPopCurrent_v2": (_pointer,),
-    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
-    "cuDevicePrimaryCtxRetain": (_pointer, ctypes.c_int),
-    "cuEventCreate": (_pointer, ctypes.c_uint),
-    "cuEventDestroy_v2": (ctypes.c_void_p,),
-    "cuEventQuery": (ctypes.c_void_p,),
-    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
-    "cuEventSynchronize": (ctypes.c_void_p,),
-    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuInit": (ctypes.c_uint,),
-    "cuLaunchKernel": (
-        ctypes.c_void_p,
-        *(ctypes.c_uint,) * 7,  # grid, block, bytes of shared memory
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
-    "cuMemAlloc_v2": (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t),
-    "cuMemFree_v2": (ctypes.c_uint64,),
-    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
-    "cuMemHostUnregister": (ctypes.c_void_p,),
-    "cuMemcpyDtoHAsync_v2": (
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuMemcpyHtoDAsync_v2": (
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuMemsetD8Async": (
-        ctypes.c_uint64,
-        ctypes.c_ubyte,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuModuleGetFunction": (_pointer, ctypes.c_void_p, ctypes.c_char_p),
-    "cuModuleLoadDataEx": (
-        _pointer,
-        ctypes.c_char_p,
-        ctypes.c_uint,
-        ctypes.POINTER(ctypes.c_int),
-        _pointer,
-    ),
-    "cuModuleUnload": (ctypes.c_void_p,),
-    "cuStreamCreate": (_pointer, ctypes.c_uint),
-    "cuStreamDestroy_v2": (ctypes.c_void_p,),
-    "cuStreamQuery": (ctypes.c_void_p,),
-    "cuStreamSynchronize": (ctypes.c_void_p,),
+    "cuCtxPushCurrent_v2": (_pointer,),
+    "cuCtxPopCurrent_v2": (_out,),
+    "cuDeviceGet": (ctypes.POINTER(_int), _int),
+    "cuDevicePrimaryCtxRetain": (_out, _int),
+    "cuEventCreate": (_out, _uint),
+    "cuEventDestroy_v2": (_pointer,),
+    "cuEventQuery": (_pointer,),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuGetErrorString": (_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuInit": (_uint,),
+    # grid, block, bytes of shared memory; stream, parameters, options
+    "cuLaunchKernel": (_pointer, *(_uint,) * 7, _pointer, _out, _pointer),
+    "cuMemAlloc_v2": (ctypes.POINTER(_u64), _size),
+    "cuMemFree_v2": (_u64,),
+    "cuMemHostRegister_v2": (_pointer, _size, _uint),
+    "cuMemHostUnregister": (_pointer,),
+    "cuMemcpyDtoHAsync_v2": (_pointer, _u64, _size, _pointer),
+    "cuMemcpyHtoDAsync_v2": (_u64, _pointer, _size, _pointer),
+    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
+    "cuModuleGetFunction": (_out, _pointer, ctypes.c_char_p),
+    "cuModuleLoadDataEx": (_out, ctypes.c_char_p, _uint, ctypes.POINTER(_int), _out),
+    "cuModuleUnload": (_pointer,),
+    "cuStreamCreate": (_out, _uint),
+    "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamQuery": (_pointer,),
+    "cuStreamSynchronize": (_pointer,),
 }
 
 
@@ -203,10 +173,8 @@ def _primary(name: str, index: int) -> int:
 class _Streams:
     """The streams of a context, shared by its slots; each goes with the last slot that has it.
 
-    Predicted: a copy engine that changes between many streams loses time. Seen on one H200 with 16
-    cores: no difference between 1, 2, 4 and 20 streams for slots of 3.2 MiB (44.5 to 45.5 GB/s), 36
-    instead of 30 GB/s for slots of 1.3 MiB. Not one alone, so that the kernels of one run beside
-    the copies of another: casts at 44.5 GB/s with four, 41.7 with two.
+    More streams copy no faster; several, so that the kernels of one run beside the copies of
+    another: docs/measurements.md, "Streams of a context".
     """
 
     def __init__(self) -> None:
@@ -296,9 +264,7 @@ class _Stream:
 class PinnedStaging(_Stream):
     """Page-locked memory with an event of its own.
 
-    Of huge pages, where there are any: on one H200 a load into slots of 3.2 MiB ran at 45.4 to 48.4
-    GB/s instead of 44.8, one into slots of 4 MiB at 51 either way, and letting go of the pages at
-    the end took 1 to 2 ms less.
+    Of huge pages, where there are any: docs/measurements.md, "Page-locked slots".
 
     Attributes:
         view: the bytes; they begin at a page.
@@ -317,7 +283,7 @@ class PinnedStaging(_Stream):
         try:
             self.view = direct_memory(max(nbytes, 1))
             populate(self.view)  # by this thread: the driver locks pages for one at a time
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+            self.address = address_of(self.view)
             with context.current():
                 status = self._slow.cuMemHostRegister_v2(self.address, max(nbytes, 1), _PORTABLE)
                 context.check(status, "cuMemHostRegister")
@@ -367,11 +333,11 @@ class Window(_Stream):
         self._nbytes = nbytes
         self._known = _Known()
         self.window = ctypes.addressof(self._known)
-        found = libc().map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if found is None or found == _MAP_FAILED:
-            problem = f"cannot be mapped: {os.strerror(ctypes.get_errno())}"
-            raise AllocationError("window", problem, nbytes=nbytes)
-        self._known[0] = found
+        try:
+            self._known[0] = map_file(fd, 0, nbytes)
+        except OSError as error:
+            problem = f"cannot be mapped: {error.strerror}"
+            raise AllocationError("window", problem, nbytes=nbytes) from error
         try:
             with context.current():
                 self._create()
@@ -535,10 +501,7 @@ def _loop() -> Loop | None:
         "lock": driver.cuMemHostRegister_v2,
         "unlock": driver.cuMemHostUnregister,
     }
-    addresses = {
-        name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in calls.items()
-    }
     try:
-        return Loop(libc_calls() | addresses)
+        return Loop(libc_calls() | addresses_of(calls))
     except (ImportError, OSError, RuntimeError):  # no LLVM here: the stream's own loop does it
         return None

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from streamload._kept import keep, read_kept
 from streamload.cast.kernels import PAIRS, Vector, careful, lossless, overflow_start
-from streamload.devices.base import keep, read_kept
 from streamload.dtypes import DType
 from streamload.errors import DeviceError, UnsupportedCastError
 

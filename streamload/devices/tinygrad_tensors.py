@@ -23,8 +23,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.device import Allocator, Buffer
 from tinygrad.uop.ops import Ops, UOp, buffers
 
+from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
-from streamload.devices.base import Parameter, trim_heap
+from streamload.devices.base import Parameter, tied
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 
@@ -170,12 +171,12 @@ _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
-class TinygradParameter:
+class TinygradParameter(Parameter):
     """Tensors of a model that stand on the same memory.
 
     Args:
         names: all names under which the model has them.
-        tensors: each object once.
+        tensors: those, by any name.
         collect: collects garbage cycles, which may hold memory.
     """
 
@@ -187,17 +188,11 @@ class TinygradParameter:
     ) -> None:
         self.names = names
         self._collect = collect
-        self._tensors = tensors
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         first = tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        self.device: str | None = None
-        self.nbytes = 0
-        self.keeps: DType | None = None
-        self.fixed = ""
-        self.refused = ""
         self.invalid = _invalid(first.uop) is not None
-        self.span: tuple[int, int, int] | None = None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
         if isinstance(first.device, tuple):
             self.refused = f"it is sharded over {', '.join(first.device)}"
@@ -385,8 +380,7 @@ def _address(buffer: Buffer) -> int | None:
         return address
     if backend_of(buffer.device) not in SHARED or not has(device.allocator, "_as_buffer"):
         return None
-    view = device.allocator._as_buffer(buffer._buf)
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return address_of(device.allocator._as_buffer(buffer._buf))
 
 
 _HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
@@ -463,14 +457,10 @@ def _key(tensor: Tensor) -> Any:
     return uop.base if _is_plain(uop) else uop
 
 
-def parameters_of(model: Any) -> list[Parameter]:
+def parameters_of(model: Any) -> list[TinygradParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-    groups: dict[Any, tuple[list[str], dict[int, Tensor]]] = {}
-    for name, tensor in tinygrad.nn.state.get_state_dict(model).items():
-        names, tensors = groups.setdefault(_key(tensor), ([], {}))
-        names.append(name)
-        tensors[id(tensor)] = tensor
     collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-    found = [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
+    groups = tied(tinygrad.nn.state.get_state_dict(model).items(), _key)
+    found = [TinygradParameter(names, tensors, collect) for names, tensors in groups]
     _share_out(found)
-    return list(found)
+    return found

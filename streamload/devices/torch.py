@@ -6,12 +6,11 @@ through plain memory and torch's own blocking copies.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, repeat
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamload._system import bytes_at, trim_heap
 from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
@@ -28,15 +28,18 @@ from streamload.devices.base import (
     Device,
     DeviceInfo,
     DTypeStatus,
+    Framework,
     HostStaging,
     Parameter,
     ProbeResult,
+    Slot,
     Staging,
     Ticket,
-    environment,
-    nvidia_parts,
-    trim_heap,
+    dict_slots,
+    tied,
 )
+from streamload.devices.names import environment
+from streamload.devices.probing import computed, doubles, nvidia_parts
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.plan.allocators import AllocatorKind, TensorCosts
@@ -58,15 +61,16 @@ _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leav
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.
-_DEVICE_CASTS = (
-    ("bfloat16", "float16"),
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("float16", "bfloat16"),
-    ("float8_e4m3fn", "float16"),
-    ("float8_e4m3fn", "bfloat16"),
-    ("float8_e5m2", "float16"),
-    ("float8_e5m2", "bfloat16"),
+_DEVICE_CASTS = tuple(
+    (BY_NAME[src], BY_NAME[dst])
+    for src, targets in (
+        ("bfloat16", ("float16", "float32")),
+        ("float16", ("float32", "bfloat16")),
+        ("float8_e4m3fn", ("float16", "bfloat16")),
+        ("float8_e5m2", ("float16", "bfloat16")),
+    )
+    for dst in targets
+    if src in _TO_TORCH
 )
 
 # Environment variables (beginnings of their names) that change what a device can do.
@@ -117,7 +121,7 @@ class _TensorStaging(HostStaging):
         super().close()
 
 
-class TorchDevice:
+class TorchDevice(Device):
     """Any backend, by torch's generic calls from the calling thread."""
 
     host_visible = False
@@ -201,12 +205,6 @@ class TorchDevice:
     #: Where a buffer's memory begins.
     address = staticmethod(torch.Tensor.data_ptr)
 
-    def window(
-        self, buffer: torch.Tensor, start: int, stop: int
-    ) -> AbstractContextManager[memoryview]:
-        """The CPU only."""
-        raise DeviceError(self.name, "its memory cannot be written by the CPU")
-
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
         return _TensorStaging(nbytes)
@@ -221,11 +219,6 @@ class TorchDevice:
             target.copy_(staging.tensor[start : start + nbytes])
             self.synchronize()
         return DONE
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """torch's copies are made one by one."""
-        return None
 
     def cast_copy(
         self,
@@ -286,14 +279,6 @@ class TorchDevice:
             with self._translated("earlier work on the device"):
                 synchronize()
 
-    def allocated_nbytes(self) -> int | None:
-        """Unknown."""
-        return None
-
-    def counters(self) -> Mapping[str, int]:
-        """None."""
-        return {}
-
 
 class CPUDevice(TorchDevice):
     """Host memory, written in place."""
@@ -322,8 +307,7 @@ class CPUDevice(TorchDevice):
     @contextmanager
     def window(self, buffer: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
         """The tensor's own bytes."""
-        array = (ctypes.c_ubyte * (stop - start)).from_address(buffer.data_ptr() + start)
-        view = memoryview(array).cast("B")
+        view = bytes_at(buffer.data_ptr() + start, stop - start)
         try:
             yield view
         finally:
@@ -498,8 +482,6 @@ def _cuda_caveat(name: str) -> str:
     )
 
 
-_Slot = tuple[MutableMapping[str, Any], str]  # where a module (or dict) keeps a tensor
-
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
 _INVALID = "_streamload_invalid"  # on invalid entries: one `_Invalid` for those that were tied
 
@@ -552,7 +534,7 @@ class InvalidParameter(_Raises, nn.Parameter):
     """A parameter that a failed load left without values."""
 
 
-class TorchParameter:
+class TorchParameter(Parameter):
     """Entries of a module, or of a dict, that stand on the same memory.
 
     The objects stay what they are wherever torch allows that, and with them what refers to them: an
@@ -567,7 +549,7 @@ class TorchParameter:
     def __init__(
         self,
         names: tuple[str, ...],
-        slots: list[_Slot],
+        slots: list[Slot],
         collect: Callable[[], object] = gc.collect,
     ) -> None:
         self.names = names
@@ -575,17 +557,10 @@ class TorchParameter:
         self._collect = collect
         self._lent: torch.Tensor | None = None
         entry = self._entries()[0]
-        self.device: str | None = None
-        self.nbytes = 0
-        self.fixed = ""
-        self.refused = ""
-        self.span: tuple[int, int, int] | None = None
-        self.keeps: DType | None = None
         self.invalid = hasattr(entry, _BEFORE)
         kept = self.invalid and getattr(entry, _INVALID).kept
         self.refused = "" if self.invalid else _why_refused(entry)
         if self.refused:
-            self.shape, self.dtype = (), ""
             return
         self.shape = tuple(entry.shape)
         tensor = self._tensors()[0]
@@ -643,10 +618,7 @@ class TorchParameter:
 
     def memory(self) -> Sequence[tuple[int, int]]:
         """The tensor's own bytes, on the CPU."""
-        if self.span is None or self.device != "cpu":
-            return ()
-        _, first, stop = self.span
-        return ((first, stop - first),)
+        return super().memory() if self.device == "cpu" else ()
 
     def buffer(self) -> torch.Tensor:
         """The memory that it holds."""
@@ -798,7 +770,7 @@ def _canonical(device: torch.device) -> str:
     )
 
 
-def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
+def _module_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
     """Parameters and persistent buffers by their places in the module.
 
     Those are their names in ``state_dict``, unless a hook of the module changes them there.
@@ -813,18 +785,6 @@ def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
                 yield dot + key, (child._buffers, key)
 
 
-def _dict_slots(
-    model: MutableMapping[str, Any], prefix: str = "", inside: tuple[int, ...] = ()
-) -> Iterator[tuple[str, _Slot]]:
-    for key, value in model.items():
-        if isinstance(value, MutableMapping):
-            if id(value) in (*inside, id(model)):
-                raise ValueError(f"the dict {prefix + str(key)!r} holds itself")
-            yield from _dict_slots(value, f"{prefix}{key}.", (*inside, id(model)))
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{key}", (model, key)
-
-
 def _key(tensor: torch.Tensor) -> Any:
     """What tied tensors share: the object, or the memory and what is seen of it."""
     if hasattr(tensor, _INVALID):
@@ -836,37 +796,29 @@ def _key(tensor: torch.Tensor) -> Any:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-class TorchFramework:
+class TorchFramework(Framework):
     """torch, as `devices.base.Framework`."""
 
     name = "torch"
 
-    def parameters(self, model: Any) -> list[Parameter]:
+    def parameters(self, model: Any) -> Sequence[TorchParameter]:
         """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
 
         Raises:
             ValueError: the model is something else that holds tensors.
         """
-        slots: Iterable[tuple[str, _Slot]]
+        slots: Iterable[tuple[str, Slot]]
         if isinstance(model, nn.Module):
             slots = _module_slots(model)
         elif isinstance(model, MutableMapping):
-            slots = _dict_slots(model)
+            slots = dict_slots(model, (torch.Tensor,))
         else:
             raise ValueError(
                 f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
             )
-        groups: dict[Any, tuple[list[str], list[_Slot]]] = {}
-        seen: set[str] = set()
-        for name, slot in slots:
-            if name in seen:
-                raise ValueError(f"two tensors of the model are named {name!r}")
-            seen.add(name)
-            names, found = groups.setdefault(_key(slot[0][slot[1]]), ([], []))
-            names.append(name)
-            found.append(slot)
         collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        return [TorchParameter(tuple(names), found, collect) for names, found in groups.values()]
+        groups = tied(slots, lambda slot: _key(slot[0][slot[1]]))
+        return [TorchParameter(names, found, collect) for names, found in groups]
 
     def unstored(self, model: Any) -> Mapping[str, str]:
         """The module's non-persistent buffers, with the devices that they are on."""
@@ -932,33 +884,23 @@ class TorchFramework:
         parts += [f"{key}={value}" for key, value in sorted(environment(_SETTINGS).items())]
         return "\n".join(parts)
 
-    def tensor(
-        self, device: Device, buffer: torch.Tensor, dtype: DType, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The tensor itself."""
-        return buffer
-
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Add numbers on the device; with ``full`` try every dtype and cast on real buffers."""
+        """Compute there; where that lasts, bfloat16 too, which a load asks for first."""
         name = self.canonical(name)
-        try:
-            device = self.device(name)
-            found = (torch.tensor([1.0, 2.0, 3.0], device=name) + 1).tolist()
-            if found != [2.0, 3.0, 4.0]:
-                return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
-        except Exception as error:
-            # the problem alone: who reports this result names the device
-            problem = error.problem if isinstance(error, DeviceError) else _first_line(error)
-            return ProbeResult(name, False, problem)
-        if not full:
-            status = self.dtype_status(name, BF16) if self.lasting(name) else "broken"
-            # a device that was full would seem broken for good
-            return ProbeResult(name, True, "", {} if status == "broken" else {"bfloat16": status})
-        statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(_UNSUPPORTED), "absent")
-        for ours in _TO_TORCH:
-            statuses[ours] = _dtype_status(device, ours)
-        casts = tuple(pair for pair in _DEVICE_CASTS if _casts_exactly(device, *pair))
-        return ProbeResult(name, True, "", statuses, casts)
+        result = computed(
+            self,
+            name,
+            full,
+            add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
+            problem=_first_line,
+            held=_TO_TORCH,
+            casts=_DEVICE_CASTS,
+        )
+        if full or not result.works or not self.lasting(name):
+            return result
+        status = self.dtype_status(name, BF16)
+        # a device that was full would seem broken for good
+        return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """Write ones to a real buffer, double them on the device, read the bytes back.
@@ -969,7 +911,7 @@ class TorchFramework:
             return "absent"
         key = (self.canonical(name), dtype.name)
         if key not in _WORKED:
-            status = _dtype_status(self.device(name), dtype.name)
+            status = _dtype_status(self.device(name), dtype)
             if status == "broken":  # the device may have been full
                 return status
             _WORKED[key] = status
@@ -982,62 +924,30 @@ _WAYS: dict[str, type[TorchDevice]] = {
 }
 
 
-def _filled(device: TorchDevice, dtype: DType, data: bytes) -> torch.Tensor:
-    tensor = device.allocate(dtype, (len(data) // dtype.itemsize,))
-    _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return tensor
-
-
 _WORKED: dict[tuple[str, str], DTypeStatus] = {}
 
 
-def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:
+def _dtype_status(device: TorchDevice, dtype: DType) -> DTypeStatus:
     """Write ones to a real buffer, double them on the device, read the bytes back."""
-    import numpy as np
-
-    dtype = BY_NAME[name]
-    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
     status: DTypeStatus = "native"
-    try:
-        tensor = _filled(device, dtype, one)
+
+    def double(ones: bytes) -> bytes:
+        nonlocal status
+        tensor = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+        _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(ones), dtype=torch.uint8))
         try:
             doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
         except RuntimeError:
             # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
             wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
             doubled, status = (wide + wide).to(tensor.dtype), "emulated"
-        if device.read(doubled.contiguous(), 0, len(one)) != (one if dtype.kind == "bool" else two):
-            return "broken"
-    except Exception:  # each backend raises what it likes
+        return device.read(doubled.contiguous(), 0, len(ones))
+
+    if not doubles(dtype, double):
         return "broken"
-    if name in _CPU_FEATURES and device.name == "cpu":
-        return "native" if _cpu_multiplies(name) else "emulated"
-    return "emulated" if name == "bfloat16" and not device.info.native_bf16 else status
-
-
-def _casts_exactly(device: TorchDevice, src_name: str, dst_name: str) -> bool:
-    """Compare the device's cast of every code with the reference, NaN payloads aside."""
-    import numpy as np
-
-    if not {src_name, dst_name} <= _TO_TORCH.keys():
-        return False
-    src, dst = BY_NAME[src_name], BY_NAME[dst_name]
-    codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
-    with np.errstate(all="ignore"):
-        want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)
-    staging = device.staging(len(codes))
-    try:
-        staging.view[:] = codes
-        buffer = device.allocate(dst, (1 << src.bits,))
-        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
-        found = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
-    except DeviceError:
-        return False
-    finally:
-        staging.close()
-    same = found.view(f"u{dst.itemsize}") == want.view(f"u{dst.itemsize}")
-    with np.errstate(all="ignore"):
-        return bool(np.all(same | (np.isnan(want) & np.isnan(found))))
+    if dtype.name in _CPU_FEATURES and device.name == "cpu":
+        return "native" if _cpu_multiplies(dtype.name) else "emulated"
+    return "emulated" if dtype is BF16 and not device.info.native_bf16 else status
 
 
 FRAMEWORK = TorchFramework()
