@@ -623,8 +623,6 @@ def host_target() -> Target:
     import llvmlite.binding as llvm
 
     triple = llvm.get_process_triple()
-    if "windows" in triple:
-        triple += "-elf"  # the in-memory linker takes ELF there too
     try:
         return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe

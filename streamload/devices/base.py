@@ -7,6 +7,7 @@ protocols say what is usual; a framework's file states what is its own.
 
 from __future__ import annotations
 
+import gc
 import mmap
 from collections.abc import (
     Callable,
@@ -17,8 +18,9 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import (
     Any,
     Literal,
@@ -32,6 +34,7 @@ from typing import (
 
 import numpy as np
 
+from streamload._system import bytes_at, trim_heap
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 from streamload.plan.allocators import NO_COSTS, AllocatorKind, TensorCosts
@@ -366,6 +369,31 @@ class Addressed(Protocol):
         """
 
 
+class HeapDevice(Device, Protocol):
+    """A device whose buffers are memory of this process, each in one piece: it is `Addressed`."""
+
+    def address(self, buffer: Buffer) -> int:
+        """The address of a buffer's first byte."""
+
+    def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
+        """Several buffers."""
+        return [self.allocate(dtype, shape) for dtype, shape in kinds]
+
+    @contextmanager
+    def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
+        """The buffer's own bytes."""
+        view = bytes_at(self.address(buffer) + start, stop - start)
+        try:
+            yield view
+        finally:
+            with suppress(BufferError):  # the traceback of an error still refers to it
+                view.release()
+
+    def trim(self) -> None:
+        """Hand freed heap memory back to the kernel, where the C library can."""
+        trim_heap()
+
+
 class Parameter(Protocol):
     """One parameter of a model, keyed by the memory it stands on.
 
@@ -431,6 +459,7 @@ class Parameter(Protocol):
 
 Slot = tuple[MutableMapping[str, Any], str]  # where a model keeps a tensor: a dict and a key in it
 _Entry = TypeVar("_Entry")
+_Parameter = TypeVar("_Parameter", bound=Parameter)
 
 
 def dict_slots(
@@ -460,13 +489,17 @@ def dict_slots(
 
 
 def tied(
-    entries: Iterable[tuple[str, _Entry]], key: Callable[[_Entry], Hashable]
-) -> list[tuple[tuple[str, ...], list[_Entry]]]:
-    """Group the entries of a model that stand on the same memory, with their names, in order.
+    entries: Iterable[tuple[str, _Entry]],
+    key: Callable[[_Entry], Hashable],
+    make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
+) -> list[_Parameter]:
+    """Make one parameter of the entries of a model that stand on the same memory, in order.
 
     Args:
         entries: by name.
         key: the same for entries that are tied.
+        make: of all names, those entries, and a function that collects garbage once for all: it is
+            slow, and nothing makes cycles meanwhile.
 
     Raises:
         ValueError: two entries have one name.
@@ -480,7 +513,8 @@ def tied(
         names, found = groups.setdefault(key(entry), ([], []))
         names.append(name)
         found.append(entry)
-    return [(tuple(names), found) for names, found in groups.values()]
+    collect = cache(gc.collect)
+    return [make(tuple(names), found, collect) for names, found in groups.values()]
 
 
 class Framework(Protocol):

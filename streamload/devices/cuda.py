@@ -12,14 +12,15 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from streamload._system import address_of, libc, map_file, populate
 from streamload.checkpoint.readers import direct_memory
-from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
+from streamload.devices.base import BulkCopier, BulkFailure, DeviceInfo, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
-from streamload.devices.ptx import cast_ptx, load_function
+from streamload.devices.ptx import SYMBOL, cast_ptx
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
 from streamload.plan.budget import available_cpus
@@ -32,6 +33,8 @@ _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of
 # fewer, a wait that spins keeps others from reading.
 _SLEEP_CPUS = 8
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
+_LOG_NBYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 
 _int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
@@ -124,6 +127,10 @@ class Context:
         if status:
             raise DeviceError(self.name, f"{call}: {_driver().reason(status)}")
 
+    def call(self, function: str, *arguments: Any) -> None:
+        """Make a call that may wait; raises DeviceError for what it returns."""
+        _call(self.name, function, *arguments)
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it the thread's current context for a while."""
@@ -155,19 +162,19 @@ class Context:
 
 @cache
 def _primary(name: str, index: int) -> int:
-    driver = _driver()
     device, handle = ctypes.c_int(), ctypes.c_void_p()
-
-    def call(function: str, *arguments: Any) -> None:
-        status = getattr(driver.slow, function)(*arguments)
-        if status:
-            raise DeviceError(name, f"{function}: {driver.reason(status)}")
-
-    call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), index)
+    _call(name, "cuInit", 0)
+    _call(name, "cuDeviceGet", ctypes.byref(device), index)
     # never released: it is the process's own, and torch holds it as well
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
+    _call(name, "cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
     return handle.value or 0
+
+
+def _call(device: str, function: str, *arguments: Any) -> None:
+    status = getattr(_driver().slow, function)(*arguments)
+    if status:
+        problem = f"{function.removesuffix('_v2')}: {_driver().reason(status)}"
+        raise DeviceError(device, problem)
 
 
 class _Streams:
@@ -191,9 +198,7 @@ class _Streams:
             mine = [key for key in self._users if key[0] == context.handle]
             if len(mine) < _STREAMS:
                 created = ctypes.c_void_p()
-                call = "cuStreamCreate"
-                status = _driver().slow.cuStreamCreate(ctypes.byref(created), _NON_BLOCKING)
-                context.check(status, call)
+                context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
                 mine = [(context.handle, created.value or 0)]
                 self._users[mine[0]] = 0
             key = min(mine, key=lambda key: self._users[key])
@@ -237,8 +242,7 @@ class _Stream:
         """Have both, in the current context."""
         self.stream = _streams.take(self._context)
         flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
-        status = self._slow.cuEventCreate(ctypes.byref(self.event), flags)
-        self._context.check(status, "cuEventCreate")
+        self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
 
     def wait(self) -> None:
         """Return when the last copy that was begun has finished."""
@@ -285,8 +289,7 @@ class PinnedStaging(_Stream):
             populate(self.view)  # by this thread: the driver locks pages for one at a time
             self.address = address_of(self.view)
             with context.current():
-                status = self._slow.cuMemHostRegister_v2(self.address, max(nbytes, 1), _PORTABLE)
-                context.check(status, "cuMemHostRegister")
+                context.call("cuMemHostRegister_v2", self.address, max(nbytes, 1), _PORTABLE)
                 self._registered = True
                 self._create()
         except (DeviceError, OSError) as error:
@@ -377,30 +380,24 @@ class _Memory(_Stream):
         try:
             with context.current():
                 self._create()
-                status = self._slow.cuMemAlloc_v2(ctypes.byref(allocated), nbytes)
-                context.check(status, "cuMemAlloc")
+                context.call("cuMemAlloc_v2", ctypes.byref(allocated), nbytes)
                 self.address = allocated.value
-                status = self._slow.cuMemsetD8Async(self.address, 0, nbytes, self.stream)
-                context.check(status, "cuMemsetD8Async")
-                context.check(self._slow.cuStreamSynchronize(self.stream), "cuStreamSynchronize")
+                context.call("cuMemsetD8Async", self.address, 0, nbytes, self.stream)
+                context.call("cuStreamSynchronize", self.stream)
         except DeviceError as error:
             with suppress(DeviceError):
                 self.close()
             raise AllocationError(context.name, error.problem, nbytes=nbytes) from error
 
     def read(self, start: int, stop: int) -> bytes:
-        """See `devices.base.DeviceMemory`."""
         out = ctypes.create_string_buffer(stop - start)
         with self._context.current():
-            status = self._slow.cuMemcpyDtoHAsync_v2(
-                out, self.address + start, stop - start, self.stream
-            )
-            self._context.check(status, "cuMemcpyDtoHAsync")
+            arguments = (out, self.address + start, stop - start, self.stream)
+            self._context.call("cuMemcpyDtoHAsync_v2", *arguments)
             self._context.check(self._slow.cuStreamSynchronize(self.stream), "reading counts")
         return out.raw
 
     def close(self) -> None:
-        """See `devices.base.DeviceMemory`."""
         with self._context.current():
             failure = self._destroy()
             if self.address:
@@ -418,16 +415,13 @@ class _BulkCopier:
         self._context, self._loop = context, loop
 
     def memory(self, nbytes: int) -> _Memory:
-        """See `devices.base.BulkCopier`."""
         return _Memory(self._context, nbytes)
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
-        """See `devices.base.BulkCopier`."""
         with _compiling:
             return _kernel(self._context.name, self._context.handle, src, dst, clamp)
 
     def window(self, fd: int, file_nbytes: int) -> Window:
-        """See `devices.base.BulkCopier`."""
         return Window(self._context, fd, file_nbytes)
 
     def ticket(self, slot: Staging) -> Ticket:
@@ -438,7 +432,6 @@ class _BulkCopier:
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """See `devices.base.BulkCopier.run`."""
         flat = []
         for index, slot in enumerate(slots):
             assert isinstance(slot, (PinnedStaging, Window))
@@ -453,6 +446,51 @@ class _BulkCopier:
         return failure
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the driver has compiled and loaded into a context.
+
+    Attributes:
+        handle: a ``CUfunction``.
+        module: the ``CUmodule`` that it is in, for ``cuModuleUnload``.
+    """
+
+    handle: int
+    module: int
+
+
+def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
+    """Compile PTX for the device of the current context, and load it there.
+
+    The driver takes milliseconds, and keeps what it made in its cache for the next process.
+
+    Args:
+        driver: the driver.
+        device: the device's name, for errors.
+        ptx: see `cast_ptx`.
+        name: of the function in it.
+
+    Raises:
+        DeviceError: the driver refuses, with what its compiler says.
+    """
+    log = ctypes.create_string_buffer(_LOG_NBYTES)
+    options = (ctypes.c_int * 2)(_LOG_BUFFER, _LOG_BUFFER_NBYTES)
+    values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_NBYTES)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    status = driver.slow.cuModuleLoadDataEx(
+        ctypes.byref(module), ptx.encode(), len(options), options, values
+    )
+    if status:
+        said = " ".join(log.value.decode(errors="replace").split())
+        problem = f"cuModuleLoadDataEx: {driver.reason(status)}{': ' * bool(said)}{said}"
+        raise DeviceError(device, problem)
+    status = driver.slow.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    if status:
+        driver.slow.cuModuleUnload(module)
+        raise DeviceError(device, f"cuModuleGetFunction: {name}: {driver.reason(status)}")
+    return Function(function.value or 0, module.value or 0)
+
+
 _compiling = threading.Lock()
 
 
@@ -465,19 +503,18 @@ def _kernel(name: str, handle: int, src: DType, dst: DType, clamp: bool) -> int:
 
 
 class Copies:
-    """Staging, copies and casts in one context, for the device of a framework to pass on.
+    """The part of a framework's device that the driver does: staging, copies, casts in a context.
 
-    Args:
+    Attributes:
         context: where the framework has its memory.
-        address: gives the device address of a buffer.
     """
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
+        """Take a context; ``address`` gives the device address of a buffer."""
         self.context = context
         self._address = address
         loop = _loop()
-        #: None where no loop can be compiled: the stream's own loop does it
-        self.bulk: BulkCopier | None = None if loop is None else _BulkCopier(context, loop, address)
+        self._bulk = None if loop is None else _BulkCopier(context, loop, address)
 
     def staging(self, nbytes: int) -> PinnedStaging:
         """Page-locked memory."""
@@ -488,6 +525,16 @@ class Copies:
         assert isinstance(staging, PinnedStaging)
         self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
         return staging
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """Reads, copies and casts by a compiled loop, where one can be compiled."""
+        return self._bulk
+
+    def in_bulk(self, info: DeviceInfo) -> DeviceInfo:
+        """What a device is that makes its copies like this."""
+        able = self._bulk is not None
+        return replace(info, casts=able, maps_host_memory=able)
 
 
 @cache

@@ -7,19 +7,16 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from streamload._system import trim_heap
 from streamload.devices.base import (
-    Device,
     DeviceInfo,
     DTypeStatus,
     Framework,
+    HeapDevice,
     Parameter,
     ProbeResult,
     Slot,
@@ -45,7 +42,7 @@ class _Memory(mmap.mmap):
     """The memory of one large array; it goes back to the kernel with the array."""
 
 
-class HostDevice(Device):
+class HostDevice(HeapDevice):
     """Memory of this process."""
 
     name = "host"
@@ -73,34 +70,14 @@ class HostDevice(Device):
         except (MemoryError, ValueError, OverflowError, OSError) as error:
             raise AllocationError("host", str(error), nbytes=nbytes) from error
 
-    def allocate_all(
-        self, kinds: Sequence[tuple[DType, tuple[int, ...]]]
-    ) -> list[np.ndarray[Any, Any]]:
-        """Several arrays."""
-        return [self.allocate(dtype, shape) for dtype, shape in kinds]
-
     def address(self, buffer: np.ndarray[Any, Any]) -> int:
         """Where its memory begins."""
         address: int = buffer.__array_interface__["data"][0]
         return address
 
-    @contextmanager
-    def window(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> Iterator[memoryview]:
-        """The array's own bytes."""
-        view = _flat_bytes(buffer)[start:stop]
-        try:
-            yield view
-        finally:
-            with suppress(BufferError):  # the traceback of an error still refers to it
-                view.release()
-
     def read(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> bytes:
         """The array's bytes."""
         return bytes(_flat_bytes(buffer)[start:stop])
-
-    def trim(self) -> None:
-        """Hand freed heap memory back to the kernel, where the C library can."""
-        trim_heap()
 
 
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -277,10 +254,8 @@ class HostFramework(Framework):
         """
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
-        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        entries = dict_slots(model, (np.ndarray, InvalidArray))
-        groups = tied(entries, lambda slot: id(slot[0][slot[1]]))
-        return [HostParameter(names, slots, collect) for names, slots in groups]
+        slots = dict_slots(model, (np.ndarray, InvalidArray))
+        return tied(slots, lambda slot: id(slot[0][slot[1]]), HostParameter)
 
     def canonical(self, name: str) -> str:
         """There is one host."""

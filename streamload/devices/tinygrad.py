@@ -34,7 +34,6 @@ from streamload._system import address_of, bytes_at
 from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
-    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
@@ -56,6 +55,7 @@ from streamload.devices.tinygrad_tensors import (
     current,
     empty_cache,
     has,
+    map_opencl,
     opened,
     over,
     parameters_of,
@@ -163,12 +163,16 @@ class TinygradDevice(Device):
         dst: DType,
     ) -> None:
         """Bring raw ``src`` bits up, cast them with tinygrad's own kernel, write them at offset."""
-        numel = nbytes // src.itemsize
-        raw = self.allocate(src, (numel,))
-        self.copy(staging, start, nbytes, raw, 0).wait()
-        result = Tensor(UOp.from_buffer(raw)).cast(TO_TINYGRAD[dst.name])
-        self._store(result, buffer, offset, dst.nbytes(numel))
+        raw = self._brought_up(staging, start, nbytes, src)
+        result = raw.cast(TO_TINYGRAD[dst.name])
+        self._store(result, buffer, offset, dst.nbytes(nbytes // src.itemsize))
         self._device.synchronize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        """Elements of staging as a tensor on the device."""
+        raw = self.allocate(dtype, (nbytes // dtype.itemsize,))
+        self.copy(staging, start, nbytes, raw, 0).wait()
+        return Tensor(UOp.from_buffer(raw))
 
     def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
         view = buffer.view(nbytes // buffer.dtype.itemsize, buffer.dtype, offset)
@@ -294,17 +298,11 @@ class _OpenCLDevice(TinygradDevice):
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
         """Map the bytes for writing, unmap them at the end."""
-        status = ctypes.c_int32()
-        place = (self._cl.CL_MAP_WRITE_INVALIDATE_REGION, start, stop - start)
-        pointer = self._cl.clEnqueueMapBuffer(
-            self._device.queue, buffer._buf, True, *place, 0, None, None, status
-        )
-        self._check(status.value, "clEnqueueMapBuffer")
-        address = (
-            pointer if isinstance(pointer, int) else ctypes.cast(pointer, ctypes.c_void_p).value
-        )
+        flags = self._cl.CL_MAP_WRITE_INVALIDATE_REGION
+        status, address = map_opencl(self._device, buffer, flags, start, stop - start)
+        self._check(status, "clEnqueueMapBuffer")
         try:
-            yield bytes_at(address or 0, stop - start)
+            yield bytes_at(address, stop - start)
         finally:
             self._enqueue("clEnqueueUnmapMemObject", buffer._buf, ctypes.c_void_p(address))
 
@@ -327,7 +325,7 @@ class _OpenCLDevice(TinygradDevice):
         self._enqueue("clEnqueueReadBuffer", buffer._buf, True, start, len(out), target)
 
 
-class _CUDADevice(TinygradDevice):
+class _CUDADevice(cuda.Copies, TinygradDevice):
     """CUDA: page-locked slots, copied by the driver's own calls in tinygrad's context.
 
     tinygrad launches its kernels on the null stream, and copies come by streams that do not wait
@@ -337,71 +335,54 @@ class _CUDADevice(TinygradDevice):
     threads = 16
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        TinygradDevice.__init__(self, name)
         from tinygrad.runtime.autogen import cuda as driver
 
         context = context_of(self._device)
         if context is None:
             raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
-        self._driver, self._context = driver, context
-        self._copies = cuda.Copies(context, lambda buffer: int(buffer._buf.value))
+        self._driver = driver
+        cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
 
     @property
     def info(self) -> DeviceInfo:
         """What it is, from the driver, and does where the copies are made in bulk."""
-        in_bulk = self._copies.bulk is not None
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         text = ctypes.create_string_buffer(256)
-        with self._context.current():
-            self._context.check(
+        with self.context.current():
+            self.context.check(
                 self._driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
                 "cuMemGetInfo",
             )
-            self._context.check(
+            self.context.check(
                 self._driver.cuDeviceGetName(text, len(text), self._device.cu_device),
                 "cuDeviceGetName",
             )
-        return replace(
+        info = replace(
             super().info,
             description=text.value.decode(errors="replace"),
             free_nbytes=free.value,
             total_nbytes=total.value,
-            casts=in_bulk,
-            maps_host_memory=in_bulk,
         )
+        return self.in_bulk(info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate memory that nothing which was queued uses any more.
 
         What comes from tinygrad's cache may have been freed before the kernels that use it ran.
         """
-        with self._context.current():
+        with self.context.current():
             buffer = super().allocate(dtype, shape)
-        self._context.finish(0)  # the null stream, where tinygrad's kernels run
+        self.context.finish(0)  # the null stream, where tinygrad's kernels run
         return buffer
 
-    def staging(self, nbytes: int) -> Staging:
-        """Page-locked memory."""
-        return self._copies.staging(nbytes)
-
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
-    ) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
-        return self._copies.copy(staging, start, nbytes, buffer, offset)
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Reads, copies and casts by a compiled loop, where one can be compiled."""
-        return self._copies.bulk
-
     def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
-        with ALLOCATORS, self._context.current():
+        with ALLOCATORS, self.context.current():
             super()._read(buffer, start, out)
 
     def release(self, buffer: Buffer) -> None:
         """Give the memory back: the caller's was the last reference."""
-        with self._context.current():  # without a cache (LRU=0), tinygrad frees it here
+        with self.context.current():  # without a cache (LRU=0), tinygrad frees it here
             super().release(buffer)
 
 
@@ -439,31 +420,24 @@ class _TensorDevice(TinygradDevice):
 
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         """Assign a slice of bytes."""
-        data = bytes(staging.view[start : start + nbytes])
-        self._assign(buffer, offset, Tensor(data, dtype=dtypes.uint8, device=self.name))
+        self._assign(buffer, offset, self._bytes(staging, start, nbytes))
+        self._device.synchronize()
         return DONE
+
+    def _bytes(self, staging: Staging, start: int, nbytes: int) -> Tensor:
+        data = bytes(staging.view[start : start + nbytes])
+        return Tensor(data, dtype=dtypes.uint8, device=self.name)
 
     def _assign(self, buffer: Tensor, offset: int, chunk: Tensor) -> None:
         # a variable offset: the kernel of one chunk size is compiled once
         at = UOp.variable("offset", 0, max(buffer.shape[0] - chunk.shape[0], 1)).bind(offset)
         buffer[at : at + chunk.shape[0]].assign(chunk).realize()
-        self._device.synchronize()
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Any,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        """Cast with tinygrad's own kernel, and assign the bytes."""
-        data = bytes(staging.view[start : start + nbytes])
-        raw = Tensor(data, dtype=dtypes.uint8, device=self.name)
-        result = raw.bitcast(TO_TINYGRAD[src.name]).cast(TO_TINYGRAD[dst.name]).contiguous()
-        self._assign(buffer, offset, result.bitcast(dtypes.uint8).contiguous())
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        return self._bytes(staging, start, nbytes).bitcast(TO_TINYGRAD[dtype.name])
+
+    def _store(self, result: Tensor, buffer: Tensor, offset: int, nbytes: int) -> None:
+        self._assign(buffer, offset, result.contiguous().bitcast(dtypes.uint8).contiguous())
 
     def _read(self, buffer: Any, start: int, out: bytearray) -> None:
         out[:] = bytes(buffer[start : start + len(out)].contiguous().data())

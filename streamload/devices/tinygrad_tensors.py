@@ -30,22 +30,13 @@ from streamload.dtypes import DType
 from streamload.errors import DeviceError
 
 #: tinygrad's dtype for each of ours that it has.
+_UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # names of its own
 TO_TINYGRAD = {
-    "bool": dtypes.bool,
-    "uint8": dtypes.uint8,
-    "int8": dtypes.int8,
-    "uint16": dtypes.uint16,
-    "int16": dtypes.int16,
-    "uint32": dtypes.uint32,
-    "int32": dtypes.int32,
-    "uint64": dtypes.uint64,
-    "int64": dtypes.int64,
-    "float8_e4m3fn": dtypes.fp8e4m3,
-    "float8_e5m2": dtypes.fp8e5m2,
-    "float16": dtypes.float16,
-    "bfloat16": dtypes.bfloat16,
-    "float32": dtypes.float32,
-    "float64": dtypes.float64,
+    name: getattr(dtypes, _UNLIKE.get(name, name))
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *(*_UNLIKE, "float16", "bfloat16", "float32", "float64"),
+    )
 }
 _FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
 
@@ -363,18 +354,25 @@ class TinygradParameter(Parameter):
             tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
 
 
+def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int) -> tuple[int, int]:
+    """Map bytes of a buffer for the CPU; returns OpenCL's status, and their address."""
+    from tinygrad.runtime.autogen import opencl as cl
+
+    status = ctypes.c_int32()
+    place = (flags, start, nbytes, 0, None, None, status)
+    pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, True, *place)
+    return status.value, ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
 def _address(buffer: Buffer) -> int | None:
     """Where the CPU sees a buffer's memory; None where it does not, or the device does not tell."""
     device = _Devices[buffer.device]
     if backend_of(buffer.device) == "CL":
         from tinygrad.runtime.autogen import opencl as cl
 
-        status = ctypes.c_int32()
-        arguments = (True, cl.CL_MAP_READ, 0, 1, 0, None, None, status)
-        pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, *arguments)
-        if status.value != 0:
+        status, address = map_opencl(device, buffer, cl.CL_MAP_READ, 0, 1)
+        if status != 0:
             return None
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
         place = ctypes.c_void_p(address)
         cl.clEnqueueUnmapMemObject(device.queue, buffer._buf, place, 0, None, None)
         return address
@@ -459,8 +457,6 @@ def _key(tensor: Tensor) -> Any:
 
 def parameters_of(model: Any) -> list[TinygradParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-    collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-    groups = tied(tinygrad.nn.state.get_state_dict(model).items(), _key)
-    found = [TinygradParameter(names, tensors, collect) for names, tensors in groups]
+    found = tied(tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter)
     _share_out(found)
     return found

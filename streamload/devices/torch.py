@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from streamload._system import bytes_at, trim_heap
+from streamload._system import trim_heap
 from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
-    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
     Framework,
+    HeapDevice,
     HostStaging,
     Parameter,
     ProbeResult,
@@ -108,17 +108,9 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
 
 
-class _TensorStaging(HostStaging):
-    """Host memory that torch's own copies are made from."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        del self.tensor
-        super().close()
+def _staged(staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of staging, as a tensor over the same memory."""
+    return torch.frombuffer(staging.view[start : start + nbytes], dtype=torch.uint8)
 
 
 class TorchDevice(Device):
@@ -134,11 +126,7 @@ class TorchDevice(Device):
     @property
     def info(self) -> DeviceInfo:
         """What it is and has, where torch tells."""
-        free = total = None
-        ask = self._call("mem_get_info")
-        if ask is not None:
-            with suppress(RuntimeError):
-                free, total = ask(self.torch_device)
+        free, total = self._memory()
         return DeviceInfo(
             name=self.name,
             framework="torch",
@@ -156,11 +144,19 @@ class TorchDevice(Device):
             else "",
         )
 
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Free bytes and all, where the backend tells."""
+        ask = self._call("mem_get_info")
+        if ask is not None:
+            with suppress(RuntimeError):
+                free, total = ask(self.torch_device)
+                return free, total
+        return None, None
+
     def _call(self, name: str) -> Callable[..., Any] | None:
         """A function of the backend's module (torch.xpu, torch.mps, ...), where it has it."""
-        found: Callable[..., Any] | None = getattr(
-            getattr(torch, self.torch_device.type, None), name, None
-        )
+        module = getattr(torch, self.torch_device.type, None)
+        found: Callable[..., Any] | None = getattr(module, name, None)
         return found
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -207,16 +203,15 @@ class TorchDevice(Device):
 
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
-        return _TensorStaging(nbytes)
+        return HostStaging(nbytes)
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
     ) -> Ticket:
         """A blocking copy."""
-        assert isinstance(staging, _TensorStaging)
         target = _flat_bytes(buffer)[offset : offset + nbytes]
         with self._translated("a copy"):
-            target.copy_(staging.tensor[start : start + nbytes])
+            target.copy_(_staged(staging, start, nbytes))
             self.synchronize()
         return DONE
 
@@ -240,8 +235,7 @@ class TorchDevice(Device):
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of staging as a tensor of bytes on the device."""
-        assert isinstance(staging, _TensorStaging)
-        return staging.tensor[start : start + nbytes].to(self.torch_device, copy=True)
+        return _staged(staging, start, nbytes).to(self.torch_device, copy=True)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -280,7 +274,7 @@ class TorchDevice(Device):
                 synchronize()
 
 
-class CPUDevice(TorchDevice):
+class CPUDevice(TorchDevice, HeapDevice):
     """Host memory, written in place."""
 
     host_visible = True
@@ -293,26 +287,13 @@ class CPUDevice(TorchDevice):
         torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range,
         unless the CPU multiplies it and lacks bfloat16.
         """
-        return DeviceInfo(
-            name=self.name,
-            framework="torch",
+        return replace(
+            super().info,
             description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
             granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
             costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
-            threads=self.threads,
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
-            unsupported=_UNSUPPORTED,
         )
-
-    @contextmanager
-    def window(self, buffer: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
-        """The tensor's own bytes."""
-        view = bytes_at(buffer.data_ptr() + start, stop - start)
-        try:
-            yield view
-        finally:
-            with suppress(BufferError):  # the traceback of an error still refers to it
-                view.release()
 
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""
@@ -347,28 +328,24 @@ class ROCmDevice(TorchDevice):
     @property
     def info(self) -> DeviceInfo:
         """What it is, from the driver and the caching allocator."""
+        with self._translated("asking what it is"), torch.cuda.device(self.torch_device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(
+            super().info,
+            description=torch.cuda.get_device_name(self.torch_device),
+            granularity_nbytes=_CUDA_BLOCK_NBYTES,
+            allocator=_cuda_allocator(),
+            native_bf16=native,
+            caveat=_cuda_caveat(self.name),
+        )
+
+    def _memory(self) -> tuple[int | None, int | None]:
         with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
             free, total = torch.cuda.mem_get_info(self.torch_device)
             # what the allocator keeps and does not use is free to us
-            spare = torch.cuda.memory_reserved(self.torch_device)
-            spare -= torch.cuda.memory_allocated(self.torch_device)
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return DeviceInfo(
-            name=self.name,
-            framework="torch",
-            description=torch.cuda.get_device_name(self.torch_device),
-            host_visible=False,
-            shared_memory=False,
-            free_nbytes=free + spare,
-            total_nbytes=total,
-            granularity_nbytes=_CUDA_BLOCK_NBYTES,
-            allocator=_cuda_allocator(),
-            costs=_COSTS,
-            threads=self.threads,
-            native_bf16=native,
-            unsupported=_UNSUPPORTED,
-            caveat=_cuda_caveat(self.name),
-        )
+            free += torch.cuda.memory_reserved(self.torch_device)
+            free -= torch.cuda.memory_allocated(self.torch_device)
+        return free, total
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -391,22 +368,21 @@ class ROCmDevice(TorchDevice):
         }
 
 
-class CUDADevice(ROCmDevice):
+class CUDADevice(cuda.Copies, ROCmDevice):
     """CUDA: page-locked slots, copied by the driver's own calls."""
 
     threads = 16
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        context = cuda.Context.primary(name, self.torch_device.index)
+        ROCmDevice.__init__(self, name)
         self._index = self.torch_device.index
-        self._copies = cuda.Copies(context, torch.Tensor.data_ptr)
+        context = cuda.Context.primary(name, self._index)
+        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
 
     @property
     def info(self) -> DeviceInfo:
         """What it is, and does where the copies are made in bulk."""
-        in_bulk = self._copies.bulk is not None
-        return replace(super().info, casts=in_bulk, maps_host_memory=in_bulk)
+        return self.in_bulk(super().info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor, whose memory nothing that was queued uses any more.
@@ -415,29 +391,14 @@ class CUDADevice(ROCmDevice):
         other streams.
         """
         tensor = super().allocate(dtype, shape)
-        self._copies.context.finish(_raw_stream(self._index))
+        self.context.finish(_raw_stream(self._index))
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
         """Several of them, of which none is used by what was queued."""
         tensors = super().allocate_all(kinds)
-        self._copies.context.finish(_raw_stream(self._index))
+        self.context.finish(_raw_stream(self._index))
         return tensors
-
-    def staging(self, nbytes: int) -> Staging:
-        """Page-locked memory."""
-        return self._copies.staging(nbytes)
-
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
-    ) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
-        return self._copies.copy(staging, start, nbytes, buffer, offset)
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Reads, copies and casts by a compiled loop, where one can be compiled."""
-        return self._copies.bulk
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -816,9 +777,7 @@ class TorchFramework(Framework):
             raise ValueError(
                 f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
             )
-        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        groups = tied(slots, lambda slot: _key(slot[0][slot[1]]))
-        return [TorchParameter(names, found, collect) for names, found in groups]
+        return tied(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
 
     def unstored(self, model: Any) -> Mapping[str, str]:
         """The module's non-persistent buffers, with the devices that they are on."""
