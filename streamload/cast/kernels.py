@@ -133,6 +133,11 @@ def flush_stop(src: DType, dst: DType) -> int | None:
     return tie + 1 if tie else None
 
 
+def what_matters(src: DType, dst: DType, clamp: bool, counted: bool) -> tuple[bool, bool]:
+    """Whether to clamp, and whether to count, where either makes a difference to a pair."""
+    return clamp and overflow_start(src, dst) is not None, counted and not lossless(src, dst)
+
+
 class Vector:
     """Straight-line IR over ``width`` elements at a time.
 
@@ -560,13 +565,14 @@ def kernel_ir(
         width: elements per step, a power of two.
     """
     enter, leave = _ENVIRONMENT.get(architecture, ("", ""))
+    clamp, counted = what_matters(src, dst, clamp, counted)
     vectors, scalars = (
         _function(
             name,
             src,
             dst,
-            clamp=clamp and overflow_start(src, dst) is not None,
-            counted=counted and not lossless(src, dst),
+            clamp=clamp,
+            counted=counted,
             native_half=native_half,
             width=lanes,
         )
@@ -708,47 +714,25 @@ def movable_code(image: bytes) -> bytes | None:
     return None if len(code) != 1 or relocations else sections[code[0]]
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A compiled kernel of this process.
-
-    Attributes:
-        call: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the
-            GIL, and any number of threads may be in it.
-        engine: owner of the code, which lives as long as this object.
-    """
-
-    call: Callable[[int, int, int, Any], None]
-    engine: Any
+#: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the interpreter's
+#: lock, and any number of threads may be in it.
+Kernel = Callable[[int, int, int, Any], None]
+_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
 
 
-def link_object(image: bytes, target: Target) -> Kernel:
+def link_object(
+    image: bytes, target: Target, symbol: str = _SYMBOL, prototype: Any = _KERNEL_TYPE
+) -> Any:
     """Load an object of `compile_object` into this process.
 
     Args:
         image: an object without undefined symbols: calling one that has any kills the process.
         target: what it was compiled for, which this CPU has to be able to run.
-
-    Raises:
-        OSError: the system refuses executable memory.
-        RuntimeError: the object holds no kernel.
-    """
-    # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
-    prototype = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
-    return Kernel(*load_object(image, target, _SYMBOL, prototype))
-
-
-def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tuple[Any, Any]:
-    """Load an object and find a function in it.
-
-    Args:
-        image: an object without undefined symbols.
-        target: what it was compiled for.
-        symbol: the function's name.
+        symbol: the name of a function.
         prototype: its type, of ctypes.
 
     Returns:
-        The function, and the owner of its code, which has to live as long.
+        The function, a `Kernel` unless something else is asked for; its code lives as long.
 
     Raises:
         OSError: the system refuses executable memory.
@@ -764,7 +748,9 @@ def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tu
     address = engine.get_function_address(symbol)
     if not address:
         raise RuntimeError(f"the object holds no function {symbol!r}")
-    return prototype(address), engine
+    function = prototype(address)
+    function.engine = engine  # owns the code
+    return function
 
 
 _compiling = threading.Lock()
@@ -783,12 +769,7 @@ def compile_kernel(src: DType, dst: DType, *, clamp: bool = False, counted: bool
         UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
     """
     with _compiling:
-        found = _compile(
-            src,
-            dst,
-            clamp and overflow_start(src, dst) is not None,
-            counted and not lossless(src, dst),
-        )
+        found = _compile(src, dst, *what_matters(src, dst, clamp, counted))
     if isinstance(found, str):
         raise UnsupportedCastError(src.name, dst.name, reason=found)
     return found
@@ -814,7 +795,8 @@ def _compile(src: DType, dst: DType, clamp: bool, counted: bool) -> Kernel | str
                 scanned = compile_object(ir, replace(target, triple=f"{target.triple}-elf"))
             needed = undefined_symbols(scanned)
             if not needed:
-                return link_object(image, target)
+                kernel: Kernel = link_object(image, target)
+                return kernel
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"no LLVM kernel for this machine: {error}"
     return f"the compiled kernel would call {', '.join(needed)}"

@@ -154,7 +154,7 @@ def _llvm_cast(src: DType, dst: DType, kernel: Kernel) -> Cast:
         source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
         tally = _Tally()
         address = source.__array_interface__["data"][0]
-        kernel.call(address, ctypes.addressof(target), numel, tally)
+        kernel(address, ctypes.addressof(target), numel, tally)
         overflowed, flushed, changed = tally
         if changed == 0:
             return ZERO

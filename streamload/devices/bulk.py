@@ -24,7 +24,7 @@ from streamload._system import PLACES_CODE, libc, place_code
 from streamload.cast.kernels import (
     compile_object,
     host_target,
-    load_object,
+    link_object,
     movable_code,
     undefined_symbols,
 )
@@ -342,6 +342,4 @@ def _compiled() -> Any:
         raise RuntimeError(f"the compiled loop would call {', '.join(needed)}")
     if depends_on is not None and (code := movable_code(image)) is not None:
         keep(code, *depends_on)
-    function, engine = load_object(image, target, _SYMBOL, prototype)
-    function.engine = engine
-    return function
+    return link_object(image, target, _SYMBOL, prototype)

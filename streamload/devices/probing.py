@@ -23,7 +23,6 @@ from streamload._kept import keep, read_kept
 from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult
 from streamload.devices.names import framework
 from streamload.dtypes import BY_NAME, DType
-from streamload.errors import DeviceError
 from streamload.nesting import parse_json
 
 _PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
@@ -165,7 +164,7 @@ def computed(
         name: the device's canonical name.
         full: try all of it.
         add_one: adds one to each number, on the device.
-        problem: the line of an error that says what is wrong.
+        problem: the line of an error that says what is wrong, without the device's name.
         held: long names of the dtypes that the framework has; the others are absent.
         casts: pairs that the device may cast.
     """
@@ -173,9 +172,7 @@ def computed(
         device = owner.device(name)
         found = add_one([1.0, 2.0, 3.0])
     except Exception as error:  # each backend raises what it likes
-        # the problem alone: the report of this result names the device
-        why = error.problem if isinstance(error, DeviceError) else problem(error)
-        return ProbeResult(name, False, why)
+        return ProbeResult(name, False, problem(error))
     if found != [2.0, 3.0, 4.0]:
         return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
     if not full:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import cache
 
 from streamload._kept import keep, read_kept
-from streamload.cast.kernels import PAIRS, Vector, careful, lossless, overflow_start
+from streamload.cast.kernels import PAIRS, Vector, careful, what_matters
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -183,12 +183,7 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> st
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")
     try:
-        return _cast_ptx(
-            src,
-            dst,
-            clamp and overflow_start(src, dst) is not None,
-            counted and not lossless(src, dst),
-        )
+        return _cast_ptx(src, dst, *what_matters(src, dst, clamp, counted))
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedCastError(
             src.name, dst.name, reason=f"no CUDA kernel without llvmlite and its NVPTX: {error}"

@@ -574,7 +574,8 @@ def _problem(error: Exception) -> str:
     """The line of a message that says what is wrong; compilers end theirs with another."""
     if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
         return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    problem = error.problem if isinstance(error, DeviceError) else str(error)
+    lines = problem.strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
 
 

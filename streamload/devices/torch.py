@@ -435,11 +435,11 @@ def _cuda_caveat(name: str) -> str:
     text = _cuda_settings()
     keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
     found = [key for key in keys if key in text]
+    if not found:
+        return ""
     return (
         f"{name}: PYTORCH_ALLOC_CONF sets {' and '.join(found)}, with which torch's allocator may "
         "take more from the device than was planned"
-        if found
-        else ""
     )
 
 
@@ -851,7 +851,7 @@ class TorchFramework(Framework):
             name,
             full,
             add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
-            problem=_first_line,
+            problem=lambda error: getattr(error, "problem", "") or _first_line(error),
             held=_TO_TORCH,
             casts=_DEVICE_CASTS,
         )
