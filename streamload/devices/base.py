@@ -2,7 +2,7 @@
 
 A device is a few methods. There are two ways in: a *host-visible* device gives windows on its own
 memory, and the cast writes there; a *staged* one copies from a staging buffer of the host. The
-protocols say what is usual; a framework's file states what is its own.
+protocols say what is usual; the file of each framework states what is its own.
 """
 
 from __future__ import annotations
@@ -275,15 +275,8 @@ class BulkCopier(Protocol):
         """
 
 
-class Device(Protocol):
-    """Where parameters go. What is not stated is that of a device that is written in place."""
-
-    @property
-    def info(self) -> DeviceInfo:
-        """What it is; looked up afresh, computes nothing."""
-
-    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """Allocate memory for one parameter; raises AllocationError."""
+class HostVisible(Protocol):
+    """The way into a device whose memory the CPU writes in place."""
 
     def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """Bytes ``start`` to ``stop`` (exclusive) of a host-visible buffer, writable.
@@ -291,11 +284,15 @@ class Device(Protocol):
         What they held before is lost. Valid inside the ``with``; several threads may hold windows
         on different bytes.
         """
-        self._refuse("its memory cannot be written by the CPU")
+        _refuse(self, "its memory cannot be written by the CPU")
+
+
+class Staged(Protocol):
+    """The way into a device that copies from a staging buffer of the host."""
 
     def staging(self, nbytes: int) -> Staging:
         """Host memory that this device copies from, pinned where it has such."""
-        self._refuse("its memory is written in place")
+        _refuse(self, "its memory is written in place")
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
@@ -304,7 +301,7 @@ class Device(Protocol):
 
         May be asynchronous: those bytes of staging are free again after ``Ticket.wait()``.
         """
-        self._refuse("its memory is written in place")
+        _refuse(self, "its memory is written in place")
 
     @property
     def bulk(self) -> BulkCopier | None:
@@ -322,7 +319,18 @@ class Device(Protocol):
         dst: DType,
     ) -> None:
         """Copy ``nbytes`` of ``src`` elements, and let the device cast them to byte ``offset``."""
-        self._refuse("it has no cast of its own")
+        _refuse(self, "it has no cast of its own")
+
+
+class Device(HostVisible, Staged, Protocol):
+    """Where parameters go: it states one way in, and what it does otherwise than is said here."""
+
+    @property
+    def info(self) -> DeviceInfo:
+        """What it is; looked up afresh, computes nothing."""
+
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """Allocate memory for one parameter; raises AllocationError."""
 
     def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
         """Read bytes back from the device: the raw bytes, whatever the dtype."""
@@ -347,8 +355,9 @@ class Device(Protocol):
         """The framework's own counters of memory in bytes, by their names there."""
         return {}
 
-    def _refuse(self, problem: str) -> NoReturn:
-        raise DeviceError(self.info.name, problem)
+
+def _refuse(device: Any, problem: str) -> NoReturn:
+    raise DeviceError(device.info.name, problem)
 
 
 @runtime_checkable
@@ -369,11 +378,8 @@ class Addressed(Protocol):
         """
 
 
-class HeapDevice(Device, Protocol):
-    """A device whose buffers are memory of this process, each in one piece: it is `Addressed`."""
-
-    def address(self, buffer: Buffer) -> int:
-        """The address of a buffer's first byte."""
+class HeapDevice(Addressed, Device, Protocol):
+    """A device whose buffers are memory of this process, each in one piece."""
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
         """Several buffers."""
@@ -437,8 +443,8 @@ class Parameter(Protocol):
         """Let go of the memory that it holds; it then holds nothing readable.
 
         Returns:
-            "" if the memory is gone. Otherwise what is known of who still holds it, and the
-            parameter is as it was.
+            "" if the memory is gone. Otherwise the parameter is as it was, and this says what may
+            still hold it.
         """
 
     def attach(self, buffer: Buffer, dtype: DType) -> None:
@@ -488,7 +494,7 @@ def dict_slots(
             yield f"{prefix}{key}", (model, key)
 
 
-def tied(
+def make_parameters(
     entries: Iterable[tuple[str, _Entry]],
     key: Callable[[_Entry], Hashable],
     make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
@@ -517,10 +523,8 @@ def tied(
     return [make(tuple(names), found, collect) for names, found in groups.values()]
 
 
-class Framework(Protocol):
-    """One framework's tensors and devices."""
-
-    name: str
+class ModelTensors(Protocol):
+    """A framework's tensors."""
 
     def parameters(self, model: Any) -> Sequence[Parameter]:
         """The model's parameters, tied ones once."""
@@ -529,8 +533,16 @@ class Framework(Protocol):
         """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
         return {}
 
+    def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
+        """The framework's tensor over a buffer, without a copy: the buffer, where it is one."""
+        return buffer
+
+
+class DeviceFinder(Protocol):
+    """A framework's devices, by their names without the framework."""
+
     def device(self, name: str) -> Device:
-        """Open a device by its name without the framework; raises DeviceNotFoundError."""
+        """Open a device; raises DeviceNotFoundError."""
 
     def canonical(self, name: str) -> str:
         """The canonical form of a device's name, without opening it."""
@@ -540,6 +552,10 @@ class Framework(Protocol):
 
     def candidates(self) -> Sequence[str]:
         """Devices worth a probe, best first."""
+
+
+class Prober(Protocol):
+    """What computing on a framework's devices shows."""
 
     def trusted(self, name: str) -> bool:
         """Whether computing there cannot end or hang this process: a probe needs no child."""
@@ -562,9 +578,11 @@ class Framework(Protocol):
         """Text that changes whenever a probe of the device may come out differently."""
         return ""
 
-    def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
-        """The framework's tensor over a buffer, without a copy: the buffer, where it is one."""
-        return buffer
+
+class Framework(ModelTensors, DeviceFinder, Prober, Protocol):
+    """One framework: its file states what is not said here."""
+
+    name: str
 
 
 class HostStaging:

@@ -1,8 +1,8 @@
 """Copies to CUDA devices by the driver's own calls, for every framework that has a context there.
 
 Page-locked slots with a stream and an event of their own, casts by kernels on those streams, and no
-work for the interpreter beside the calls themselves. Those that return at once keep the
-interpreter's lock: giving it up and getting it back among many threads takes longer than they do.
+work for the interpreter beside the calls themselves. Calls that return at once keep the
+interpreter's lock: among many threads, to give it up and get it back takes longer than the call.
 Function by function this is the CUDA driver API reference.
 """
 
@@ -43,6 +43,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (_pointer,),
     "cuCtxPopCurrent_v2": (_out,),
     "cuDeviceGet": (ctypes.POINTER(_int), _int),
+    "cuDeviceGetName": (ctypes.c_char_p, _int, _int),
     "cuDevicePrimaryCtxRetain": (_out, _int),
     "cuEventCreate": (_out, _uint),
     "cuEventDestroy_v2": (_pointer,),
@@ -55,6 +56,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_pointer, *(_uint,) * 7, _pointer, _out, _pointer),
     "cuMemAlloc_v2": (ctypes.POINTER(_u64), _size),
     "cuMemFree_v2": (_u64,),
+    "cuMemGetInfo_v2": (ctypes.POINTER(_u64), ctypes.POINTER(_u64)),
     "cuMemHostRegister_v2": (_pointer, _size, _uint),
     "cuMemHostUnregister": (_pointer,),
     "cuMemcpyDtoHAsync_v2": (_pointer, _u64, _size, _pointer),
@@ -206,7 +208,7 @@ class _Streams:
             return key[1]
 
     def give_back(self, context: Context, stream: int) -> None:
-        """A slot, whose copies have ended, does not need it any more; the context is current."""
+        """Take a stream back from a slot whose copies have ended; the context is current."""
         with self._lock:
             key = (context.handle, stream)
             self._users[key] -= 1
@@ -239,7 +241,7 @@ class _Stream:
         self.stream, self.event = 0, ctypes.c_void_p()
 
     def _create(self) -> None:
-        """Have both, in the current context."""
+        """Make both, in the current context."""
         self.stream = _streams.take(self._context)
         flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
         self._context.call("cuEventCreate", ctypes.byref(self.event), flags)

@@ -21,7 +21,7 @@ from streamload.devices.base import (
     ProbeResult,
     Slot,
     dict_slots,
-    tied,
+    make_parameters,
 )
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
@@ -255,7 +255,7 @@ class HostFramework(Framework):
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
         slots = dict_slots(model, (np.ndarray, InvalidArray))
-        return tied(slots, lambda slot: id(slot[0][slot[1]]), HostParameter)
+        return make_parameters(slots, lambda slot: id(slot[0][slot[1]]), HostParameter)
 
     def canonical(self, name: str) -> str:
         """There is one host."""

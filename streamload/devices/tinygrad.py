@@ -336,12 +336,9 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
 
     def __init__(self, name: str) -> None:
         TinygradDevice.__init__(self, name)
-        from tinygrad.runtime.autogen import cuda as driver
-
         context = context_of(self._device)
         if context is None:
             raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
-        self._driver = driver
         cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
 
     @property
@@ -350,14 +347,8 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         text = ctypes.create_string_buffer(256)
         with self.context.current():
-            self.context.check(
-                self._driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
-                "cuMemGetInfo",
-            )
-            self.context.check(
-                self._driver.cuDeviceGetName(text, len(text), self._device.cu_device),
-                "cuDeviceGetName",
-            )
+            self.context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            self.context.call("cuDeviceGetName", text, len(text), self._device.cu_device)
         info = replace(
             super().info,
             description=text.value.decode(errors="replace"),
@@ -367,7 +358,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
         return self.in_bulk(info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """Allocate memory that nothing which was queued uses any more.
+        """Allocate memory that no queued work uses any more.
 
         What comes from tinygrad's cache may have been freed before the kernels that use it ran.
         """

@@ -25,7 +25,7 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
-from streamload.devices.base import Parameter, tied
+from streamload.devices.base import Parameter, make_parameters
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 
@@ -89,8 +89,8 @@ def context_of(device: Any) -> cuda.Context | None:
 def current(device: Any) -> AbstractContextManager[None]:
     """Make a CUDA device's context current for a while, and what was current again then.
 
-    tinygrad makes contexts current and leaves them so, and frees memory in whichever it finds:
-    another thread than the one that has computed has none.
+    tinygrad makes contexts current, leaves them so, and frees memory in the current one. A thread
+    that has not computed has none.
     """
     context = context_of(device)
     return nullcontext() if context is None else context.current()
@@ -457,6 +457,8 @@ def _key(tensor: Tensor) -> Any:
 
 def parameters_of(model: Any) -> list[TinygradParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-    found = tied(tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter)
+    found = make_parameters(
+        tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter
+    )
     _share_out(found)
     return found

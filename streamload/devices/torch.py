@@ -36,7 +36,7 @@ from streamload.devices.base import (
     Staging,
     Ticket,
     dict_slots,
-    tied,
+    make_parameters,
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
@@ -78,14 +78,14 @@ _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD
 
 
 def _has_modes() -> bool:
-    """Whether torch is in a mode in which it makes other tensors than those that are wanted."""
+    """Whether torch is in a mode that changes the tensors it makes."""
     modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     return any(modes)
 
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Have torch leave new memory as it is, also in its deterministic mode: all is written."""
+    """Keep torch from filling new memory in its deterministic mode: all of it is written."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     if not (before and torch.are_deterministic_algorithms_enabled()):
         yield
@@ -255,7 +255,7 @@ class TorchDevice(Device):
             return bytes(_flat_bytes(buffer.detach())[start:stop].cpu().numpy())
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Let go of the memory, whoever still holds the tensor."""
+        """Let go of the memory, even where something still holds the tensor."""
         buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         self.trim()
 
@@ -385,7 +385,7 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         return self.in_bulk(super().info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor, whose memory nothing that was queued uses any more.
+        """An uninitialised tensor that no queued work uses any more.
 
         torch hands out memory that kernels on the same stream may still work on; copies come by
         other streams.
@@ -395,7 +395,7 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Several of them, of which none is used by what was queued."""
+        """Several of them; no queued work uses any."""
         tensors = super().allocate_all(kinds)
         self.context.finish(_raw_stream(self._index))
         return tensors
@@ -475,7 +475,7 @@ _ASKED = frozenset(
 class _Raises:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what a tensor is; raise for what would compute with its values."""
+        """Answer questions about the tensor; raise for what would compute with its values."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch", f"a load failed and left this tensor without values ({func.__name__})"
@@ -777,7 +777,7 @@ class TorchFramework(Framework):
             raise ValueError(
                 f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
             )
-        return tied(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
+        return make_parameters(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
 
     def unstored(self, model: Any) -> Mapping[str, str]:
         """The module's non-persistent buffers, with the devices that they are on."""
