@@ -40,7 +40,7 @@ LAYERS = (
     ("plan.planner",),
     ("plan.chunks",),
     ("devices.base",),
-    ("devices.names",),
+    ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),
     ("devices.bulk",),

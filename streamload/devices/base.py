@@ -7,27 +7,20 @@ protocols say what is usual; the file of each framework states what is its own.
 
 from __future__ import annotations
 
-import gc
 import mmap
 from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
     Iterator,
     Mapping,
-    MutableMapping,
     Sequence,
 )
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import (
     Any,
     Literal,
     NamedTuple,
     NoReturn,
     Protocol,
-    TypeVar,
     overload,
     runtime_checkable,
 )
@@ -323,7 +316,7 @@ class Staged(Protocol):
 
 
 class Device(HostVisible, Staged, Protocol):
-    """Where parameters go: it states one way in, and what it does otherwise than is said here."""
+    """Where parameters go. A device states one way in, and what differs from the defaults here."""
 
     @property
     def info(self) -> DeviceInfo:
@@ -463,66 +456,6 @@ class Parameter(Protocol):
         """Stand on the kept memory again, which has been written; nothing where none is kept."""
 
 
-Slot = tuple[MutableMapping[str, Any], str]  # where a model keeps a tensor: a dict and a key in it
-_Entry = TypeVar("_Entry")
-_Parameter = TypeVar("_Parameter", bound=Parameter)
-
-
-def dict_slots(
-    model: MutableMapping[str, Any],
-    kinds: tuple[type, ...],
-    prefix: str = "",
-    inside: tuple[int, ...] = (),
-) -> Iterator[tuple[str, Slot]]:
-    """The tensors of a nested dict, by dotted name.
-
-    Args:
-        model: the dict.
-        kinds: classes of tensors.
-        prefix: of the names.
-        inside: ids of the dicts around it.
-
-    Raises:
-        ValueError: the dict holds itself.
-    """
-    for key, value in model.items():
-        if isinstance(value, MutableMapping):
-            if id(value) in (*inside, id(model)):
-                raise ValueError(f"the dict {prefix + str(key)!r} holds itself")
-            yield from dict_slots(value, kinds, f"{prefix}{key}.", (*inside, id(model)))
-        elif isinstance(value, kinds):
-            yield f"{prefix}{key}", (model, key)
-
-
-def make_parameters(
-    entries: Iterable[tuple[str, _Entry]],
-    key: Callable[[_Entry], Hashable],
-    make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
-) -> list[_Parameter]:
-    """Make one parameter of the entries of a model that stand on the same memory, in order.
-
-    Args:
-        entries: by name.
-        key: the same for entries that are tied.
-        make: of all names, those entries, and a function that collects garbage once for all: it is
-            slow, and nothing makes cycles meanwhile.
-
-    Raises:
-        ValueError: two entries have one name.
-    """
-    groups: dict[Hashable, tuple[list[str], list[_Entry]]] = {}
-    seen: set[str] = set()
-    for name, entry in entries:
-        if name in seen:
-            raise ValueError(f"two tensors of the model are named {name!r}")
-        seen.add(name)
-        names, found = groups.setdefault(key(entry), ([], []))
-        names.append(name)
-        found.append(entry)
-    collect = cache(gc.collect)
-    return [make(tuple(names), found, collect) for names, found in groups.values()]
-
-
 class ModelTensors(Protocol):
     """A framework's tensors."""
 
@@ -580,7 +513,7 @@ class Prober(Protocol):
 
 
 class Framework(ModelTensors, DeviceFinder, Prober, Protocol):
-    """One framework: its file states what is not said here."""
+    """One framework. Its file states what differs from the defaults here."""
 
     name: str
 

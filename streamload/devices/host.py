@@ -19,10 +19,8 @@ from streamload.devices.base import (
     HeapDevice,
     Parameter,
     ProbeResult,
-    Slot,
-    dict_slots,
-    make_parameters,
 )
+from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.plan.allocators import TensorCosts

@@ -25,7 +25,8 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
-from streamload.devices.base import Parameter, make_parameters
+from streamload.devices.base import Parameter
+from streamload.devices.slots import make_parameters
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 

@@ -32,14 +32,12 @@ from streamload.devices.base import (
     HostStaging,
     Parameter,
     ProbeResult,
-    Slot,
     Staging,
     Ticket,
-    dict_slots,
-    make_parameters,
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.plan.allocators import AllocatorKind, TensorCosts
@@ -723,12 +721,8 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _canonical(device: torch.device) -> str:
-    index = device.index
-    if index is None and device.type not in ("cpu", "mps", "meta"):
-        index = 0
-    return (
-        device.type if index is None or device.type in ("cpu", "mps") else f"{device.type}:{index}"
-    )
+    has_index = device.type not in ("cpu", "mps", "meta")
+    return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
 
 
 def _module_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
