@@ -1,4 +1,4 @@
-"""What differs between the systems that streamload runs on."""
+"""The C library, memory, and what differs between the systems that streamload runs on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,145 @@ if os.name != "posix":
         "lacks the calls by which streamload maps, reads and locks files (mmap, pread, fcntl)"
     )
 
+import ctypes
+import mmap
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+
 _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+#: Whether `place_code` works here. Other CPUs than x86-64 may have to be told that data has become
+#: instructions (AArch64 needs its instruction cache flushed).
+PLACES_CODE = (
+    sys.platform == "linux"
+    and os.uname().machine == "x86_64"
+    and ctypes.sizeof(ctypes.c_void_p) == 8
+)
+
+_pointer, _size, _int, _i64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+# name here, names in C libraries (glibc has its own for offsets of 64 bits), arguments, result
+_CALLS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], Any], ...] = (
+    ("map", ("mmap64", "mmap"), (_pointer, _size, _int, _int, _int, _i64), _pointer),
+    ("munmap", ("munmap",), (_pointer, _size), _int),
+    ("mprotect", ("mprotect",), (_pointer, _size, _int), _int),
+    ("madvise", ("madvise",), (_pointer, _size, _int), _int),
+    ("mincore", ("mincore",), (_pointer, _size, _pointer), _int),
+    ("statx", ("statx",), (_int, ctypes.c_char_p, _int, ctypes.c_uint, _pointer), _int),
+    ("pread", ("pread64", "pread"), (_int, _pointer, _size, _i64), ctypes.c_ssize_t),
+    ("preadv", ("preadv64", "preadv"), (_int, _pointer, _int, _i64), ctypes.c_ssize_t),
+    ("errno", ("__errno_location",), (), _pointer),
+    ("malloc_trim", ("malloc_trim",), (_size,), _int),
+)
+
+
+class _Libc:
+    """The C library's calls, by the names of `_CALLS`, as far as it has them."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        for name, spellings, arguments, result in _CALLS:
+            found = next((getattr(library, s) for s in spellings if hasattr(library, s)), None)
+            if found is not None:
+                found.argtypes, found.restype = arguments, result
+                setattr(self, name, found)
+
+
+@cache
+def libc() -> Any:
+    """The C library's calls on maps, memory and files that Python does not have.
+
+    They drop the interpreter's lock. `ctypes.get_errno` says why one failed.
+    """
+    return _Libc()
+
+
+def failure() -> OSError:
+    """The error of the last call of `libc` in this thread."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def address_of(view: memoryview) -> int:
+    """The address of the first byte of a writable view."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """A writable view of memory that somebody else keeps alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+def map_file(fd: int, start: int, nbytes: int) -> int:
+    """Map bytes of a file, shared and read-only; `libc().munmap` ends it.
+
+    Args:
+        fd: the file.
+        start: a multiple of the page.
+        nbytes: how many.
+
+    Returns:
+        The address of the first byte.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    return _map(nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
+
+
+def _map(nbytes: int, protection: int, flags: int, fd: int = -1, start: int = 0) -> int:
+    address: int | None = libc().map(None, nbytes, protection, flags, fd, start)
+    if address is None or address == _MAP_FAILED:
+        raise failure()
+    return address
+
+
+def place_code(text: bytes) -> int:
+    """Place machine code in memory for as long as the process lives; only where `PLACES_CODE`.
+
+    The memory is never writable and executable together.
+
+    Returns:
+        The address of the first byte.
+
+    Raises:
+        OSError: the system refuses executable memory, as SELinux does without ``execmem``, and
+            systemd with ``MemoryDenyWriteExecute``.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _map(len(text), mmap.PROT_READ | mmap.PROT_WRITE, private)
+    ctypes.memmove(address, text, len(text))
+    if libc().mprotect(address, len(text), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+        error = failure()
+        libc().munmap(address, len(text))
+        raise OSError(error.errno, f"no executable memory: {error.strerror}")
+    return address
+
+
+def trim_heap() -> None:
+    """Hand freed heap memory back to the kernel, where the C library can."""
+    if hasattr(libc(), "malloc_trim"):
+        libc().malloc_trim(0)
+
+
+def populate(window: memoryview) -> None:
+    """Fill a window with fresh pages in one call of the kernel, where it can.
+
+    A fault for each page costs more. Huge pages are slower in some virtual machines:
+    docs/measurements.md, "Fresh memory".
+    """
+    if window.nbytes < _MIN_POPULATED_NBYTES or sys.platform != "linux":
+        return
+    address = address_of(window)
+    # whole pages inside the window: what lies around it is not ours to touch
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
 
 
 def read_at(fd: int, start: int, out: memoryview) -> int:
@@ -24,6 +162,30 @@ def read_at(fd: int, start: int, out: memoryview) -> int:
     data = os.pread(fd, min(out.nbytes, _COPIED_NBYTES), start)
     out[: len(data)] = data
     return len(data)
+
+
+def scatter(
+    fd: int,
+    offset: int,
+    addresses: np.ndarray[Any, np.dtype[np.int64]],
+    sizes: np.ndarray[Any, np.dtype[np.int64]],
+) -> bool:
+    """Read consecutive bytes of a file to many places at once, by one preadv(2).
+
+    Args:
+        fd: the file.
+        offset: first file byte.
+        addresses: where to; at most 1024, the least IOV_MAX of the systems that have the call.
+        sizes: how many bytes to each.
+
+    Returns:
+        Whether all of it was read. Otherwise what those places hold is undefined.
+    """
+    preadv = getattr(libc(), "preadv", None)
+    if preadv is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    places = np.column_stack((addresses, sizes))  # struct iovec: an address and a size
+    return bool(preadv(fd, places.ctypes.data, len(places), offset) == sizes.sum())
 
 
 def system_free_nbytes() -> int:

@@ -28,7 +28,8 @@ from streamload.checkpoint.url import without_secrets
 from streamload.convert.convert import DEFAULT_SHARD_SIZE
 from streamload.convert.convert import convert as convert_checkpoint
 from streamload.convert.planning import RenamePatterns
-from streamload.devices.base import framework, installed, probe, spelled_as, split_name
+from streamload.devices.names import framework, installed, spelled_as, split_name
+from streamload.devices.probing import probe
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.interrupt import end_by_interrupts, raise_interrupts
 from streamload.load import load_state_dict

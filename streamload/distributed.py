@@ -34,7 +34,7 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind, resolve_reader
-from streamload.devices.base import framework, spelled_as, split_name
+from streamload.devices.names import framework, spelled_as, split_name
 from streamload.dtypes import DType
 from streamload.errors import (
     LoadState,

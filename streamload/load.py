@@ -21,13 +21,8 @@ from streamload.checkpoint.readers import (
     choose_reader,
     not_mapped,
 )
-from streamload.devices.base import (
-    Framework,
-    Parameter,
-    environment_fp16_cast,
-    framework,
-    framework_of,
-)
+from streamload.devices.base import Framework, Parameter
+from streamload.devices.names import environment_fp16_cast, framework, framework_of
 from streamload.dtypes import DType
 from streamload.errors import (
     LoadState,

@@ -11,16 +11,15 @@ from typing import Literal
 
 from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.devices.base import (
-    Device,
-    Framework,
+from streamload.devices.base import Device, Framework
+from streamload.devices.names import (
     environment_device,
     framework,
     installed,
-    probe,
     spelled_as,
     split_name,
 )
+from streamload.devices.probing import probe
 from streamload.dtypes import BF16, F16, DType
 from streamload.errors import (
     DeviceError,

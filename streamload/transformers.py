@@ -34,7 +34,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.checkpoint.url import Url
-from streamload.devices.base import environment_fp16_cast, framework
+from streamload.devices.names import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
 from streamload.load import DTypeArgument, TransferArgument, load_state_dict, on_unstored

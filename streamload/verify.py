@@ -25,7 +25,8 @@ from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import open_regular
 from streamload.checkpoint.readers import Reader, open_reader
 from streamload.checkpoint.url import Location
-from streamload.devices.base import Device, framework, framework_of
+from streamload.devices.base import Device
+from streamload.devices.names import framework, framework_of
 from streamload.errors import TruncatedFileError
 from streamload.plan.budget import first_that_fits
 from streamload.plan.plan import Placement

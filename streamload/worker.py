@@ -18,9 +18,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from streamload._system import populate, scatter
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.readers import Reader
-from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket, populate, scatter
+from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket
 from streamload.errors import AllocationError, CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
 from streamload.plan.allocators import DRIVER_BLOCK_NBYTES

@@ -29,7 +29,8 @@ import numpy as np
 
 import streamload
 from streamload import distributed
-from streamload.devices.base import framework, framework_of, trim_heap
+from streamload._system import trim_heap
+from streamload.devices.names import framework, framework_of
 from streamload.errors import NodeError, StreamloadError
 from streamload.nodes import session
 from streamload.nodes.launch import find_launch

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 

@@ -16,7 +16,7 @@ from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 
 import streamload
 from streamload.compare import diff
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 from streamload.dtypes import BF16
 
 BOX_NBYTES = 400_000_000

@@ -64,7 +64,7 @@ def call(kernel: Kernel, src: DType, dst: DType, data: bytes) -> tuple[bytearray
     address = ctypes.cast(source, ctypes.c_void_p).value
     assert address is not None
     target = (ctypes.c_char * len(out)).from_buffer(out)
-    kernel.call(address, ctypes.addressof(target), len(data) // src.itemsize, tally)
+    kernel(address, ctypes.addressof(target), len(data) // src.itemsize, tally)
     return out, list(tally)
 
 
@@ -141,7 +141,7 @@ def test_every_length_and_alignment(pair: tuple[DType, DType]) -> None:
         shift = numel % 8 + 1
         data = np.frombuffer(b"\0" * shift + x[:numel].tobytes(), np.uint8)
         out = np.full(numel * dst.itemsize + 24, 0xAA, np.uint8)
-        kernel.call(data.ctypes.data + shift, out.ctypes.data + 9 - shift, numel, Tally())
+        kernel(data.ctypes.data + shift, out.ctypes.data + 9 - shift, numel, Tally())
         start, stop = 9 - shift, 9 - shift + numel * dst.itemsize
         assert np.array_equal(as_bits(bytearray(out[start:stop].tobytes()), dst), whole[:numel])
         assert (out[:start] == 0xAA).all()
@@ -160,7 +160,7 @@ def test_a_tally_is_added_to() -> None:
     """Chunks of a tensor can share a tally."""
     kernel, tally = compile_kernel(BF16, F16), Tally(10, 20, 30)
     data, out = np.array([0x4780, 0x0001, 0x3F80], "u2"), np.zeros(3, "u2")
-    kernel.call(data.ctypes.data, out.ctypes.data, 3, tally)
+    kernel(data.ctypes.data, out.ctypes.data, 3, tally)
     assert list(tally) == [11, 21, 32]
 
 
@@ -211,7 +211,7 @@ def test_a_call_drops_the_gil() -> None:
     def work() -> None:
         entered.set()
         for _ in range(3000):
-            kernel.call(*arguments)
+            kernel(*arguments)
             if others_ran.is_set():
                 seen.append(True)
                 return
@@ -270,7 +270,7 @@ def test_the_threads_floating_point_state_does_not_matter(
         pytest.skip("this CPU cannot convert half precision")
     image = object_of(src, dst, target, clamp=False, native_half=native_half)
     kernel = link_object(image, target)
-    address = ctypes.cast(kernel.call, ctypes.c_void_p).value  # type: ignore[arg-type]
+    address = ctypes.cast(kernel, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     x = samples(src)
     bits, counts = by_reference(src, dst, False)
@@ -280,7 +280,7 @@ def test_the_threads_floating_point_state_does_not_matter(
         out, tally = np.zeros(x.size, f"u{dst.itemsize}"), Tally()
         registers = (ctypes.c_uint32 * 2)(mxcsr)
         arguments = (ctypes.c_void_p * 3)(x.ctypes.data, out.ctypes.data, ctypes.addressof(tally))
-        with_mxcsr().call(address, ctypes.addressof(registers), x.size, arguments)
+        with_mxcsr()(address, ctypes.addressof(registers), x.size, arguments)
         overflowed, flushed, changed = tally
         assert np.array_equal(as_bits(bytearray(out.tobytes()), dst), bits)
         assert (overflowed, flushed, changed - overflowed - flushed) == counts

@@ -16,7 +16,8 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.devices import base
+from streamload import _kept
+from streamload.devices import names, probing
 from streamload.devices.base import ProbeResult
 from streamload.errors import DeviceNotFoundError
 
@@ -107,8 +108,8 @@ def test_auto_takes_what_works_down_to_the_host(
 FULL = """
 import json, sys
 from dataclasses import asdict
-from streamload.devices import base
-print(json.dumps(asdict(base.probe("tinygrad", sys.argv[1], full=sys.argv[2:] == ["full"]))))
+from streamload.devices import probing
+print(json.dumps(asdict(probing.probe("tinygrad", sys.argv[1], full=sys.argv[2:] == ["full"]))))
 """
 
 
@@ -156,11 +157,11 @@ def test_what_lasts_is_remembered_on_disk_from_this_process(
     (tmp_path / "fake_framework.py").write_text(FAKE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setitem(base._FRAMEWORKS, "fake", "fake_framework")
-    monkeypatch.setattr(base, "_PROBES", {})
-    first = {name: base.probe("fake", name) for name in ("lasting", "passing")}
-    base._PROBES.clear()
-    assert {name: base.probe("fake", name) for name in first} == first
+    monkeypatch.setitem(names._FRAMEWORKS, "fake", "fake_framework")
+    monkeypatch.setattr(probing, "_PROBES", {})
+    first = {name: probing.probe("fake", name) for name in ("lasting", "passing")}
+    probing._PROBES.clear()
+    assert {name: probing.probe("fake", name) for name in first} == first
     module = sys.modules.pop("fake_framework")
     assert vars(module)["probed"] == ["lasting", "passing", "passing"]
 
@@ -168,8 +169,8 @@ def test_what_lasts_is_remembered_on_disk_from_this_process(
 def kept_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ProbeResult, Path]:
     """What a probe found, and the file that it is kept in, below a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    monkeypatch.setattr(base, "_PROBES", {})
-    result = base.probe("tinygrad", "PYTHON")
+    monkeypatch.setattr(probing, "_PROBES", {})
+    result = probing.probe("tinygrad", "PYTHON")
     (file,) = (folder / "streamload" / "kept").iterdir()
     return result, file
 
@@ -177,16 +178,16 @@ def kept_probe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ProbeResu
 def test_a_probe_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the process, and on disk; a damaged file is probed again."""
     first, file = kept_probe(tmp_path, monkeypatch)
-    assert base.probe("tinygrad", "PYTHON") is first
+    assert probing.probe("tinygrad", "PYTHON") is first
     good = file.read_bytes()
     inode = file.stat().st_ino
-    base._PROBES.clear()
-    assert base.probe("tinygrad", "PYTHON") == first
+    probing._PROBES.clear()
+    assert probing.probe("tinygrad", "PYTHON") == first
     assert file.stat().st_ino == inode
     for damaged in (b"", good[:-1], good.replace(b"true", b"null")):
         file.write_bytes(damaged)
-        base._PROBES.clear()
-        assert base.probe("tinygrad", "PYTHON") == first
+        probing._PROBES.clear()
+        assert probing.probe("tinygrad", "PYTHON") == first
         assert file.read_bytes() == good
     assert list(file.parent.iterdir()) == [file]
 
@@ -198,8 +199,8 @@ def test_a_probe_that_others_could_have_written_is_made_again(
     first, file = kept_probe(tmp_path, monkeypatch)
     inode = file.stat().st_ino
     file.chmod(0o666)
-    base._PROBES.clear()
-    assert base.probe("tinygrad", "PYTHON") == first
+    probing._PROBES.clear()
+    assert probing.probe("tinygrad", "PYTHON") == first
     assert (file.stat().st_ino, file.stat().st_mode & 0o777) != (inode, 0o666)
     assert file.stat().st_mode & 0o777 == 0o600
 
@@ -212,20 +213,20 @@ def test_folders_are_this_users_alone_under_any_umask(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     before = os.umask(umask)
     try:
-        base._lend_caches.__wrapped__()
-        base.keep(b"x", "it")
+        _kept.lend_caches.__wrapped__()
+        _kept.keep(b"x", "it")
     finally:
         os.umask(before)
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
     assert len(folders) == 4
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
-    assert base.read_kept("it") == b"x"
+    assert _kept.read_kept("it") == b"x"
 
 
 def test_a_user_without_a_home_keeps_nothing(tmp_path: Path) -> None:
     """Nothing is made where the process happens to be."""
-    code = "from streamload.devices import base; base._lend_caches(); base.keep(b'x', 'it'); "
-    code += "print(base.read_kept('it'))"
+    code = "from streamload import _kept; _kept.lend_caches(); _kept.keep(b'x', 'it'); "
+    code += "print(_kept.read_kept('it'))"
     done = child(code, tmp_path, XDG_CACHE_HOME="", HOME="relative")
     assert (done.stdout, done.stderr) == ("None\n", "")
     assert list(tmp_path.iterdir()) == []
@@ -235,7 +236,7 @@ def test_what_a_probe_depends_on_is_in_its_fingerprint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compilers, drivers and settings; not which device tinygrad made its default."""
-    owner = base.framework("tinygrad")
+    owner = names.framework("tinygrad")
     for name in ("DEV", "CC", "POCL_DEBUG", "OCL_ICD_VENDORS"):
         monkeypatch.delenv(name, raising=False)
     plain = owner.fingerprint("CPU")
@@ -279,7 +280,7 @@ def test_a_probe_that_hangs_is_ended_with_all_that_it_started(
     clang.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    result = base.probe("tinygrad", "CPU:3", timeout_s=3)
+    result = probing.probe("tinygrad", "CPU:3", timeout_s=3)
     assert result == ProbeResult("CPU:3", False, "it did not answer in 3 s")
     pids = (tmp_path / "pids").read_text().split()
     assert pids
@@ -287,7 +288,7 @@ def test_a_probe_that_hangs_is_ended_with_all_that_it_started(
         status = Path("/proc", pid, "status")
         assert not status.exists() or "State:\tZ" in status.read_text()
     assert not (tmp_path / "cache").exists()
-    assert base.probe("tinygrad", "CPU:3", timeout_s=3) is result  # once a process is enough
+    assert probing.probe("tinygrad", "CPU:3", timeout_s=3) is result  # once a process is enough
 
 
 @pytest.mark.parametrize(
@@ -305,17 +306,17 @@ def test_a_child_that_dies_is_a_device_that_does_not_work(
     """The signal or exit code is said, with the last that the child complained of."""
     (tmp_path / "tinygrad").mkdir()  # what the child imports; this process has the real one
     (tmp_path / "tinygrad" / "__init__.py").write_text(code)
-    base.framework("tinygrad")
+    names.framework("tinygrad")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(base, "_PROBES", {})
-    assert base.probe("tinygrad", "CPU") == ProbeResult("CPU", False, problem)
+    monkeypatch.setattr(probing, "_PROBES", {})
+    assert probing.probe("tinygrad", "CPU") == ProbeResult("CPU", False, problem)
     assert not (tmp_path / "cache").exists()
 
 
 def test_the_host_needs_no_compiler() -> None:
     """It always works."""
-    assert base.probe("host", "host").works
+    assert probing.probe("host", "host").works
 
 
 @pytest.mark.parametrize(
@@ -334,13 +335,13 @@ def test_the_host_needs_no_compiler() -> None:
 )
 def test_a_name_may_carry_its_framework(name: str, expected: tuple[str | None, str]) -> None:
     """In front, before a colon."""
-    assert base.split_name(name) == expected
+    assert names.split_name(name) == expected
 
 
 def test_a_framework_that_is_not_known_is_refused() -> None:
     """With those that are."""
     with pytest.raises(DeviceNotFoundError, match="no such framework") as caught:
-        base.framework("jax")
+        names.framework("jax")
     assert {"tinygrad", "host"} <= set(caught.value.working)
 
 
@@ -353,11 +354,11 @@ def test_the_framework_of_a_model_is_seen_from_its_tensors() -> None:
             self.me = self
             self.inside = inside
 
-    assert base.framework_of({"a": np.zeros(1)}) == "host"
-    assert base.framework_of(Model([(Model({"x": Tensor([1])}),)])) == "tinygrad"
-    assert base.framework_of({}) is None
-    assert base.framework_of(Model("nothing")) is None
-    code = "import sys; from streamload.devices.base import framework_of; framework_of({'a': 1}); "
+    assert names.framework_of({"a": np.zeros(1)}) == "host"
+    assert names.framework_of(Model([(Model({"x": Tensor([1])}),)])) == "tinygrad"
+    assert names.framework_of({}) is None
+    assert names.framework_of(Model("nothing")) is None
+    code = "import sys; from streamload.devices.names import framework_of; framework_of({'a': 1}); "
     code += "print('tinygrad' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -387,15 +388,15 @@ def test_the_environment_is_read_when_it_is_asked_for(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (base.environment_device(), base.environment_fp16_cast()) == expected
-    assert base.environment(("STREAMLOAD_",)).keys() <= {"STREAMLOAD_DEVICE"}
+    assert (names.environment_device(), names.environment_fp16_cast()) == expected
+    assert names.environment(("STREAMLOAD_",)).keys() <= {"STREAMLOAD_DEVICE"}
 
 
 def test_a_wrong_setting_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it may be."""
     monkeypatch.setenv("SUPPORT_BF16", "yes")
     with pytest.raises(ValueError, match="'yes'; expected 0 or 1"):
-        base.environment_fp16_cast()
+        names.environment_fp16_cast()
 
 
 def test_a_probe_imports_nothing_from_the_current_folder(
@@ -410,8 +411,8 @@ def test_a_probe_imports_nothing_from_the_current_folder(
     for entry in ("", ".", "../downloads"):
         monkeypatch.syspath_prepend(entry)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(base, "_PROBES", {})
-    assert base.probe("host", "host").works
+    monkeypatch.setattr(probing, "_PROBES", {})
+    assert probing.probe("host", "host").works
     assert not (tmp_path / "run").exists()
 
 
@@ -419,8 +420,8 @@ LATE = """
 import os, sys, warnings
 import tinygrad.helpers
 before = tinygrad.helpers.CACHEDB
-from streamload.devices import base
-base.framework("tinygrad")
+from streamload.devices import names
+names.framework("tinygrad")
 print(tinygrad.helpers.CACHEDB != before, tinygrad.helpers.CACHEDB == os.environ["CACHEDB"])
 """
 

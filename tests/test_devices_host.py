@@ -19,8 +19,8 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.devices.base import framework_of
 from streamload.devices.host import FRAMEWORK, InvalidArray
+from streamload.devices.names import framework_of
 from streamload.dtypes import BY_CODE, BY_NAME, F32
 from streamload.errors import (
     AllocationError,

@@ -21,7 +21,8 @@ from test_cast_reference import Bits, as_bits, pair_id, samples
 
 from streamload.cast.kernels import PAIRS, flush_stop, lossless, overflow_start
 from streamload.cast.reference import cast_bytes
-from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx, compile_ptx, load_function
+from streamload.devices.cuda import load_function
+from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx, compile_ptx
 from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.errors import DeviceError, UnsupportedCastError
 

@@ -23,7 +23,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.helpers import GlobalCounters
 
 import streamload
-from streamload.devices import base
+from streamload.devices import base, probing
 from streamload.devices import tinygrad as ours
 from streamload.dtypes import BY_NAME
 from streamload.errors import AllocationError, DeviceError
@@ -32,7 +32,7 @@ path = sys.argv[1]
 driver = ctypes.CDLL(os.environ.get("CUDA_PATH", "libcuda.so.1"))
 # the stand-in computes nothing: this is what is known of a device that has been probed
 for name in ("CUDA", "CUDA:1"):
-    base._PROBES["tinygrad", name, False] = base.ProbeResult(name, True)
+    probing._PROBES["tinygrad", name, False] = base.ProbeResult(name, True)
 
 def count(name):
     return ctypes.c_int.in_dll(driver, name)

@@ -21,7 +21,7 @@ import pytest
 
 import streamload
 from streamload.cast.reference import cast_bytes
-from streamload.devices import base
+from streamload.devices import names
 from streamload.dtypes import BF16, BY_NAME, F16, F32
 from streamload.errors import (
     AllocationError,
@@ -999,6 +999,6 @@ def test_what_was_kept_goes_with_the_module() -> None:
 
 def test_the_framework_is_found_by_what_the_model_is() -> None:
     """Modules and dicts of tensors are torch's; its file is not imported to know that."""
-    assert base.framework_of(linear()) == "torch"
-    assert base.framework_of({"a": {"b": numbers(1)}}) == "torch"
-    assert base.framework("torch") is FRAMEWORK
+    assert names.framework_of(linear()) == "torch"
+    assert names.framework_of({"a": {"b": numbers(1)}}) == "torch"
+    assert names.framework("torch") is FRAMEWORK

@@ -15,7 +15,7 @@ from bench_parts.processes import environment
 from boxes import Boxes, BoxRun, forget
 from safetensors.numpy import save_file
 
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 
 NBYTES = 120_000_000
 #: What holds the process, a checkpoint and a half, and a thief; by device.

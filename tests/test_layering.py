@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages"),
+    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages", "_kept"),
     # their __init__.py: a docstring
     ("bench", "cast", "checkpoint", "convert", "devices", "nodes", "plan"),
     ("nodes.group",),
@@ -40,6 +40,8 @@ LAYERS = (
     ("plan.planner",),
     ("plan.chunks",),
     ("devices.base",),
+    ("devices.names", "devices.slots"),
+    ("devices.probing",),
     ("devices.ptx",),
     ("devices.bulk",),
     ("devices.cuda",),
@@ -82,7 +84,8 @@ FRAMEWORKS = {
     "httpcore2": ("checkpoint.wire",),
 }
 READ_ENVIRONMENT = (
-    *("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
+    *("cli", "checkpoint.checkpoint", "checkpoint.remote"),
+    *("_kept", "devices.names", "devices.probing"),
     *("nodes.launch", "nodes.store", "nodes.torch"),
 )
 START_THREADS = (

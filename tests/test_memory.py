@@ -11,7 +11,7 @@ import pytest
 from bench_parts.processes import measure
 from make_checkpoint import make_checkpoint, shape_of_size
 
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 from streamload.dtypes import BF16
 
 NBYTES = 200_000_000

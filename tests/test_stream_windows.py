@@ -18,13 +18,13 @@ from safetensors_files import write_safetensors
 PRELUDE = """
 import ctypes, json, os, resource, sys, threading, time
 import streamload
-from streamload.devices import base, cuda
+from streamload.devices import base, cuda, probing
 from streamload.errors import FileChangedError
 from tinygrad import Device
 
 path = sys.argv[1]
 driver = ctypes.CDLL("libcuda.so.1")
-base._PROBES["tinygrad", "CUDA", False] = base.ProbeResult("CUDA", True)
+probing._PROBES["tinygrad", "CUDA", False] = base.ProbeResult("CUDA", True)
 Device["CUDA"]
 
 def count(name):

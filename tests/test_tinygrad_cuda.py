@@ -256,7 +256,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_device_is_what_the_driver_says() -> None:
     """Its own way in; memory by the driver; a probe that computes on every dtype."""
     from streamload.devices import tinygrad as ours
-    from streamload.devices.base import probe
+    from streamload.devices.probing import probe
 
     device = ours.FRAMEWORK.device("cuda:0")
     info = device.info

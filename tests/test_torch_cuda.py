@@ -17,7 +17,7 @@ import needs
 import pytest
 
 import streamload
-from streamload.devices.base import nvidia_parts
+from streamload.devices.probing import nvidia_parts
 from streamload.errors import AllocationError, PlanInfeasibleError
 from streamload.plan.allocators import taken
 from streamload.verify import verify
@@ -223,13 +223,13 @@ def test_the_host_holds_a_little(tmp_checkpoint: Callable[..., Path]) -> None:
 KEPT = """
 import sys
 import torch
-from streamload.devices import base
+from streamload.devices import probing
 from streamload.devices.torch import FRAMEWORK
 
 torch.empty(1, device="cuda:0")  # in this process, and not in a child
 if sys.argv[1] == "again":
     FRAMEWORK.probe = None  # would fail
-print(base.probe("torch", "cuda:0").dtypes["bfloat16"])
+print(probing.probe("torch", "cuda:0").dtypes["bfloat16"])
 """
 
 

@@ -22,7 +22,7 @@ from streamload.bench.compare import Comparison, compare, refusal, resolve
 from streamload.bench.compare import Options as Compared
 from streamload.bench.loaders import LOADERS, OURS
 from streamload.bench.processes import MeasurementError
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 from streamload.dtypes import parse_dtype
 from streamload.errors import DeviceNotFoundError
 from streamload.units import format_bytes

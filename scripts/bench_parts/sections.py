@@ -18,7 +18,7 @@ from make_checkpoint import make_checkpoint, shape_of_size
 
 from bench_parts.processes import Measured, WorkerError, argv, environment, measure, result_of
 from bench_parts.worker import WAYS
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 from streamload.dtypes import BF16
 from streamload.plan.budget import available_host_nbytes
 from streamload.units import format_bytes

@@ -21,7 +21,7 @@ from bench_parts.sections import (
     read_all,
 )
 from bench_parts.torch_jobs import WAYS, Way
-from streamload.devices.base import probe
+from streamload.devices.probing import probe
 from streamload.units import format_bytes
 
 #: What the box leaves beside the weights and a process that has loaded a tiny model.

@@ -22,13 +22,8 @@ from streamload.bench.loaders import LOADERS, OURS, Loader
 from streamload.bench.processes import Child, DriverMeter, MeasurementError, Memory
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
-from streamload.devices.base import (
-    environment_device,
-    installed,
-    probe,
-    spelled_as,
-    split_name,
-)
+from streamload.devices.names import environment_device, installed, spelled_as, split_name
+from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
 from streamload.units import format_bytes, format_table
 

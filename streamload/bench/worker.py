@@ -169,7 +169,7 @@ class _Refusal:
         return {}
 
     def lap(self) -> Said:
-        from streamload.devices.base import framework
+        from streamload.devices.names import framework
         from streamload.errors import PlanInfeasibleError
         from streamload.load import load_state_dict, plan
 

@@ -23,26 +23,25 @@ Kernels depend on nothing outside themselves:
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from ctypes import CDLL, CFUNCTYPE, c_int, c_size_t, c_uint64, c_void_p, get_errno, memmove
+from collections.abc import Callable, Mapping
+from ctypes import CFUNCTYPE, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from streamload.checkpoint.page_cache import libc
+import numpy as np
+
+from streamload._system import libc, place_code
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import UnsupportedCastError
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
 _SYMBOL = "cast"
 _ELF = b"\x7fELF"
-_MAP_FAILED = c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +131,11 @@ def flush_stop(src: DType, dst: DType) -> int | None:
         return (exponent << source.mantissa_bits) + 1
     tie = 1 << source.mantissa_bits >> (1 - exponent)  # a subnormal of the source
     return tie + 1 if tie else None
+
+
+def what_matters(src: DType, dst: DType, clamp: bool, counted: bool) -> tuple[bool, bool]:
+    """Whether to clamp, and whether to count, where either makes a difference to a pair."""
+    return clamp and overflow_start(src, dst) is not None, counted and not lossless(src, dst)
 
 
 class Vector:
@@ -561,13 +565,14 @@ def kernel_ir(
         width: elements per step, a power of two.
     """
     enter, leave = _ENVIRONMENT.get(architecture, ("", ""))
+    clamp, counted = what_matters(src, dst, clamp, counted)
     vectors, scalars = (
         _function(
             name,
             src,
             dst,
-            clamp=clamp and overflow_start(src, dst) is not None,
-            counted=counted and not lossless(src, dst),
+            clamp=clamp,
+            counted=counted,
             native_half=native_half,
             width=lanes,
         )
@@ -624,8 +629,6 @@ def host_target() -> Target:
     import llvmlite.binding as llvm
 
     triple = llvm.get_process_triple()
-    if "windows" in triple:
-        triple += "-elf"  # the in-memory linker takes ELF there too
     try:
         return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe
@@ -658,58 +661,27 @@ def _machine(target: Target) -> Any:
     )
 
 
-class _Section(NamedTuple):
-    name: int
-    kind: int
-    flags: int
-    address: int
-    start: int
-    nbytes: int
-    link: int
-    info: int
-    alignment: int
-    entry_nbytes: int
+#: An entry of the symbol table: System V Application Binary Interface, "Object Files".
+_SYMBOLS = np.dtype(
+    [("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")]
+)
+_CODE = (b".text", b".ltext")  # the second in the large code model
+_READ = (*_CODE, b".symtab", b".strtab")
 
 
-class _Symbol(NamedTuple):
-    name: str
-    section: int
-    value: int
-
-
-_SHT_SYMTAB = 2
-_RELOCATIONS = (4, 9, 0x4000_0014)  # SHT_RELA, SHT_REL, SHT_CREL
-_SHN_UNDEF = 0
-
-
-def _sections(image: bytes) -> list[_Section]:
-    """Section headers of an ELF object.
-
-    Source: System V Application Binary Interface, "Object Files" (64-bit, little-endian).
+def _sections(image: bytes) -> dict[bytes, bytes]:
+    """The sections of an ELF object that are not empty, by name, with the bytes of `_READ`.
 
     Raises:
         ValueError: the bytes are not such an object.
     """
     if image[:6] != _ELF + b"\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF object")
-    sections_at = struct.unpack_from("<Q", image, 40)[0]
-    entry_nbytes, count = struct.unpack_from("<HH", image, 58)
-    return [
-        _Section(*struct.unpack_from("<IIQQQQIIQQ", image, sections_at + index * entry_nbytes))
-        for index in range(count)
-    ]
+    import llvmlite.binding as llvm
 
-
-def _symbols(image: bytes, sections: list[_Section]) -> Iterator[_Symbol]:
-    for table in sections:
-        if table.kind != _SHT_SYMTAB:
-            continue
-        strings_at = sections[table.link].start
-        stop = table.start + table.nbytes
-        for at in range(table.start + table.entry_nbytes, stop, table.entry_nbytes):  # 0 is empty
-            name_at, _, _, section, value = struct.unpack_from("<IBBHQ", image, at)
-            begin = strings_at + name_at
-            yield _Symbol(image[begin : image.index(0, begin)].decode(), section, value)
+    sections = llvm.ObjectFileRef.from_data(image).sections()
+    filled = ((section.name(), section) for section in sections if section.size())
+    return {name: section.data() if name in _READ else b"" for name, section in filled}
 
 
 def undefined_symbols(image: bytes) -> tuple[str, ...]:
@@ -718,135 +690,49 @@ def undefined_symbols(image: bytes) -> tuple[str, ...]:
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
-    symbols = _symbols(image, _sections(image))
-    return tuple(symbol.name for symbol in symbols if symbol.section == _SHN_UNDEF)
+    sections = _sections(image)
+    symbols = np.frombuffer(sections[b".symtab"], _SYMBOLS)[1:]  # the first is empty
+    names = sections[b".strtab"]
+    starts = symbols["name"][symbols["section"] == 0].tolist()
+    return tuple(names[start : names.index(0, start)].decode() for start in starts)
 
 
-#: Whether `place_code` can be used here. Where it is not an x86-64, a CPU may have to be told that
-#: what it takes for data has become instructions (on AArch64 its instruction cache is flushed).
-PLACES_CODE = (
-    sys.platform == "linux" and os.uname().machine == "x86_64" and struct.calcsize("P") == 8
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Machine code that runs wherever it lies, and needs nothing else.
-
-    Attributes:
-        text: the bytes of a section.
-        entry: offset of the function in it.
-    """
-
-    text: bytes
-    entry: int
-
-    def pack(self) -> bytes:
-        """As bytes for `unpack`."""
-        return struct.pack("<Q", self.entry) + self.text
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Code:
-        """What `pack` made."""
-        return cls(data[8:], struct.unpack_from("<Q", data)[0])
-
-
-def movable_code(image: bytes, symbol: str) -> Code | None:
-    """The code of a function of an ELF object, without the object.
+def movable_code(image: bytes) -> bytes | None:
+    """The code of an ELF object of one function, which runs wherever it lies.
 
     Returns:
-        None where that would have to be linked first, since it refers to what is outside its
-        section (constants, a table of jumps, other functions), and where there is no such function.
+        None where the object has to be linked first: its code refers to other sections (constants,
+        a table of jumps) or to other objects, or is in several sections.
 
     Raises:
         ValueError: the bytes are not a 64-bit little-endian ELF object.
     """
     sections = _sections(image)
-    symbols = list(_symbols(image, sections))
-    if any(other.section == _SHN_UNDEF for other in symbols):
-        return None
-    for _, index, entry in (found for found in symbols if found.name == symbol):
-        section = sections[index]
-        # other sections may be relocated: the table for unwinding is, and nothing unwinds this code
-        if not any(other.kind in _RELOCATIONS and other.info == index for other in sections):
-            return Code(image[section.start : section.start + section.nbytes], entry)
-    return None
+    code = [name for name in sections if name in _CODE]
+    # the table for unwinding is relocated as well, and nothing unwinds this code
+    relocations = [name for name in sections if name.endswith(_CODE) and name not in _CODE]
+    return None if len(code) != 1 or relocations else sections[code[0]]
 
 
-def place_code(code: Code) -> int:
-    """Place code in memory for as long as the process lives; only where `PLACES_CODE`.
-
-    Returns:
-        The function's address.
-
-    Raises:
-        OSError: the system refuses executable memory.
-    """
-    return _map_code(code.text) + code.entry
+#: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the interpreter's
+#: lock, and any number of threads may be in it.
+Kernel = Callable[[int, int, int, Any], None]
+_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
 
 
-def _map_code(text: bytes) -> int:
-    """Executable memory; its address. It is never writable and executable together.
-
-    Raises:
-        OSError: the system refuses, as SELinux does without ``execmem``, and what systemd starts
-            with ``MemoryDenyWriteExecute``.
-    """
-    writable, private = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = libc().map(None, len(text), writable, private, -1, 0)
-    if address is None or address == _MAP_FAILED:
-        raise OSError(get_errno(), f"no memory for code: {os.strerror(get_errno())}")
-    memmove(address, text, len(text))
-    protect = CDLL(None, use_errno=True).mprotect
-    protect.argtypes = (c_void_p, c_size_t, c_int)
-    if protect(address, len(text), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
-        number = get_errno()
-        libc().munmap(address, len(text))
-        raise OSError(number, f"no executable memory: {os.strerror(number)}")
-    return int(address)
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A compiled kernel of this process.
-
-    Attributes:
-        call: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the
-            GIL, and any number of threads may be in it.
-        engine: owner of the code, which lives as long as this object.
-    """
-
-    call: Callable[[int, int, int, Any], None]
-    engine: Any
-
-
-def link_object(image: bytes, target: Target) -> Kernel:
+def link_object(
+    image: bytes, target: Target, symbol: str = _SYMBOL, prototype: Any = _KERNEL_TYPE
+) -> Any:
     """Load an object of `compile_object` into this process.
 
     Args:
         image: an object without undefined symbols: calling one that has any kills the process.
         target: what it was compiled for, which this CPU has to be able to run.
-
-    Raises:
-        OSError: the system refuses executable memory.
-        RuntimeError: the object holds no kernel.
-    """
-    # unlike PYFUNCTYPE, CFUNCTYPE drops the GIL
-    prototype = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
-    return Kernel(*load_object(image, target, _SYMBOL, prototype))
-
-
-def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tuple[Any, Any]:
-    """Load an object and find a function in it.
-
-    Args:
-        image: an object without undefined symbols.
-        target: what it was compiled for.
-        symbol: the function's name.
+        symbol: the name of a function.
         prototype: its type, of ctypes.
 
     Returns:
-        The function, and the owner of its code, which has to live as long.
+        The function, a `Kernel` unless something else is asked for; its code lives as long.
 
     Raises:
         OSError: the system refuses executable memory.
@@ -855,14 +741,16 @@ def load_object(image: bytes, target: Target, symbol: str, prototype: Any) -> tu
     import llvmlite.binding as llvm
 
     if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
-        libc().munmap(_map_code(bytes(1)), 1)
+        libc().munmap(place_code(bytes(1)), 1)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
     engine.add_object_file(llvm.ObjectFileRef.from_data(image))
     engine.finalize_object()
     address = engine.get_function_address(symbol)
     if not address:
         raise RuntimeError(f"the object holds no function {symbol!r}")
-    return prototype(address), engine
+    function = prototype(address)
+    function.engine = engine  # owns the code
+    return function
 
 
 _compiling = threading.Lock()
@@ -881,12 +769,7 @@ def compile_kernel(src: DType, dst: DType, *, clamp: bool = False, counted: bool
         UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
     """
     with _compiling:
-        found = _compile(
-            src,
-            dst,
-            clamp and overflow_start(src, dst) is not None,
-            counted and not lossless(src, dst),
-        )
+        found = _compile(src, dst, *what_matters(src, dst, clamp, counted))
     if isinstance(found, str):
         raise UnsupportedCastError(src.name, dst.name, reason=found)
     return found
@@ -912,7 +795,8 @@ def _compile(src: DType, dst: DType, clamp: bool, counted: bool) -> Kernel | str
                 scanned = compile_object(ir, replace(target, triple=f"{target.triple}-elf"))
             needed = undefined_symbols(scanned)
             if not needed:
-                return link_object(image, target)
+                kernel: Kernel = link_object(image, target)
+                return kernel
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"no LLVM kernel for this machine: {error}"
     return f"the compiled kernel would call {', '.join(needed)}"

@@ -95,7 +95,7 @@ def make_cast(
             that works and else "numpy". Both give the same bits, the payload of a NaN aside.
         out_of_range: what becomes of finite values beyond the largest one of the target: infinity,
             or with "clamp" that largest value with their sign. "error" computes what "inf" does:
-            the caller, who knows the tensor, looks at ``overflowed`` and raises.
+            the caller knows the tensor, looks at ``overflowed`` and raises.
 
     Returns:
         A function that may be called from any thread, and from several at once. Copies and
@@ -154,7 +154,7 @@ def _llvm_cast(src: DType, dst: DType, kernel: Kernel) -> Cast:
         source, target = np.frombuffer(data, np.uint8), ctypes.c_char.from_buffer(out)
         tally = _Tally()
         address = source.__array_interface__["data"][0]
-        kernel.call(address, ctypes.addressof(target), numel, tally)
+        kernel(address, ctypes.addressof(target), numel, tally)
         overflowed, flushed, changed = tally
         if changed == 0:
             return ZERO

@@ -15,17 +15,16 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
+from streamload._system import failure, libc, map_file
 from streamload.units import format_bytes
 
 PageCacheKind = Literal["auto", "keep", "drop"]
 
 _PAGE = mmap.PAGESIZE
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 # A sample of a file: 64 windows of 16 pages, evenly spread, both ends among them; 4 MiB with pages
 # of 4 KiB, and what is not longer than that is looked at whole. Tried on a file of 2 GiB, 2 cores:
@@ -121,12 +120,10 @@ def _resident_pages(fd: int, start: int, stop: int) -> bytes:
     """
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
-    address = libc().map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
-    if address is None or address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    address = map_file(fd, start, nbytes)
     try:
         if libc().mincore(address, nbytes, vector) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            raise failure()
     finally:
         libc().munmap(address, nbytes)
     return bytes(vector).translate(_LOWEST_BIT)  # the other bits are reserved (mincore(2))
@@ -369,31 +366,3 @@ class ShardCache:
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
-
-
-class _Libc:
-    """The calls on maps, with 64 bits for an offset; each sets ctypes' errno."""
-
-    def __init__(self) -> None:
-        library: Any = ctypes.CDLL(None, use_errno=True)
-        size_t, int_, void_p = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
-        # glibc has a name of its own for it
-        self.map = library.mmap64 if hasattr(library, "mmap64") else library.mmap
-        self.map.argtypes = (void_p, size_t, int_, int_, int_, ctypes.c_int64)
-        self.map.restype = void_p
-        self.munmap = library.munmap
-        self.munmap.argtypes = (void_p, size_t)
-        self.madvise = library.madvise
-        self.madvise.argtypes = (void_p, size_t, int_)
-        if hasattr(library, "mincore"):
-            self.mincore = library.mincore
-            self.mincore.argtypes = (void_p, size_t, void_p)
-        if hasattr(library, "statx"):  # glibc 2.28, musl 1.2.5
-            self.statx = library.statx
-            self.statx.argtypes = (int_, ctypes.c_char_p, int_, ctypes.c_uint, void_p)
-
-
-@cache
-def libc() -> Any:
-    """The C library's calls on maps and files that Python does not have."""
-    return _Libc()

@@ -27,11 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, get_args
 
-from streamload._system import read_at
+from streamload._system import libc, map_file, read_at
 from streamload.checkpoint.fileless import filled
 from streamload.checkpoint.guard import FileState, Guard, take_lease
 from streamload.checkpoint.header import Header, open_regular, unreadable
-from streamload.checkpoint.page_cache import PageCacheKind, libc, resident_fraction
+from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
 from streamload.checkpoint.remote import HttpReader
 from streamload.checkpoint.url import Location, Url
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
@@ -101,7 +101,6 @@ _PAGE = mmap.PAGESIZE
 # most this long with pages of 4 KiB. What windows map is therefore dropped in blocks of this size.
 _BLOCK = 2**21
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 # What the alignment of direct reads is where the kernel does not say: right for every disk of 512
 # or 4096 bytes a sector.
@@ -893,10 +892,7 @@ class _Map:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         array = ctypes.c_ubyte * nbytes  # first: refuses more than the process can address
-        address: int | None = libc().map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        address = map_file(fd, 0, nbytes)
         owner = array.from_address(address)
         # not when the process ends: other threads may still look then
         weakref.finalize(owner, libc().munmap, address, nbytes).atexit = False

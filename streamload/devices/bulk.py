@@ -1,11 +1,8 @@
 """Many reads, copies and casts in one call, without the interpreter: file to slot to device.
 
-Between two reads of a few megabytes an interpreter has some tens of microseconds of work, in caches
-that the read has just emptied, under a lock that every other thread wants as well. On one H200 with
-16 cores a load of 16 GB streamed at 28 to 34 GB/s with the stream's own loop in Python and at 33 to
-39 with this one; the same reads and copies alone, again and again into the same memory, reach 42 to
-48. Loops in Python fell to 14 with more threads or smaller reads, this one did not. It is LLVM IR,
-compiled as the casts are; where it cannot be compiled, the stream goes on in Python.
+Between two reads an interpreter's work takes some tens of microseconds, under a lock that every
+other thread wants as well: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled as
+the casts are. Where it cannot be compiled, the stream goes on in Python.
 
 A slot is filled by pread, or is a window on a map of the file: pages of the page cache that the
 driver locks, copies from, and lets go of again. A cast is a kernel on the copy's stream.
@@ -17,30 +14,21 @@ import ctypes
 import errno
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from streamload._kept import keep, read_kept
+from streamload._system import PLACES_CODE, libc, place_code
 from streamload.cast.kernels import (
-    PLACES_CODE,
-    Code,
     compile_object,
     host_target,
-    load_object,
+    link_object,
     movable_code,
-    place_code,
     undefined_symbols,
 )
-from streamload.devices.base import (
-    BulkFailure,
-    BulkStage,
-    Copy,
-    CopyTable,
-    Read,
-    keep,
-    read_kept,
-)
+from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
 from streamload.devices.ptx import BLOCK_THREADS
 
 _STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy", "lock")
@@ -62,27 +50,38 @@ _SYMBOL = "streamload_bulk"
 # slots:  {address, stream, event, busy, window or 0} each; read i goes to slot i modulo how many
 # window: {address of the file's first byte, locked address, locked bytes}
 # failed: {index of the read, what a call returned}; the result is 0 or the stage's number from 1 on
+
+
+def _words(base: str, *fields: str) -> str:
+    """IR that loads words of a row: each as ``%name``, its place as ``%name.p``.
+
+    Args:
+        base: where the row begins.
+        fields: the words in their order, "name", or "ptr name" for a pointer.
+    """
+    lines = []
+    for index, field in enumerate(fields):
+        kind, _, name = field.rpartition(" ")
+        lines.append(f"%{name}.p = getelementptr i64, ptr {base}, i64 {index}")
+        lines.append(f"%{name} = load {kind or 'i64'}, ptr %{name}.p")
+    return "\n  ".join(lines)
+
+
+def _failed(name: str, stage: BulkStage, code: str) -> str:
+    """IR that returns a stage, with the 32-bit code of a call, from the label ``failed.name``."""
+    return f"""
+failed.{name}:
+  %code.{name} = sext i32 {code} to i64
+  store i64 %code.{name}, ptr %code.p
+  ret i64 {_STAGES.index(stage) + 1}
+"""
+
+
 _IR = f"""
 define i64 @{_SYMBOL}(ptr %reads, i64 %n, ptr %copies, ptr %slots, i64 %nslots, ptr %calls,
                       ptr %failed) {{
 entry:
-  %pread = load ptr, ptr %calls
-  %errno.p = getelementptr ptr, ptr %calls, i64 1
-  %errno = load ptr, ptr %errno.p
-  %copy.p = getelementptr ptr, ptr %calls, i64 2
-  %copy = load ptr, ptr %copy.p
-  %record.p = getelementptr ptr, ptr %calls, i64 3
-  %record = load ptr, ptr %record.p
-  %wait.p = getelementptr ptr, ptr %calls, i64 4
-  %wait = load ptr, ptr %wait.p
-  %launch.p = getelementptr ptr, ptr %calls, i64 5
-  %launch = load ptr, ptr %launch.p
-  %madvise.p = getelementptr ptr, ptr %calls, i64 6
-  %madvise = load ptr, ptr %madvise.p
-  %lock.p = getelementptr ptr, ptr %calls, i64 7
-  %lock = load ptr, ptr %lock.p
-  %unlock.p = getelementptr ptr, ptr %calls, i64 8
-  %unlock = load ptr, ptr %unlock.p
+  {_words("%calls", *(f"ptr {name}" for name in CALLS))}
   %parameters = alloca [4 x ptr]
   %parameters.1 = getelementptr ptr, ptr %parameters, i64 1
   %parameters.2 = getelementptr ptr, ptr %parameters, i64 2
@@ -98,29 +97,11 @@ next:
 begin:
   store i64 %i, ptr %failed
   %r = getelementptr [6 x i64], ptr %reads, i64 %i
-  %fd64 = load i64, ptr %r
+  {_words("%r", "fd64", "offset", "asked", "needed", "first", "count")}
   %fd = trunc i64 %fd64 to i32
-  %offset.p = getelementptr i64, ptr %r, i64 1
-  %offset = load i64, ptr %offset.p
-  %asked.p = getelementptr i64, ptr %r, i64 2
-  %asked = load i64, ptr %asked.p
-  %needed.p = getelementptr i64, ptr %r, i64 3
-  %needed = load i64, ptr %needed.p
-  %first.p = getelementptr i64, ptr %r, i64 4
-  %first = load i64, ptr %first.p
-  %count.p = getelementptr i64, ptr %r, i64 5
-  %count = load i64, ptr %count.p
   %which = urem i64 %i, %nslots
   %slot = getelementptr [5 x i64], ptr %slots, i64 %which
-  %memory = load ptr, ptr %slot
-  %stream.p = getelementptr i64, ptr %slot, i64 1
-  %stream = load ptr, ptr %stream.p
-  %event.p = getelementptr i64, ptr %slot, i64 2
-  %event = load ptr, ptr %event.p
-  %busy.p = getelementptr i64, ptr %slot, i64 3
-  %busy = load i64, ptr %busy.p
-  %window.p = getelementptr i64, ptr %slot, i64 4
-  %window = load ptr, ptr %window.p
+  {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy", "ptr window")}
   %is.window = icmp ne ptr %window, null
   %is.busy = icmp ne i64 %busy, 0
   br i1 %is.busy, label %waiting, label %free
@@ -135,10 +116,7 @@ free:
   br i1 %is.window, label %letting.go, label %reading
 
 letting.go:
-  %locked.p = getelementptr i64, ptr %window, i64 1
-  %locked = load ptr, ptr %locked.p
-  %size.locked.p = getelementptr i64, ptr %window, i64 2
-  %size.locked = load i64, ptr %size.locked.p
+  {_words("%window", "ptr map", "ptr locked", "size.locked")}
   %is.locked = icmp ne i64 %size.locked, 0
   br i1 %is.locked, label %let.go, label %showing
 
@@ -150,7 +128,6 @@ let.go:
   br i1 %unlock.failed, label %failed.unlock, label %showing
 
 showing:
-  %map = load ptr, ptr %window
   %shown = getelementptr i8, ptr %map, i64 %offset
   br label %populate
 
@@ -218,28 +195,17 @@ copy.next:
 copy.one:
   %c.i = add i64 %first, %k
   %c = getelementptr [8 x i64], ptr %copies, i64 %c.i
-  %at = load i64, ptr %c
-  %size.p = getelementptr i64, ptr %c, i64 1
-  %size = load i64, ptr %size.p
-  %target.p = getelementptr i64, ptr %c, i64 2
-  %target = load i64, ptr %target.p
+  {_words("%c", "at", "size", "target", "ptr kernel", "numel", "cast", "tally", "blocks64")}
   %source = getelementptr i8, ptr %address, i64 %at
   %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
   %copy.failed = icmp ne i32 %copy.code, 0
   br i1 %copy.failed, label %failed.copy, label %is.there
 
 is.there:
-  %kernel.p = getelementptr i64, ptr %c, i64 3
-  %kernel = load ptr, ptr %kernel.p
   %casts = icmp ne ptr %kernel, null
   br i1 %casts, label %casting, label %copied
 
 casting:
-  %numel.p = getelementptr i64, ptr %c, i64 4
-  %cast.p = getelementptr i64, ptr %c, i64 5
-  %tally.p = getelementptr i64, ptr %c, i64 6
-  %blocks.p = getelementptr i64, ptr %c, i64 7
-  %blocks64 = load i64, ptr %blocks.p
   %blocks = trunc i64 %blocks64 to i32
   store ptr %target.p, ptr %parameters
   store ptr %cast.p, ptr %parameters.1
@@ -266,49 +232,15 @@ recorded:
 ok:
   ret i64 0
 
-failed.wait:
-  %wait.code = sext i32 %waited to i64
-  store i64 %wait.code, ptr %code.p
-  ret i64 1
-
-failed.read:
-  %read.code = sext i32 %code to i64
-  store i64 %read.code, ptr %code.p
-  ret i64 2
-
-failed.end:
-  store i64 0, ptr %code.p
-  ret i64 3
-
-failed.copy:
-  %copy.code64 = sext i32 %copy.code to i64
-  store i64 %copy.code64, ptr %code.p
-  ret i64 4
-
-failed.launch:
-  %launch.code64 = sext i32 %launched to i64
-  store i64 %launch.code64, ptr %code.p
-  ret i64 4
-
-failed.unlock:
-  %unlock.code64 = sext i32 %unlocked to i64
-  store i64 %unlock.code64, ptr %code.p
-  ret i64 5
-
-failed.populate:
-  %populate.code64 = sext i32 %why to i64
-  store i64 %populate.code64, ptr %code.p
-  ret i64 2
-
-failed.lock:
-  %lock.code64 = sext i32 %lock.code to i64
-  store i64 %lock.code64, ptr %code.p
-  ret i64 5
-
-failed.record:
-  %record.code64 = sext i32 %record.code to i64
-  store i64 %record.code64, ptr %code.p
-  ret i64 4
+{_failed("wait", "wait", "%waited")}
+{_failed("read", "read", "%code")}
+{_failed("populate", "read", "%why")}
+{_failed("end", "end", "0")}
+{_failed("copy", "copy", "%copy.code")}
+{_failed("launch", "copy", "%launched")}
+{_failed("record", "copy", "%record.code")}
+{_failed("lock", "lock", "%lock.code")}
+{_failed("unlock", "lock", "%unlocked")}
 }}
 """
 
@@ -368,12 +300,15 @@ def libc_calls() -> dict[str, int]:
     Raises:
         OSError: this C library has them under other names.
     """
-    libc = ctypes.CDLL(None)
     try:
-        pread = libc.pread64 if hasattr(libc, "pread64") else libc.pread
-        functions = {"pread": pread, "errno": libc.__errno_location, "madvise": libc.madvise}
+        functions = {name: getattr(libc(), name) for name in ("pread", "errno", "madvise")}
     except AttributeError as error:
         raise OSError(str(error)) from error
+    return addresses_of(functions)
+
+
+def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
+    """Addresses of functions of C libraries, by name."""
     return {
         name: ctypes.cast(function, ctypes.c_void_p).value or 0
         for name, function in functions.items()
@@ -385,8 +320,7 @@ def _compiled() -> Any:
     """The loop's function, which drops the interpreter's lock.
 
     On x86-64 Linux its machine code, 1 kB, is kept for later processes, which then do without
-    llvmlite: to load that library and compile takes 35 to 69 ms of a process's first load, to take
-    over what was kept 0.3 ms (medians of 9 fresh processes, three times, on 2 cores).
+    llvmlite: that saves 35 to 69 ms of a first load (docs/measurements.md, "What is kept").
 
     Raises:
         ImportError: llvmlite is not installed, and nothing is kept.
@@ -397,9 +331,8 @@ def _compiled() -> Any:
     prototype = ctypes.CFUNCTYPE(size, pointer, size, pointer, pointer, size, pointer, pointer)
     # the machine's name tells its byte order, too
     depends_on = ("loop", os.uname().machine, _IR) if PLACES_CODE else None
-    kept = read_kept(*depends_on) if depends_on is not None else None
-    if kept is not None:
-        return prototype(place_code(Code.unpack(kept)))
+    if depends_on is not None and (kept := read_kept(*depends_on)) is not None:
+        return prototype(place_code(kept))
     # for the least CPU of its kind: the loop has no use for more, and other machines may share
     # the folder
     target = replace(host_target(), cpu="", features="")
@@ -407,10 +340,6 @@ def _compiled() -> Any:
     needed = undefined_symbols(image)
     if needed:
         raise RuntimeError(f"the compiled loop would call {', '.join(needed)}")
-    if depends_on is not None:
-        code = movable_code(image, _SYMBOL)
-        if code is not None:
-            keep(code.pack(), *depends_on)
-    function, engine = load_object(image, target, _SYMBOL, prototype)
-    function.engine = engine
-    return function
+    if depends_on is not None and (code := movable_code(image)) is not None:
+        keep(code, *depends_on)
+    return link_object(image, target, _SYMBOL, prototype)

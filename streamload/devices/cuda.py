@@ -1,27 +1,26 @@
 """Copies to CUDA devices by the driver's own calls, for every framework that has a context there.
 
 Page-locked slots with a stream and an event of their own, casts by kernels on those streams, and no
-work for the interpreter beside the calls themselves. Those that return at once keep the
-interpreter's lock: giving it up and getting it back among many threads takes longer than they do.
+work for the interpreter beside the calls themselves. Calls that return at once keep the
+interpreter's lock: among many threads, to give it up and get it back takes longer than the call.
 Function by function this is the CUDA driver API reference.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from streamload.checkpoint.page_cache import libc
+from streamload._system import address_of, libc, map_file, populate
 from streamload.checkpoint.readers import direct_memory
-from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket, populate
-from streamload.devices.bulk import Loop, libc_calls
-from streamload.devices.ptx import cast_ptx, load_function
+from streamload.devices.base import BulkCopier, BulkFailure, DeviceInfo, Read, Staging, Ticket
+from streamload.devices.bulk import Loop, addresses_of, libc_calls
+from streamload.devices.ptx import SYMBOL, cast_ptx
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
 from streamload.plan.budget import available_cpus
@@ -30,70 +29,46 @@ _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_...: a wait sleeps instead of spinning
 
-# With more CPUs than this (a load uses eight), waits for copies spin. Predicted: to be woken up
-# takes some 30 microseconds of the 620 in which the bus takes a slot of each of eight threads. Seen
-# on one H200 with 16 cores, loads of 16 GB in turn, medians of six: 49.0 GB/s, and 46.1 where waits
-# sleep (whole calls 44.4 and 41.9). With fewer CPUs who spins keeps others from reading.
+# With more CPUs than this waits for copies spin: docs/measurements.md, "Waits that spin". With
+# fewer, a wait that spins keeps others from reading.
 _SLEEP_CPUS = 8
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_MAP_FAILED = ctypes.c_void_p(-1).value
+_LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
+_LOG_NBYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts
 
-_pointer = ctypes.POINTER(ctypes.c_void_p)
+_int, _uint, _size, _u64 = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
+_pointer, _out = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
-    "cuCtxPopCurrent_v2": (_pointer,),
-    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
-    "cuDevicePrimaryCtxRetain": (_pointer, ctypes.c_int),
-    "cuEventCreate": (_pointer, ctypes.c_uint),
-    "cuEventDestroy_v2": (ctypes.c_void_p,),
-    "cuEventQuery": (ctypes.c_void_p,),
-    "cuEventRecord": (ctypes.c_void_p, ctypes.c_void_p),
-    "cuEventSynchronize": (ctypes.c_void_p,),
-    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-    "cuInit": (ctypes.c_uint,),
-    "cuLaunchKernel": (
-        ctypes.c_void_p,
-        *(ctypes.c_uint,) * 7,  # grid, block, bytes of shared memory
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_void_p,
-    ),
-    "cuMemAlloc_v2": (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t),
-    "cuMemFree_v2": (ctypes.c_uint64,),
-    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
-    "cuMemHostUnregister": (ctypes.c_void_p,),
-    "cuMemcpyDtoHAsync_v2": (
-        ctypes.c_void_p,
-        ctypes.c_uint64,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuMemcpyHtoDAsync_v2": (
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuMemsetD8Async": (
-        ctypes.c_uint64,
-        ctypes.c_ubyte,
-        ctypes.c_size_t,
-        ctypes.c_void_p,
-    ),
-    "cuModuleGetFunction": (_pointer, ctypes.c_void_p, ctypes.c_char_p),
-    "cuModuleLoadDataEx": (
-        _pointer,
-        ctypes.c_char_p,
-        ctypes.c_uint,
-        ctypes.POINTER(ctypes.c_int),
-        _pointer,
-    ),
-    "cuModuleUnload": (ctypes.c_void_p,),
-    "cuStreamCreate": (_pointer, ctypes.c_uint),
-    "cuStreamDestroy_v2": (ctypes.c_void_p,),
-    "cuStreamQuery": (ctypes.c_void_p,),
-    "cuStreamSynchronize": (ctypes.c_void_p,),
+    "cuCtxPushCurrent_v2": (_pointer,),
+    "cuCtxPopCurrent_v2": (_out,),
+    "cuDeviceGet": (ctypes.POINTER(_int), _int),
+    "cuDeviceGetName": (ctypes.c_char_p, _int, _int),
+    "cuDevicePrimaryCtxRetain": (_out, _int),
+    "cuEventCreate": (_out, _uint),
+    "cuEventDestroy_v2": (_pointer,),
+    "cuEventQuery": (_pointer,),
+    "cuEventRecord": (_pointer, _pointer),
+    "cuEventSynchronize": (_pointer,),
+    "cuGetErrorString": (_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuInit": (_uint,),
+    # grid, block, bytes of shared memory; stream, parameters, options
+    "cuLaunchKernel": (_pointer, *(_uint,) * 7, _pointer, _out, _pointer),
+    "cuMemAlloc_v2": (ctypes.POINTER(_u64), _size),
+    "cuMemFree_v2": (_u64,),
+    "cuMemGetInfo_v2": (ctypes.POINTER(_u64), ctypes.POINTER(_u64)),
+    "cuMemHostRegister_v2": (_pointer, _size, _uint),
+    "cuMemHostUnregister": (_pointer,),
+    "cuMemcpyDtoHAsync_v2": (_pointer, _u64, _size, _pointer),
+    "cuMemcpyHtoDAsync_v2": (_u64, _pointer, _size, _pointer),
+    "cuMemsetD8Async": (_u64, ctypes.c_ubyte, _size, _pointer),
+    "cuModuleGetFunction": (_out, _pointer, ctypes.c_char_p),
+    "cuModuleLoadDataEx": (_out, ctypes.c_char_p, _uint, ctypes.POINTER(_int), _out),
+    "cuModuleUnload": (_pointer,),
+    "cuStreamCreate": (_out, _uint),
+    "cuStreamDestroy_v2": (_pointer,),
+    "cuStreamQuery": (_pointer,),
+    "cuStreamSynchronize": (_pointer,),
 }
 
 
@@ -154,6 +129,10 @@ class Context:
         if status:
             raise DeviceError(self.name, f"{call}: {_driver().reason(status)}")
 
+    def call(self, function: str, *arguments: Any) -> None:
+        """Make a call that may wait; raises DeviceError for what it returns."""
+        _call(self.name, function, *arguments)
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make it the thread's current context for a while."""
@@ -185,28 +164,26 @@ class Context:
 
 @cache
 def _primary(name: str, index: int) -> int:
-    driver = _driver()
     device, handle = ctypes.c_int(), ctypes.c_void_p()
-
-    def call(function: str, *arguments: Any) -> None:
-        status = getattr(driver.slow, function)(*arguments)
-        if status:
-            raise DeviceError(name, f"{function}: {driver.reason(status)}")
-
-    call("cuInit", 0)
-    call("cuDeviceGet", ctypes.byref(device), index)
+    _call(name, "cuInit", 0)
+    _call(name, "cuDeviceGet", ctypes.byref(device), index)
     # never released: it is the process's own, and torch holds it as well
-    call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
+    _call(name, "cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
     return handle.value or 0
+
+
+def _call(device: str, function: str, *arguments: Any) -> None:
+    status = getattr(_driver().slow, function)(*arguments)
+    if status:
+        problem = f"{function.removesuffix('_v2')}: {_driver().reason(status)}"
+        raise DeviceError(device, problem)
 
 
 class _Streams:
     """The streams of a context, shared by its slots; each goes with the last slot that has it.
 
-    Predicted: a copy engine that changes between many streams loses time. Seen on one H200 with 16
-    cores: no difference between 1, 2, 4 and 20 streams for slots of 3.2 MiB (44.5 to 45.5 GB/s), 36
-    instead of 30 GB/s for slots of 1.3 MiB. Not one alone, so that the kernels of one run beside
-    the copies of another: casts at 44.5 GB/s with four, 41.7 with two.
+    More streams copy no faster; several, so that the kernels of one run beside the copies of
+    another: docs/measurements.md, "Streams of a context".
     """
 
     def __init__(self) -> None:
@@ -223,9 +200,7 @@ class _Streams:
             mine = [key for key in self._users if key[0] == context.handle]
             if len(mine) < _STREAMS:
                 created = ctypes.c_void_p()
-                call = "cuStreamCreate"
-                status = _driver().slow.cuStreamCreate(ctypes.byref(created), _NON_BLOCKING)
-                context.check(status, call)
+                context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
                 mine = [(context.handle, created.value or 0)]
                 self._users[mine[0]] = 0
             key = min(mine, key=lambda key: self._users[key])
@@ -233,7 +208,7 @@ class _Streams:
             return key[1]
 
     def give_back(self, context: Context, stream: int) -> None:
-        """A slot, whose copies have ended, does not need it any more; the context is current."""
+        """Take a stream back from a slot whose copies have ended; the context is current."""
         with self._lock:
             key = (context.handle, stream)
             self._users[key] -= 1
@@ -266,11 +241,10 @@ class _Stream:
         self.stream, self.event = 0, ctypes.c_void_p()
 
     def _create(self) -> None:
-        """Have both, in the current context."""
+        """Make both, in the current context."""
         self.stream = _streams.take(self._context)
         flags = _DISABLE_TIMING if _spins() else _DISABLE_TIMING | _BLOCKING_SYNC
-        status = self._slow.cuEventCreate(ctypes.byref(self.event), flags)
-        self._context.check(status, "cuEventCreate")
+        self._context.call("cuEventCreate", ctypes.byref(self.event), flags)
 
     def wait(self) -> None:
         """Return when the last copy that was begun has finished."""
@@ -296,9 +270,7 @@ class _Stream:
 class PinnedStaging(_Stream):
     """Page-locked memory with an event of its own.
 
-    Of huge pages, where there are any: on one H200 a load into slots of 3.2 MiB ran at 45.4 to 48.4
-    GB/s instead of 44.8, one into slots of 4 MiB at 51 either way, and letting go of the pages at
-    the end took 1 to 2 ms less.
+    Of huge pages, where there are any: docs/measurements.md, "Page-locked slots".
 
     Attributes:
         view: the bytes; they begin at a page.
@@ -317,10 +289,9 @@ class PinnedStaging(_Stream):
         try:
             self.view = direct_memory(max(nbytes, 1))
             populate(self.view)  # by this thread: the driver locks pages for one at a time
-            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+            self.address = address_of(self.view)
             with context.current():
-                status = self._slow.cuMemHostRegister_v2(self.address, max(nbytes, 1), _PORTABLE)
-                context.check(status, "cuMemHostRegister")
+                context.call("cuMemHostRegister_v2", self.address, max(nbytes, 1), _PORTABLE)
                 self._registered = True
                 self._create()
         except (DeviceError, OSError) as error:
@@ -367,11 +338,11 @@ class Window(_Stream):
         self._nbytes = nbytes
         self._known = _Known()
         self.window = ctypes.addressof(self._known)
-        found = libc().map(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-        if found is None or found == _MAP_FAILED:
-            problem = f"cannot be mapped: {os.strerror(ctypes.get_errno())}"
-            raise AllocationError("window", problem, nbytes=nbytes)
-        self._known[0] = found
+        try:
+            self._known[0] = map_file(fd, 0, nbytes)
+        except OSError as error:
+            problem = f"cannot be mapped: {error.strerror}"
+            raise AllocationError("window", problem, nbytes=nbytes) from error
         try:
             with context.current():
                 self._create()
@@ -411,30 +382,24 @@ class _Memory(_Stream):
         try:
             with context.current():
                 self._create()
-                status = self._slow.cuMemAlloc_v2(ctypes.byref(allocated), nbytes)
-                context.check(status, "cuMemAlloc")
+                context.call("cuMemAlloc_v2", ctypes.byref(allocated), nbytes)
                 self.address = allocated.value
-                status = self._slow.cuMemsetD8Async(self.address, 0, nbytes, self.stream)
-                context.check(status, "cuMemsetD8Async")
-                context.check(self._slow.cuStreamSynchronize(self.stream), "cuStreamSynchronize")
+                context.call("cuMemsetD8Async", self.address, 0, nbytes, self.stream)
+                context.call("cuStreamSynchronize", self.stream)
         except DeviceError as error:
             with suppress(DeviceError):
                 self.close()
             raise AllocationError(context.name, error.problem, nbytes=nbytes) from error
 
     def read(self, start: int, stop: int) -> bytes:
-        """See `devices.base.DeviceMemory`."""
         out = ctypes.create_string_buffer(stop - start)
         with self._context.current():
-            status = self._slow.cuMemcpyDtoHAsync_v2(
-                out, self.address + start, stop - start, self.stream
-            )
-            self._context.check(status, "cuMemcpyDtoHAsync")
+            arguments = (out, self.address + start, stop - start, self.stream)
+            self._context.call("cuMemcpyDtoHAsync_v2", *arguments)
             self._context.check(self._slow.cuStreamSynchronize(self.stream), "reading counts")
         return out.raw
 
     def close(self) -> None:
-        """See `devices.base.DeviceMemory`."""
         with self._context.current():
             failure = self._destroy()
             if self.address:
@@ -452,16 +417,13 @@ class _BulkCopier:
         self._context, self._loop = context, loop
 
     def memory(self, nbytes: int) -> _Memory:
-        """See `devices.base.BulkCopier`."""
         return _Memory(self._context, nbytes)
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
-        """See `devices.base.BulkCopier`."""
         with _compiling:
             return _kernel(self._context.name, self._context.handle, src, dst, clamp)
 
     def window(self, fd: int, file_nbytes: int) -> Window:
-        """See `devices.base.BulkCopier`."""
         return Window(self._context, fd, file_nbytes)
 
     def ticket(self, slot: Staging) -> Ticket:
@@ -472,7 +434,6 @@ class _BulkCopier:
     def run(
         self, fd: int, reads: Sequence[Read], slots: Sequence[Staging], busy: int
     ) -> BulkFailure | None:
-        """See `devices.base.BulkCopier.run`."""
         flat = []
         for index, slot in enumerate(slots):
             assert isinstance(slot, (PinnedStaging, Window))
@@ -487,6 +448,51 @@ class _BulkCopier:
         return failure
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the driver has compiled and loaded into a context.
+
+    Attributes:
+        handle: a ``CUfunction``.
+        module: the ``CUmodule`` that it is in, for ``cuModuleUnload``.
+    """
+
+    handle: int
+    module: int
+
+
+def load_function(driver: _Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
+    """Compile PTX for the device of the current context, and load it there.
+
+    The driver takes milliseconds, and keeps what it made in its cache for the next process.
+
+    Args:
+        driver: the driver.
+        device: the device's name, for errors.
+        ptx: see `cast_ptx`.
+        name: of the function in it.
+
+    Raises:
+        DeviceError: the driver refuses, with what its compiler says.
+    """
+    log = ctypes.create_string_buffer(_LOG_NBYTES)
+    options = (ctypes.c_int * 2)(_LOG_BUFFER, _LOG_BUFFER_NBYTES)
+    values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_NBYTES)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    status = driver.slow.cuModuleLoadDataEx(
+        ctypes.byref(module), ptx.encode(), len(options), options, values
+    )
+    if status:
+        said = " ".join(log.value.decode(errors="replace").split())
+        problem = f"cuModuleLoadDataEx: {driver.reason(status)}{': ' * bool(said)}{said}"
+        raise DeviceError(device, problem)
+    status = driver.slow.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+    if status:
+        driver.slow.cuModuleUnload(module)
+        raise DeviceError(device, f"cuModuleGetFunction: {name}: {driver.reason(status)}")
+    return Function(function.value or 0, module.value or 0)
+
+
 _compiling = threading.Lock()
 
 
@@ -499,19 +505,18 @@ def _kernel(name: str, handle: int, src: DType, dst: DType, clamp: bool) -> int:
 
 
 class Copies:
-    """Staging, copies and casts in one context, for the device of a framework to pass on.
+    """The part of a framework's device that the driver does: staging, copies, casts in a context.
 
-    Args:
+    Attributes:
         context: where the framework has its memory.
-        address: gives the device address of a buffer.
     """
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
+        """Take a context; ``address`` gives the device address of a buffer."""
         self.context = context
         self._address = address
         loop = _loop()
-        #: None where no loop can be compiled: the stream's own loop does it
-        self.bulk: BulkCopier | None = None if loop is None else _BulkCopier(context, loop, address)
+        self._bulk = None if loop is None else _BulkCopier(context, loop, address)
 
     def staging(self, nbytes: int) -> PinnedStaging:
         """Page-locked memory."""
@@ -522,6 +527,16 @@ class Copies:
         assert isinstance(staging, PinnedStaging)
         self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
         return staging
+
+    @property
+    def bulk(self) -> BulkCopier | None:
+        """Reads, copies and casts by a compiled loop, where one can be compiled."""
+        return self._bulk
+
+    def in_bulk(self, info: DeviceInfo) -> DeviceInfo:
+        """What a device is that makes its copies like this."""
+        able = self._bulk is not None
+        return replace(info, casts=able, maps_host_memory=able)
 
 
 @cache
@@ -535,10 +550,7 @@ def _loop() -> Loop | None:
         "lock": driver.cuMemHostRegister_v2,
         "unlock": driver.cuMemHostUnregister,
     }
-    addresses = {
-        name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in calls.items()
-    }
     try:
-        return Loop(libc_calls() | addresses)
+        return Loop(libc_calls() | addresses_of(calls))
     except (ImportError, OSError, RuntimeError):  # no LLVM here: the stream's own loop does it
         return None

@@ -7,23 +7,20 @@ import math
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from streamload.devices.base import (
-    Device,
     DeviceInfo,
     DTypeStatus,
+    Framework,
+    HeapDevice,
     Parameter,
     ProbeResult,
-    Staging,
-    Ticket,
-    trim_heap,
 )
+from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.plan.allocators import TensorCosts
@@ -43,7 +40,7 @@ class _Memory(mmap.mmap):
     """The memory of one large array; it goes back to the kernel with the array."""
 
 
-class HostDevice:
+class HostDevice(HeapDevice):
     """Memory of this process."""
 
     name = "host"
@@ -71,73 +68,14 @@ class HostDevice:
         except (MemoryError, ValueError, OverflowError, OSError) as error:
             raise AllocationError("host", str(error), nbytes=nbytes) from error
 
-    def allocate_all(
-        self, kinds: Sequence[tuple[DType, tuple[int, ...]]]
-    ) -> list[np.ndarray[Any, Any]]:
-        """Several arrays."""
-        return [self.allocate(dtype, shape) for dtype, shape in kinds]
-
     def address(self, buffer: np.ndarray[Any, Any]) -> int:
         """Where its memory begins."""
         address: int = buffer.__array_interface__["data"][0]
         return address
 
-    @contextmanager
-    def window(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> Iterator[memoryview]:
-        """The array's own bytes."""
-        view = _flat_bytes(buffer)[start:stop]
-        try:
-            yield view
-        finally:
-            with suppress(BufferError):  # the traceback of an error still refers to it
-                view.release()
-
-    def staging(self, nbytes: int) -> Staging:
-        """The host needs none."""
-        raise DeviceError("host", "its memory is written in place")
-
-    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        """The host needs none."""
-        raise DeviceError("host", "its memory is written in place")
-
-    @property
-    def bulk(self) -> None:
-        """The host needs none."""
-
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Any,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        """The host's casts are those of `streamload.cast`."""
-        raise DeviceError("host", "it has no cast of its own")
-
     def read(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> bytes:
         """The array's bytes."""
         return bytes(_flat_bytes(buffer)[start:stop])
-
-    def release(self, buffer: np.ndarray[Any, Any]) -> None:
-        """The array goes with its last reference."""
-
-    def trim(self) -> None:
-        """Hand freed heap memory back to the kernel, where the C library can."""
-        trim_heap()
-
-    def synchronize(self) -> None:
-        """Nothing is under way on the host."""
-
-    def allocated_nbytes(self) -> int | None:
-        """numpy keeps no count."""
-        return None
-
-    def counters(self) -> Mapping[str, int]:
-        """None."""
-        return {}
 
 
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -210,10 +148,7 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
     return 0, first, stop + array.itemsize
 
 
-_Slot = tuple[MutableMapping[str, Any], str]  # a dict of the model and a key in it
-
-
-class HostParameter:
+class HostParameter(Parameter):
     """Entries of a state dict that are the same array.
 
     Args:
@@ -225,7 +160,7 @@ class HostParameter:
     def __init__(
         self,
         names: tuple[str, ...],
-        slots: list[_Slot],
+        slots: list[Slot],
         collect: Callable[[], object] = gc.collect,
     ) -> None:
         self.names = names
@@ -233,12 +168,6 @@ class HostParameter:
         self._slots = slots
         value = slots[0][0][slots[0][1]]
         self.shape = tuple(value.shape)
-        self.device: str | None = None
-        self.nbytes = 0
-        self.keeps: DType | None = None
-        self.fixed = ""
-        self.refused = ""
-        self.span: tuple[int, int, int] | None = None
         self.invalid = isinstance(value, InvalidArray)
         if isinstance(value, InvalidArray):
             self.dtype = value.dtype_name
@@ -267,13 +196,6 @@ class HostParameter:
     def _put(self, value: Any) -> None:
         for container, key in self._slots:
             container[key] = value
-
-    def memory(self) -> Sequence[tuple[int, int]]:
-        """The array's own bytes."""
-        if self.span is None:
-            return ()
-        _, first, stop = self.span
-        return ((first, stop - first),)
 
     def buffer(self) -> np.ndarray[Any, Any]:
         """The array."""
@@ -317,20 +239,12 @@ class HostParameter:
         self._put(self._value())
 
 
-def _slots(model: MutableMapping[str, Any], prefix: str = "") -> Iterator[tuple[str, _Slot]]:
-    for key, value in model.items():
-        if isinstance(value, MutableMapping):
-            yield from _slots(value, f"{prefix}{key}.")
-        elif isinstance(value, (np.ndarray, InvalidArray)):
-            yield f"{prefix}{key}", (model, key)
-
-
-class HostFramework:
+class HostFramework(Framework):
     """numpy, as `devices.base.Framework`."""
 
     name = "host"
 
-    def parameters(self, model: Any) -> list[Parameter]:
+    def parameters(self, model: Any) -> Sequence[HostParameter]:
         """The arrays of a (nested) dict; entries that are one array are tied.
 
         Raises:
@@ -338,17 +252,8 @@ class HostFramework:
         """
         if not isinstance(model, MutableMapping):
             raise ValueError(f"arrays are loaded into a dict, not a {type(model).__name__}")
-        groups: dict[int, tuple[list[str], list[_Slot]]] = {}
-        for name, slot in _slots(model):
-            names, slots = groups.setdefault(id(slot[0][slot[1]]), ([], []))
-            names.append(name)
-            slots.append(slot)
-        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        return [HostParameter(tuple(names), slots, collect) for names, slots in groups.values()]
-
-    def unstored(self, model: Any) -> Mapping[str, str]:
-        """A dict has nothing but what is stored."""
-        return {}
+        slots = dict_slots(model, (np.ndarray, InvalidArray))
+        return make_parameters(slots, lambda slot: id(slot[0][slot[1]]), HostParameter)
 
     def canonical(self, name: str) -> str:
         """There is one host."""
@@ -373,14 +278,6 @@ class HostFramework:
         """numpy computes in this process anyway."""
         return True
 
-    def lasting(self, name: str) -> bool:
-        """There is nothing worth keeping."""
-        return False
-
-    def fingerprint(self, name: str) -> str:
-        """The host works."""
-        return ""
-
     def probe(self, name: str, full: bool = True) -> ProbeResult:
         """The host works; dtypes that numpy itself lacks are computed by ml_dtypes."""
         return ProbeResult(
@@ -395,16 +292,6 @@ class HostFramework:
             return "absent"
         own = type(dtype.numpy.type(0)).__module__ == "numpy" and dtype.name != "float16"
         return "native" if own else "emulated"
-
-    def tensor(
-        self,
-        device: Device,
-        buffer: np.ndarray[Any, Any],
-        dtype: DType,
-        shape: tuple[int, ...],
-    ) -> np.ndarray[Any, Any]:
-        """The array itself."""
-        return buffer
 
 
 FRAMEWORK = HostFramework()

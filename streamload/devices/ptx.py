@@ -17,15 +17,12 @@ reference.
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
 
-from streamload.cast.kernels import PAIRS, Vector, careful, lossless, overflow_start
-from streamload.devices.base import keep, read_kept
+from streamload._kept import keep, read_kept
+from streamload.cast.kernels import PAIRS, Vector, careful, what_matters
 from streamload.dtypes import DType
-from streamload.errors import DeviceError, UnsupportedCastError
+from streamload.errors import UnsupportedCastError
 
 #: Threads of a block, always: whole warps.
 BLOCK_THREADS = 256
@@ -39,8 +36,6 @@ _TRIPLE = "nvptx64-nvidia-cuda"
 _CPU, _FEATURES = "sm_50", "+ptx60"  # PTX 6.0 has the shuffles, and every driver since 2017
 _COUNTS = 3
 
-_LOG_BUFFER, _LOG_BUFFER_NBYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
-_LOG_NBYTES = 4096
 
 _KERNEL = """
 target triple = "{triple}"
@@ -188,12 +183,7 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> st
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")
     try:
-        return _cast_ptx(
-            src,
-            dst,
-            clamp and overflow_start(src, dst) is not None,
-            counted and not lossless(src, dst),
-        )
+        return _cast_ptx(src, dst, *what_matters(src, dst, clamp, counted))
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedCastError(
             src.name, dst.name, reason=f"no CUDA kernel without llvmlite and its NVPTX: {error}"
@@ -202,8 +192,7 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> st
 
 @cache
 def _cast_ptx(src: DType, dst: DType, clamp: bool, counted: bool) -> str:
-    # kept, the first text takes a process 0.5 ms, most of it the IR's; otherwise 50 to 72 ms, half
-    # of them llvmlite's library's (medians of 9 fresh processes on 2 cores)
+    # kept, since compiling the first takes 50 to 72 ms: docs/measurements.md, "What is kept"
     ir = _kernel_ir(src, dst, clamp=clamp, counted=counted)
     depends_on = ("ptx", _CPU, _FEATURES, ir)
     kept = read_kept(*depends_on)
@@ -330,61 +319,3 @@ def _tell(v: Vector, sums: dict[int, str]) -> str:
         v.emit(f"atomicrmw add ptr addrspace(3) {place}, i32 {total} monotonic")
     adds = "\n  ".join(v.lines[start:])
     return _TELL.format(counts=_COUNTS, shuffles=shuffles, adds=adds)
-
-
-class Driver(Protocol):
-    """What is needed of the driver's library, as `devices.cuda` has it.
-
-    Attributes:
-        slow: its functions, by name.
-    """
-
-    slow: Any
-
-    def reason(self, status: int) -> str:
-        """What a status means."""
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that the driver has compiled and loaded into a context.
-
-    Attributes:
-        handle: a ``CUfunction``.
-        module: the ``CUmodule`` that it is in, for ``cuModuleUnload``.
-    """
-
-    handle: int
-    module: int
-
-
-def load_function(driver: Driver, device: str, ptx: str, name: str = SYMBOL) -> Function:
-    """Compile PTX for the device of the current context, and load it there.
-
-    The driver takes milliseconds, and keeps what it made in its cache for the next process.
-
-    Args:
-        driver: the driver.
-        device: the device's name, for errors.
-        ptx: see `cast_ptx`.
-        name: of the function in it.
-
-    Raises:
-        DeviceError: the driver refuses, with what its compiler says.
-    """
-    log = ctypes.create_string_buffer(_LOG_NBYTES)
-    options = (ctypes.c_int * 2)(_LOG_BUFFER, _LOG_BUFFER_NBYTES)
-    values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_NBYTES)
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    status = driver.slow.cuModuleLoadDataEx(
-        ctypes.byref(module), ptx.encode(), len(options), options, values
-    )
-    if status:
-        said = " ".join(log.value.decode(errors="replace").split())
-        problem = f"cuModuleLoadDataEx: {driver.reason(status)}{': ' * bool(said)}{said}"
-        raise DeviceError(device, problem)
-    status = driver.slow.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-    if status:
-        driver.slow.cuModuleUnload(module)
-        raise DeviceError(device, f"cuModuleGetFunction: {name}: {driver.reason(status)}")
-    return Function(function.value or 0, module.value or 0)

@@ -18,9 +18,7 @@ import os
 import re
 import shutil
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,21 +30,22 @@ from tinygrad.device import ALL_DEVICES, Buffer
 from tinygrad.helpers import EMULATED_DTYPES, GlobalCounters
 from tinygrad.uop.ops import UOp
 
+from streamload._system import address_of, bytes_at
 from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
-    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
+    Framework,
     HostStaging,
     Parameter,
     ProbeResult,
     Staging,
     Ticket,
-    environment,
-    nvidia_parts,
 )
+from streamload.devices.names import environment
+from streamload.devices.probing import computed, doubles, nvidia_parts
 from streamload.devices.tinygrad_tensors import (
     ALLOCATORS,
     SHARED,
@@ -56,6 +55,7 @@ from streamload.devices.tinygrad_tensors import (
     current,
     empty_cache,
     has,
+    map_opencl,
     opened,
     over,
     parameters_of,
@@ -97,15 +97,7 @@ def _max_buffers() -> int | None:
         return None
 
 
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
-
-
-class TinygradDevice(ABC):
+class TinygradDevice(Device):
     """What all of tinygrad's devices share; the ways in are the subclasses."""
 
     host_visible = False
@@ -156,22 +148,9 @@ class TinygradDevice(ABC):
             raise AllocationError(self.name, str(error), nbytes=buffer.nbytes) from error
         return buffer
 
-    def window(self, buffer: Buffer, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """Host-visible devices only."""
-        raise DeviceError(self.name, "its memory cannot be written by the CPU")
-
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
         return HostStaging(nbytes)
-
-    @abstractmethod
-    def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
-        """Copy from staging to the buffer."""
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """tinygrad's copies are made one by one."""
-        return None
 
     def cast_copy(
         self,
@@ -184,25 +163,31 @@ class TinygradDevice(ABC):
         dst: DType,
     ) -> None:
         """Bring raw ``src`` bits up, cast them with tinygrad's own kernel, write them at offset."""
-        numel = nbytes // src.itemsize
-        raw = self.allocate(src, (numel,))
-        self.copy(staging, start, nbytes, raw, 0).wait()
-        result = Tensor(UOp.from_buffer(raw)).cast(TO_TINYGRAD[dst.name])
-        self._store(result, buffer, offset, dst.nbytes(numel))
+        raw = self._brought_up(staging, start, nbytes, src)
+        result = raw.cast(TO_TINYGRAD[dst.name])
+        self._store(result, buffer, offset, dst.nbytes(nbytes // src.itemsize))
         self._device.synchronize()
+
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        """Elements of staging as a tensor on the device."""
+        raw = self.allocate(dtype, (nbytes // dtype.itemsize,))
+        self.copy(staging, start, nbytes, raw, 0).wait()
+        return Tensor(UOp.from_buffer(raw))
 
     def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
         view = buffer.view(nbytes // buffer.dtype.itemsize, buffer.dtype, offset)
         Tensor(UOp.from_buffer(view.ensure_allocated())).assign(result).realize()
 
-    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
+    def read(self, buffer: Any, start: int, stop: int) -> bytes:
         """Read raw bytes back."""
-        if start == stop:
-            return b""
         out = bytearray(stop - start)
-        view = self._device.allocator._offset(buffer._buf, stop - start, start)
-        self._device.allocator._copyout(memoryview(out), view)
+        if out:
+            self._read(buffer, start, out)
         return bytes(out)
+
+    def _read(self, buffer: Any, start: int, out: bytearray) -> None:
+        view = self._device.allocator._offset(buffer._buf, len(out), start)
+        self._device.allocator._copyout(memoryview(out), view)
 
     def release(self, buffer: Buffer) -> None:
         """Give the memory back: the caller's was the last reference."""
@@ -222,10 +207,6 @@ class TinygradDevice(ABC):
     def allocated_nbytes(self) -> int | None:
         """tinygrad's own count for this device."""
         return int(GlobalCounters.mem_used_per_device[self.name])
-
-    def counters(self) -> Mapping[str, int]:
-        """tinygrad has no others."""
-        return {}
 
     def tensor(self, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
         """tinygrad's tensor over the buffer, without a copy."""
@@ -257,12 +238,9 @@ class _HostVisibleDevice(TinygradDevice):
             view[:] = staging.view[start : start + nbytes]
         return DONE
 
-    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
-        if start == stop:
-            return b""
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
         self._device.synchronize()
-        return bytes(self._view(buffer)[start:stop])
+        out[:] = self._view(buffer)[start : start + len(out)]
 
 
 class _OpenCLDevice(TinygradDevice):
@@ -286,126 +264,68 @@ class _OpenCLDevice(TinygradDevice):
 
     def _query(self, what: int, kind: Any) -> int:
         value = kind()
-        self._check(
-            self._cl.clGetDeviceInfo(
-                self._device.cl_dev, what, ctypes.sizeof(value), ctypes.byref(value), None
-            ),
-            "clGetDeviceInfo",
-        )
+        size, place = ctypes.sizeof(value), ctypes.byref(value)
+        self._call("clGetDeviceInfo", self._device.cl_dev, what, size, place, None)
         return int(value.value)
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        # the bindings return the status unchecked
+        self._check(getattr(self._cl, name)(*arguments), name)
+
     def _check(self, status: int, call: str) -> None:
-        if status != 0:  # the bindings return the status unchecked
+        if status != 0:
             raise DeviceError(self.name, f"{call}: {self._errors.get(status, status)}")
+
+    def _enqueue(self, name: str, *arguments: Any) -> None:
+        """Call a function of the queue, with no events to wait for or to make."""
+        self._call(name, self._device.queue, *arguments, 0, None, None)
 
     @property
     def info(self) -> DeviceInfo:
         """What it is, from clGetDeviceInfo."""
-        base = super().info
-        total = self._query(self._cl.CL_DEVICE_GLOBAL_MEM_SIZE, ctypes.c_uint64)
-        align = self._query(self._cl.CL_DEVICE_MEM_BASE_ADDR_ALIGN, ctypes.c_uint32) // 8
-        return DeviceInfo(
-            name=base.name,
-            framework=base.framework,
-            description=base.description,
-            host_visible=self.host_visible,
+        cl, wide = self._cl, ctypes.c_uint64
+        total = self._query(cl.CL_DEVICE_GLOBAL_MEM_SIZE, wide)
+        align = self._query(cl.CL_DEVICE_MEM_BASE_ADDR_ALIGN, ctypes.c_uint32) // 8
+        return replace(
+            super().info,
             shared_memory=self._unified,
             free_nbytes=max(total - int(self.allocated_nbytes() or 0), 0),
             total_nbytes=total,
-            largest_allocation_nbytes=self._query(
-                self._cl.CL_DEVICE_MAX_MEM_ALLOC_SIZE, ctypes.c_uint64
-            ),
+            largest_allocation_nbytes=self._query(cl.CL_DEVICE_MAX_MEM_ALLOC_SIZE, wide),
             granularity_nbytes=max(align, 1),
-            costs=base.costs,
-            threads=self.threads,
-            native_bf16=False,
-            unsupported=base.unsupported,
         )
 
     @contextlib.contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
         """Map the bytes for writing, unmap them at the end."""
-        cl, status = self._cl, ctypes.c_int32()
-        pointer = cl.clEnqueueMapBuffer(
-            self._device.queue,
-            buffer._buf,
-            True,
-            cl.CL_MAP_WRITE_INVALIDATE_REGION,
-            start,
-            stop - start,
-            0,
-            None,
-            None,
-            status,
-        )
-        self._check(status.value, "clEnqueueMapBuffer")
-        address = (
-            pointer if isinstance(pointer, int) else ctypes.cast(pointer, ctypes.c_void_p).value
-        )
+        flags = self._cl.CL_MAP_WRITE_INVALIDATE_REGION
+        status, address = map_opencl(self._device, buffer, flags, start, stop - start)
+        self._check(status, "clEnqueueMapBuffer")
         try:
-            yield _bytes_at(address or 0, stop - start)
+            yield bytes_at(address, stop - start)
         finally:
-            self._check(
-                cl.clEnqueueUnmapMemObject(
-                    self._device.queue, buffer._buf, ctypes.c_void_p(address), 0, None, None
-                ),
-                "clEnqueueUnmapMemObject",
-            )
+            self._enqueue("clEnqueueUnmapMemObject", buffer._buf, ctypes.c_void_p(address))
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
     ) -> Ticket:
         """A blocking write at the offset."""
-        self._check(
-            self._cl.clEnqueueWriteBuffer(
-                self._device.queue,
-                buffer._buf,
-                True,
-                offset,
-                nbytes,
-                ctypes.c_void_p(_address(staging.view) + start),
-                0,
-                None,
-                None,
-            ),
-            "clEnqueueWriteBuffer",
-        )
+        source = ctypes.c_void_p(address_of(staging.view) + start)
+        self._enqueue("clEnqueueWriteBuffer", buffer._buf, True, offset, nbytes, source)
         return DONE
 
     def _store(self, result: Tensor, buffer: Buffer, offset: int, nbytes: int) -> None:
         # no sub-buffers here: the cast goes to a buffer of its own, and is copied on the device
         scratch = result.contiguous().realize().uop.base.buffer
-        self._check(
-            self._cl.clEnqueueCopyBuffer(
-                self._device.queue, scratch._buf, buffer._buf, 0, offset, nbytes, 0, None, None
-            ),
-            "clEnqueueCopyBuffer",
-        )
+        self._enqueue("clEnqueueCopyBuffer", scratch._buf, buffer._buf, 0, offset, nbytes)
         self._device.synchronize()
 
-    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
-        if start == stop:
-            return b""
-        out = bytearray(stop - start)
-        self._check(
-            self._cl.clEnqueueReadBuffer(
-                self._device.queue,
-                buffer._buf,
-                True,
-                start,
-                stop - start,
-                ctypes.c_void_p(_address(memoryview(out))),  # ctypes.cast would leave a cycle
-                0,
-                None,
-                None,
-            ),
-            "clEnqueueReadBuffer",
-        )
-        return bytes(out)
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
+        target = ctypes.c_void_p(address_of(memoryview(out)))  # ctypes.cast would leave a cycle
+        self._enqueue("clEnqueueReadBuffer", buffer._buf, True, start, len(out), target)
 
 
-class _CUDADevice(TinygradDevice):
+class _CUDADevice(cuda.Copies, TinygradDevice):
     """CUDA: page-locked slots, copied by the driver's own calls in tinygrad's context.
 
     tinygrad launches its kernels on the null stream, and copies come by streams that do not wait
@@ -415,72 +335,45 @@ class _CUDADevice(TinygradDevice):
     threads = 16
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        from tinygrad.runtime.autogen import cuda as driver
-
+        TinygradDevice.__init__(self, name)
         context = context_of(self._device)
         if context is None:
             raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
-        self._driver, self._context = driver, context
-        self._copies = cuda.Copies(context, lambda buffer: int(buffer._buf.value))
+        cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
 
     @property
     def info(self) -> DeviceInfo:
         """What it is, from the driver, and does where the copies are made in bulk."""
-        in_bulk = self._copies.bulk is not None
         free, total = ctypes.c_uint64(), ctypes.c_uint64()
         text = ctypes.create_string_buffer(256)
-        with self._context.current():
-            self._context.check(
-                self._driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
-                "cuMemGetInfo",
-            )
-            self._context.check(
-                self._driver.cuDeviceGetName(text, len(text), self._device.cu_device),
-                "cuDeviceGetName",
-            )
-        return replace(
+        with self.context.current():
+            self.context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+            self.context.call("cuDeviceGetName", text, len(text), self._device.cu_device)
+        info = replace(
             super().info,
             description=text.value.decode(errors="replace"),
             free_nbytes=free.value,
             total_nbytes=total.value,
-            casts=in_bulk,
-            maps_host_memory=in_bulk,
         )
+        return self.in_bulk(info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
-        """Allocate memory that nothing which was queued uses any more.
+        """Allocate memory that no queued work uses any more.
 
         What comes from tinygrad's cache may have been freed before the kernels that use it ran.
         """
-        with self._context.current():
+        with self.context.current():
             buffer = super().allocate(dtype, shape)
-        self._context.finish(0)  # the null stream, where tinygrad's kernels run
+        self.context.finish(0)  # the null stream, where tinygrad's kernels run
         return buffer
 
-    def staging(self, nbytes: int) -> Staging:
-        """Page-locked memory."""
-        return self._copies.staging(nbytes)
-
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: Buffer, offset: int
-    ) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
-        return self._copies.copy(staging, start, nbytes, buffer, offset)
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Reads, copies and casts by a compiled loop, where one can be compiled."""
-        return self._copies.bulk
-
-    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
-        with ALLOCATORS, self._context.current():
-            return super().read(buffer, start, stop)
+    def _read(self, buffer: Buffer, start: int, out: bytearray) -> None:
+        with ALLOCATORS, self.context.current():
+            super()._read(buffer, start, out)
 
     def release(self, buffer: Buffer) -> None:
         """Give the memory back: the caller's was the last reference."""
-        with self._context.current():  # without a cache (LRU=0), tinygrad frees it here
+        with self.context.current():  # without a cache (LRU=0), tinygrad frees it here
             super().release(buffer)
 
 
@@ -518,37 +411,27 @@ class _TensorDevice(TinygradDevice):
 
     def copy(self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int) -> Ticket:
         """Assign a slice of bytes."""
-        data = bytes(staging.view[start : start + nbytes])
-        self._assign(buffer, offset, Tensor(data, dtype=dtypes.uint8, device=self.name))
+        self._assign(buffer, offset, self._bytes(staging, start, nbytes))
+        self._device.synchronize()
         return DONE
+
+    def _bytes(self, staging: Staging, start: int, nbytes: int) -> Tensor:
+        data = bytes(staging.view[start : start + nbytes])
+        return Tensor(data, dtype=dtypes.uint8, device=self.name)
 
     def _assign(self, buffer: Tensor, offset: int, chunk: Tensor) -> None:
         # a variable offset: the kernel of one chunk size is compiled once
         at = UOp.variable("offset", 0, max(buffer.shape[0] - chunk.shape[0], 1)).bind(offset)
         buffer[at : at + chunk.shape[0]].assign(chunk).realize()
-        self._device.synchronize()
 
-    def cast_copy(
-        self,
-        staging: Staging,
-        start: int,
-        nbytes: int,
-        src: DType,
-        buffer: Any,
-        offset: int,
-        dst: DType,
-    ) -> None:
-        """Cast with tinygrad's own kernel, and assign the bytes."""
-        data = bytes(staging.view[start : start + nbytes])
-        raw = Tensor(data, dtype=dtypes.uint8, device=self.name)
-        result = raw.bitcast(TO_TINYGRAD[src.name]).cast(TO_TINYGRAD[dst.name]).contiguous()
-        self._assign(buffer, offset, result.bitcast(dtypes.uint8).contiguous())
+    def _brought_up(self, staging: Staging, start: int, nbytes: int, dtype: DType) -> Tensor:
+        return self._bytes(staging, start, nbytes).bitcast(TO_TINYGRAD[dtype.name])
 
-    def read(self, buffer: Any, start: int, stop: int) -> bytes:
-        """Read raw bytes back."""
-        if start == stop:
-            return b""
-        return bytes(buffer[start:stop].contiguous().data())
+    def _store(self, result: Tensor, buffer: Tensor, offset: int, nbytes: int) -> None:
+        self._assign(buffer, offset, result.contiguous().bitcast(dtypes.uint8).contiguous())
+
+    def _read(self, buffer: Any, start: int, out: bytearray) -> None:
+        out[:] = bytes(buffer[start : start + len(out)].contiguous().data())
 
     def release(self, buffer: Any) -> None:
         """The tensor goes with its last reference."""
@@ -574,18 +457,14 @@ _NEEDED = {
 }
 
 
-class TinygradFramework:
+class TinygradFramework(Framework):
     """tinygrad, as `devices.base.Framework`."""
 
     name = "tinygrad"
 
-    def parameters(self, model: Any) -> list[Parameter]:
+    def parameters(self, model: Any) -> Sequence[Parameter]:
         """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
         return parameters_of(model)
-
-    def unstored(self, model: Any) -> Mapping[str, str]:
-        """What tinygrad's state dict has is all that it knows of."""
-        return {}
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""
@@ -620,14 +499,6 @@ class TinygradFramework:
         """tinygrad's order, without those for which this machine cannot have a device."""
         return [name for name in ALL_DEVICES if name not in ("DSP", "WEBGPU")]
 
-    def trusted(self, name: str) -> bool:
-        """None: compilers and drivers end processes."""
-        return False
-
-    def lasting(self, name: str) -> bool:
-        """None: kernels that are compiled already work without a compiler."""
-        return False
-
     def fingerprint(self, name: str) -> str:
         """Versions, compilers, drivers and settings that a device's working depends on."""
         parts = [importlib.metadata.version("tinygrad"), str(tinygrad.__file__), sys.platform]
@@ -656,35 +527,44 @@ class TinygradFramework:
         return device.tensor(buffer, dtype, shape)
 
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Add numbers on the device; with ``full`` try every dtype and cast on real buffers."""
+        """Compute there; see `Framework.probe`."""
         name = self.canonical(name)
-        try:
-            device = self.device(name)
-            found = (Tensor([1.0, 2.0, 3.0], device=name) + 1).tolist()
-            if found != [2.0, 3.0, 4.0]:
-                return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
-        except Exception as error:
-            return ProbeResult(name, False, _problem(error))
-        if not full:
-            return ProbeResult(name, True)
-        statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(_UNSUPPORTED), "absent")
-        for ours in TO_TINYGRAD:
-            statuses[ours] = _dtype_status(device, BY_NAME[ours])
-        casts = tuple(
-            (src.name, dst.name) for src, dst in _DEVICE_CASTS if _casts_exactly(device, src, dst)
+        return computed(
+            self,
+            name,
+            full,
+            add_one=lambda numbers: (Tensor(numbers, device=name) + 1).tolist(),
+            problem=_problem,
+            held=TO_TINYGRAD,
+            casts=_DEVICE_CASTS,
         )
-        return ProbeResult(name, True, "", statuses, casts)
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """Write ones to a real buffer, double them on the device, read the bytes back."""
-        return "absent" if dtype.name in _UNSUPPORTED else _dtype_status(self.device(name), dtype)
+        if dtype.name in _UNSUPPORTED:
+            return "absent"
+        device, kind = self.device(name), TO_TINYGRAD[dtype.name]
+
+        def double(ones: bytes) -> bytes:
+            buffer = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+            staging = device.staging(len(ones))
+            staging.view[:] = ones
+            device.copy(staging, 0, len(ones), buffer, 0).wait()
+            staging.close()
+            tensor = device.tensor(buffer, dtype, (len(ones) // dtype.itemsize,))
+            doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
+            return bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data())
+
+        if not doubles(dtype, double):
+            return "broken"
+        native = kind is not dtypes.bfloat16 or backend_of(device.name) in _BF16_NATIVE
+        return "native" if native and device._computes_in(kind) else "emulated"
 
 
 def _problem(error: Exception) -> str:
     """The line of a message that says what is wrong; compilers end theirs with another."""
     if isinstance(error, ExceptionGroup):  # of renderers: what each of them lacks
         return "; ".join(dict.fromkeys(map(_problem, error.exceptions)))
-    # the problem alone: who reports this result names the device
     problem = error.problem if isinstance(error, DeviceError) else str(error)
     lines = problem.strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if _AT_FAULT.search(line)), lines[-1])
@@ -696,58 +576,6 @@ def _stamp(path: str | None) -> str:
     except OSError:
         return ""
     return f":{status.st_size}:{status.st_mtime_ns}"
-
-
-def _filled(device: TinygradDevice, dtype: DType, data: bytes) -> Any:
-    buffer = device.allocate(dtype, (len(data) // dtype.itemsize,))
-    staging = device.staging(len(data))
-    staging.view[:] = data
-    device.copy(staging, 0, len(data), buffer, 0).wait()
-    staging.close()
-    return buffer
-
-
-def _dtype_status(device: TinygradDevice, dtype: DType) -> DTypeStatus:
-    """Write ones to a real buffer, double them on the device, read the bytes back."""
-    import numpy as np
-
-    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
-    kind = TO_TINYGRAD[dtype.name]
-    try:
-        tensor = device.tensor(_filled(device, dtype, one), dtype, (4,))
-        doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
-        got = bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data())
-        if got != (one if dtype.kind == "bool" else two):
-            return "broken"
-    except Exception:
-        return "broken"
-    backend = backend_of(device.name)
-    if not device._computes_in(kind) or (kind is dtypes.bfloat16 and backend not in _BF16_NATIVE):
-        return "emulated"
-    return "native"
-
-
-def _casts_exactly(device: TinygradDevice, src: DType, dst: DType) -> bool:
-    """Compare the device's cast of every code with the reference, NaN payloads aside."""
-    import numpy as np
-
-    codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
-    with np.errstate(all="ignore"):
-        want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)
-        nan = np.isnan(want)
-    staging = device.staging(len(codes))
-    staging.view[:] = codes
-    try:
-        buffer = device.allocate(dst, (1 << src.bits,))
-        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
-        got = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
-    except Exception:
-        return False
-    finally:
-        staging.close()
-    same = got.view(f"u{dst.itemsize}") == want.view(f"u{dst.itemsize}")
-    with np.errstate(all="ignore"):
-        return bool(np.all(same | (nan & np.isnan(got))))
 
 
 FRAMEWORK = TinygradFramework()

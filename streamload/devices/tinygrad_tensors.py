@@ -23,28 +23,21 @@ from tinygrad import Tensor, dtypes
 from tinygrad.device import Allocator, Buffer
 from tinygrad.uop.ops import Ops, UOp, buffers
 
+from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
-from streamload.devices.base import Parameter, trim_heap
+from streamload.devices.base import Parameter
+from streamload.devices.slots import make_parameters
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 
 #: tinygrad's dtype for each of ours that it has.
+_UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # names of its own
 TO_TINYGRAD = {
-    "bool": dtypes.bool,
-    "uint8": dtypes.uint8,
-    "int8": dtypes.int8,
-    "uint16": dtypes.uint16,
-    "int16": dtypes.int16,
-    "uint32": dtypes.uint32,
-    "int32": dtypes.int32,
-    "uint64": dtypes.uint64,
-    "int64": dtypes.int64,
-    "float8_e4m3fn": dtypes.fp8e4m3,
-    "float8_e5m2": dtypes.fp8e5m2,
-    "float16": dtypes.float16,
-    "bfloat16": dtypes.bfloat16,
-    "float32": dtypes.float32,
-    "float64": dtypes.float64,
+    name: getattr(dtypes, _UNLIKE.get(name, name))
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *(*_UNLIKE, "float16", "bfloat16", "float32", "float64"),
+    )
 }
 _FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
 
@@ -97,8 +90,8 @@ def context_of(device: Any) -> cuda.Context | None:
 def current(device: Any) -> AbstractContextManager[None]:
     """Make a CUDA device's context current for a while, and what was current again then.
 
-    tinygrad makes contexts current and leaves them so, and frees memory in whichever it finds:
-    another thread than the one that has computed has none.
+    tinygrad makes contexts current, leaves them so, and frees memory in the current one. A thread
+    that has not computed has none.
     """
     context = context_of(device)
     return nullcontext() if context is None else context.current()
@@ -170,12 +163,12 @@ _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
-class TinygradParameter:
+class TinygradParameter(Parameter):
     """Tensors of a model that stand on the same memory.
 
     Args:
         names: all names under which the model has them.
-        tensors: each object once.
+        tensors: those, by any name.
         collect: collects garbage cycles, which may hold memory.
     """
 
@@ -187,17 +180,11 @@ class TinygradParameter:
     ) -> None:
         self.names = names
         self._collect = collect
-        self._tensors = tensors
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
         first = tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        self.device: str | None = None
-        self.nbytes = 0
-        self.keeps: DType | None = None
-        self.fixed = ""
-        self.refused = ""
         self.invalid = _invalid(first.uop) is not None
-        self.span: tuple[int, int, int] | None = None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
         if isinstance(first.device, tuple):
             self.refused = f"it is sharded over {', '.join(first.device)}"
@@ -368,25 +355,31 @@ class TinygradParameter:
             tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
 
 
+def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int) -> tuple[int, int]:
+    """Map bytes of a buffer for the CPU; returns OpenCL's status, and their address."""
+    from tinygrad.runtime.autogen import opencl as cl
+
+    status = ctypes.c_int32()
+    place = (flags, start, nbytes, 0, None, None, status)
+    pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, True, *place)
+    return status.value, ctypes.cast(pointer, ctypes.c_void_p).value or 0
+
+
 def _address(buffer: Buffer) -> int | None:
     """Where the CPU sees a buffer's memory; None where it does not, or the device does not tell."""
     device = _Devices[buffer.device]
     if backend_of(buffer.device) == "CL":
         from tinygrad.runtime.autogen import opencl as cl
 
-        status = ctypes.c_int32()
-        arguments = (True, cl.CL_MAP_READ, 0, 1, 0, None, None, status)
-        pointer = cl.clEnqueueMapBuffer(device.queue, buffer._buf, *arguments)
-        if status.value != 0:
+        status, address = map_opencl(device, buffer, cl.CL_MAP_READ, 0, 1)
+        if status != 0:
             return None
-        address = ctypes.cast(pointer, ctypes.c_void_p).value
         place = ctypes.c_void_p(address)
         cl.clEnqueueUnmapMemObject(device.queue, buffer._buf, place, 0, None, None)
         return address
     if backend_of(buffer.device) not in SHARED or not has(device.allocator, "_as_buffer"):
         return None
-    view = device.allocator._as_buffer(buffer._buf)
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return address_of(device.allocator._as_buffer(buffer._buf))
 
 
 _HELD = "something else still holds its memory (a captured TinyJit or a lazy graph)"
@@ -463,14 +456,10 @@ def _key(tensor: Tensor) -> Any:
     return uop.base if _is_plain(uop) else uop
 
 
-def parameters_of(model: Any) -> list[Parameter]:
+def parameters_of(model: Any) -> list[TinygradParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-    groups: dict[Any, tuple[list[str], dict[int, Tensor]]] = {}
-    for name, tensor in tinygrad.nn.state.get_state_dict(model).items():
-        names, tensors = groups.setdefault(_key(tensor), ([], {}))
-        names.append(name)
-        tensors[id(tensor)] = tensor
-    collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-    found = [TinygradParameter(tuple(n), list(t.values()), collect) for n, t in groups.values()]
+    found = make_parameters(
+        tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter
+    )
     _share_out(found)
-    return list(found)
+    return found

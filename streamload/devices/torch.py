@@ -6,12 +6,11 @@ through plain memory and torch's own blocking copies.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, repeat
@@ -21,22 +20,24 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamload._system import trim_heap
 from streamload.devices import cuda
 from streamload.devices.base import (
     DONE,
-    BulkCopier,
     Device,
     DeviceInfo,
     DTypeStatus,
+    Framework,
+    HeapDevice,
     HostStaging,
     Parameter,
     ProbeResult,
     Staging,
     Ticket,
-    environment,
-    nvidia_parts,
-    trim_heap,
 )
+from streamload.devices.names import environment
+from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.plan.allocators import AllocatorKind, TensorCosts
@@ -58,15 +59,16 @@ _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leav
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.
-_DEVICE_CASTS = (
-    ("bfloat16", "float16"),
-    ("bfloat16", "float32"),
-    ("float16", "float32"),
-    ("float16", "bfloat16"),
-    ("float8_e4m3fn", "float16"),
-    ("float8_e4m3fn", "bfloat16"),
-    ("float8_e5m2", "float16"),
-    ("float8_e5m2", "bfloat16"),
+_DEVICE_CASTS = tuple(
+    (BY_NAME[src], BY_NAME[dst])
+    for src, targets in (
+        ("bfloat16", ("float16", "float32")),
+        ("float16", ("float32", "bfloat16")),
+        ("float8_e4m3fn", ("float16", "bfloat16")),
+        ("float8_e5m2", ("float16", "bfloat16")),
+    )
+    for dst in targets
+    if src in _TO_TORCH
 )
 
 # Environment variables (beginnings of their names) that change what a device can do.
@@ -74,14 +76,14 @@ _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD
 
 
 def _has_modes() -> bool:
-    """Whether torch is in a mode in which it makes other tensors than those that are wanted."""
+    """Whether torch is in a mode that changes the tensors it makes."""
     modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
     return any(modes)
 
 
 @contextmanager
 def _unfilled() -> Iterator[None]:
-    """Have torch leave new memory as it is, also in its deterministic mode: all is written."""
+    """Keep torch from filling new memory in its deterministic mode: all of it is written."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     if not (before and torch.are_deterministic_algorithms_enabled()):
         yield
@@ -104,20 +106,12 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), offset, (tensor.nbytes,), (1,))
 
 
-class _TensorStaging(HostStaging):
-    """Host memory that torch's own copies are made from."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Give the memory back."""
-        del self.tensor
-        super().close()
+def _staged(staging: Staging, start: int, nbytes: int) -> torch.Tensor:
+    """Bytes of staging, as a tensor over the same memory."""
+    return torch.frombuffer(staging.view[start : start + nbytes], dtype=torch.uint8)
 
 
-class TorchDevice:
+class TorchDevice(Device):
     """Any backend, by torch's generic calls from the calling thread."""
 
     host_visible = False
@@ -130,11 +124,7 @@ class TorchDevice:
     @property
     def info(self) -> DeviceInfo:
         """What it is and has, where torch tells."""
-        free = total = None
-        ask = self._call("mem_get_info")
-        if ask is not None:
-            with suppress(RuntimeError):
-                free, total = ask(self.torch_device)
+        free, total = self._memory()
         return DeviceInfo(
             name=self.name,
             framework="torch",
@@ -152,11 +142,19 @@ class TorchDevice:
             else "",
         )
 
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Free bytes and all, where the backend tells."""
+        ask = self._call("mem_get_info")
+        if ask is not None:
+            with suppress(RuntimeError):
+                free, total = ask(self.torch_device)
+                return free, total
+        return None, None
+
     def _call(self, name: str) -> Callable[..., Any] | None:
         """A function of the backend's module (torch.xpu, torch.mps, ...), where it has it."""
-        found: Callable[..., Any] | None = getattr(
-            getattr(torch, self.torch_device.type, None), name, None
-        )
+        module = getattr(torch, self.torch_device.type, None)
+        found: Callable[..., Any] | None = getattr(module, name, None)
         return found
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
@@ -201,31 +199,19 @@ class TorchDevice:
     #: Where a buffer's memory begins.
     address = staticmethod(torch.Tensor.data_ptr)
 
-    def window(
-        self, buffer: torch.Tensor, start: int, stop: int
-    ) -> AbstractContextManager[memoryview]:
-        """The CPU only."""
-        raise DeviceError(self.name, "its memory cannot be written by the CPU")
-
     def staging(self, nbytes: int) -> Staging:
         """Plain host memory."""
-        return _TensorStaging(nbytes)
+        return HostStaging(nbytes)
 
     def copy(
         self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
     ) -> Ticket:
         """A blocking copy."""
-        assert isinstance(staging, _TensorStaging)
         target = _flat_bytes(buffer)[offset : offset + nbytes]
         with self._translated("a copy"):
-            target.copy_(staging.tensor[start : start + nbytes])
+            target.copy_(_staged(staging, start, nbytes))
             self.synchronize()
         return DONE
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """torch's copies are made one by one."""
-        return None
 
     def cast_copy(
         self,
@@ -247,8 +233,7 @@ class TorchDevice:
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of staging as a tensor of bytes on the device."""
-        assert isinstance(staging, _TensorStaging)
-        return staging.tensor[start : start + nbytes].to(self.torch_device, copy=True)
+        return _staged(staging, start, nbytes).to(self.torch_device, copy=True)
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -268,7 +253,7 @@ class TorchDevice:
             return bytes(_flat_bytes(buffer.detach())[start:stop].cpu().numpy())
 
     def release(self, buffer: torch.Tensor) -> None:
-        """Let go of the memory, whoever still holds the tensor."""
+        """Let go of the memory, even where something still holds the tensor."""
         buffer.data = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
         self.trim()
 
@@ -286,16 +271,8 @@ class TorchDevice:
             with self._translated("earlier work on the device"):
                 synchronize()
 
-    def allocated_nbytes(self) -> int | None:
-        """Unknown."""
-        return None
 
-    def counters(self) -> Mapping[str, int]:
-        """None."""
-        return {}
-
-
-class CPUDevice(TorchDevice):
+class CPUDevice(TorchDevice, HeapDevice):
     """Host memory, written in place."""
 
     host_visible = True
@@ -308,27 +285,13 @@ class CPUDevice(TorchDevice):
         torch computes in bfloat16 on every CPU. Float16 is no better there, and has less range,
         unless the CPU multiplies it and lacks bfloat16.
         """
-        return DeviceInfo(
-            name=self.name,
-            framework="torch",
+        return replace(
+            super().info,
             description=f"CPU ({torch.backends.cpu.get_cpu_capability()})",
             granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
             costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
-            threads=self.threads,
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
-            unsupported=_UNSUPPORTED,
         )
-
-    @contextmanager
-    def window(self, buffer: torch.Tensor, start: int, stop: int) -> Iterator[memoryview]:
-        """The tensor's own bytes."""
-        array = (ctypes.c_ubyte * (stop - start)).from_address(buffer.data_ptr() + start)
-        view = memoryview(array).cast("B")
-        try:
-            yield view
-        finally:
-            with suppress(BufferError):  # the traceback of an error still refers to it
-                view.release()
 
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""
@@ -363,28 +326,24 @@ class ROCmDevice(TorchDevice):
     @property
     def info(self) -> DeviceInfo:
         """What it is, from the driver and the caching allocator."""
+        with self._translated("asking what it is"), torch.cuda.device(self.torch_device):
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return replace(
+            super().info,
+            description=torch.cuda.get_device_name(self.torch_device),
+            granularity_nbytes=_CUDA_BLOCK_NBYTES,
+            allocator=_cuda_allocator(),
+            native_bf16=native,
+            caveat=_cuda_caveat(self.name),
+        )
+
+    def _memory(self) -> tuple[int | None, int | None]:
         with self._translated("asking for its memory"), torch.cuda.device(self.torch_device):
             free, total = torch.cuda.mem_get_info(self.torch_device)
             # what the allocator keeps and does not use is free to us
-            spare = torch.cuda.memory_reserved(self.torch_device)
-            spare -= torch.cuda.memory_allocated(self.torch_device)
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return DeviceInfo(
-            name=self.name,
-            framework="torch",
-            description=torch.cuda.get_device_name(self.torch_device),
-            host_visible=False,
-            shared_memory=False,
-            free_nbytes=free + spare,
-            total_nbytes=total,
-            granularity_nbytes=_CUDA_BLOCK_NBYTES,
-            allocator=_cuda_allocator(),
-            costs=_COSTS,
-            threads=self.threads,
-            native_bf16=native,
-            unsupported=_UNSUPPORTED,
-            caveat=_cuda_caveat(self.name),
-        )
+            free += torch.cuda.memory_reserved(self.torch_device)
+            free -= torch.cuda.memory_allocated(self.torch_device)
+        return free, total
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -407,53 +366,37 @@ class ROCmDevice(TorchDevice):
         }
 
 
-class CUDADevice(ROCmDevice):
+class CUDADevice(cuda.Copies, ROCmDevice):
     """CUDA: page-locked slots, copied by the driver's own calls."""
 
     threads = 16
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
-        context = cuda.Context.primary(name, self.torch_device.index)
+        ROCmDevice.__init__(self, name)
         self._index = self.torch_device.index
-        self._copies = cuda.Copies(context, torch.Tensor.data_ptr)
+        context = cuda.Context.primary(name, self._index)
+        cuda.Copies.__init__(self, context, torch.Tensor.data_ptr)
 
     @property
     def info(self) -> DeviceInfo:
         """What it is, and does where the copies are made in bulk."""
-        in_bulk = self._copies.bulk is not None
-        return replace(super().info, casts=in_bulk, maps_host_memory=in_bulk)
+        return self.in_bulk(super().info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-        """An uninitialised tensor, whose memory nothing that was queued uses any more.
+        """An uninitialised tensor that no queued work uses any more.
 
         torch hands out memory that kernels on the same stream may still work on; copies come by
         other streams.
         """
         tensor = super().allocate(dtype, shape)
-        self._copies.context.finish(_raw_stream(self._index))
+        self.context.finish(_raw_stream(self._index))
         return tensor
 
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
-        """Several of them, of which none is used by what was queued."""
+        """Several of them; no queued work uses any."""
         tensors = super().allocate_all(kinds)
-        self._copies.context.finish(_raw_stream(self._index))
+        self.context.finish(_raw_stream(self._index))
         return tensors
-
-    def staging(self, nbytes: int) -> Staging:
-        """Page-locked memory."""
-        return self._copies.staging(nbytes)
-
-    def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: torch.Tensor, offset: int
-    ) -> Ticket:
-        """An asynchronous copy on the slot's stream."""
-        return self._copies.copy(staging, start, nbytes, buffer, offset)
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Reads, copies and casts by a compiled loop, where one can be compiled."""
-        return self._copies.bulk
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -490,15 +433,13 @@ def _cuda_caveat(name: str) -> str:
     text = _cuda_settings()
     keys = ("roundup_power2_divisions", "max_split_size_mb", "large_segment_size_mb")
     found = [key for key in keys if key in text]
+    if not found:
+        return ""
     return (
         f"{name}: PYTORCH_ALLOC_CONF sets {' and '.join(found)}, with which torch's allocator may "
         "take more from the device than was planned"
-        if found
-        else ""
     )
 
-
-_Slot = tuple[MutableMapping[str, Any], str]  # where a module (or dict) keeps a tensor
 
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
 _INVALID = "_streamload_invalid"  # on invalid entries: one `_Invalid` for those that were tied
@@ -532,7 +473,7 @@ _ASKED = frozenset(
 class _Raises:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what a tensor is; raise for what would compute with its values."""
+        """Answer questions about the tensor; raise for what would compute with its values."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
                 "torch", f"a load failed and left this tensor without values ({func.__name__})"
@@ -552,7 +493,7 @@ class InvalidParameter(_Raises, nn.Parameter):
     """A parameter that a failed load left without values."""
 
 
-class TorchParameter:
+class TorchParameter(Parameter):
     """Entries of a module, or of a dict, that stand on the same memory.
 
     The objects stay what they are wherever torch allows that, and with them what refers to them: an
@@ -567,7 +508,7 @@ class TorchParameter:
     def __init__(
         self,
         names: tuple[str, ...],
-        slots: list[_Slot],
+        slots: list[Slot],
         collect: Callable[[], object] = gc.collect,
     ) -> None:
         self.names = names
@@ -575,17 +516,10 @@ class TorchParameter:
         self._collect = collect
         self._lent: torch.Tensor | None = None
         entry = self._entries()[0]
-        self.device: str | None = None
-        self.nbytes = 0
-        self.fixed = ""
-        self.refused = ""
-        self.span: tuple[int, int, int] | None = None
-        self.keeps: DType | None = None
         self.invalid = hasattr(entry, _BEFORE)
         kept = self.invalid and getattr(entry, _INVALID).kept
         self.refused = "" if self.invalid else _why_refused(entry)
         if self.refused:
-            self.shape, self.dtype = (), ""
             return
         self.shape = tuple(entry.shape)
         tensor = self._tensors()[0]
@@ -643,10 +577,7 @@ class TorchParameter:
 
     def memory(self) -> Sequence[tuple[int, int]]:
         """The tensor's own bytes, on the CPU."""
-        if self.span is None or self.device != "cpu":
-            return ()
-        _, first, stop = self.span
-        return ((first, stop - first),)
+        return super().memory() if self.device == "cpu" else ()
 
     def buffer(self) -> torch.Tensor:
         """The memory that it holds."""
@@ -790,15 +721,11 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _canonical(device: torch.device) -> str:
-    index = device.index
-    if index is None and device.type not in ("cpu", "mps", "meta"):
-        index = 0
-    return (
-        device.type if index is None or device.type in ("cpu", "mps") else f"{device.type}:{index}"
-    )
+    has_index = device.type not in ("cpu", "mps", "meta")
+    return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
 
 
-def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
+def _module_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
     """Parameters and persistent buffers by their places in the module.
 
     Those are their names in ``state_dict``, unless a hook of the module changes them there.
@@ -813,18 +740,6 @@ def _module_slots(module: nn.Module) -> Iterator[tuple[str, _Slot]]:
                 yield dot + key, (child._buffers, key)
 
 
-def _dict_slots(
-    model: MutableMapping[str, Any], prefix: str = "", inside: tuple[int, ...] = ()
-) -> Iterator[tuple[str, _Slot]]:
-    for key, value in model.items():
-        if isinstance(value, MutableMapping):
-            if id(value) in (*inside, id(model)):
-                raise ValueError(f"the dict {prefix + str(key)!r} holds itself")
-            yield from _dict_slots(value, f"{prefix}{key}.", (*inside, id(model)))
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{key}", (model, key)
-
-
 def _key(tensor: torch.Tensor) -> Any:
     """What tied tensors share: the object, or the memory and what is seen of it."""
     if hasattr(tensor, _INVALID):
@@ -836,37 +751,27 @@ def _key(tensor: torch.Tensor) -> Any:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-class TorchFramework:
+class TorchFramework(Framework):
     """torch, as `devices.base.Framework`."""
 
     name = "torch"
 
-    def parameters(self, model: Any) -> list[Parameter]:
+    def parameters(self, model: Any) -> Sequence[TorchParameter]:
         """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
 
         Raises:
             ValueError: the model is something else that holds tensors.
         """
-        slots: Iterable[tuple[str, _Slot]]
+        slots: Iterable[tuple[str, Slot]]
         if isinstance(model, nn.Module):
             slots = _module_slots(model)
         elif isinstance(model, MutableMapping):
-            slots = _dict_slots(model)
+            slots = dict_slots(model, (torch.Tensor,))
         else:
             raise ValueError(
                 f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
             )
-        groups: dict[Any, tuple[list[str], list[_Slot]]] = {}
-        seen: set[str] = set()
-        for name, slot in slots:
-            if name in seen:
-                raise ValueError(f"two tensors of the model are named {name!r}")
-            seen.add(name)
-            names, found = groups.setdefault(_key(slot[0][slot[1]]), ([], []))
-            names.append(name)
-            found.append(slot)
-        collect = cache(gc.collect)  # once a load: it is slow, and nothing makes cycles meanwhile
-        return [TorchParameter(tuple(names), found, collect) for names, found in groups.values()]
+        return make_parameters(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
 
     def unstored(self, model: Any) -> Mapping[str, str]:
         """The module's non-persistent buffers, with the devices that they are on."""
@@ -932,33 +837,23 @@ class TorchFramework:
         parts += [f"{key}={value}" for key, value in sorted(environment(_SETTINGS).items())]
         return "\n".join(parts)
 
-    def tensor(
-        self, device: Device, buffer: torch.Tensor, dtype: DType, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """The tensor itself."""
-        return buffer
-
     def probe(self, name: str, full: bool) -> ProbeResult:
-        """Add numbers on the device; with ``full`` try every dtype and cast on real buffers."""
+        """Compute there; where that lasts, bfloat16 too, which a load asks for first."""
         name = self.canonical(name)
-        try:
-            device = self.device(name)
-            found = (torch.tensor([1.0, 2.0, 3.0], device=name) + 1).tolist()
-            if found != [2.0, 3.0, 4.0]:
-                return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
-        except Exception as error:
-            # the problem alone: who reports this result names the device
-            problem = error.problem if isinstance(error, DeviceError) else _first_line(error)
-            return ProbeResult(name, False, problem)
-        if not full:
-            status = self.dtype_status(name, BF16) if self.lasting(name) else "broken"
-            # a device that was full would seem broken for good
-            return ProbeResult(name, True, "", {} if status == "broken" else {"bfloat16": status})
-        statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(_UNSUPPORTED), "absent")
-        for ours in _TO_TORCH:
-            statuses[ours] = _dtype_status(device, ours)
-        casts = tuple(pair for pair in _DEVICE_CASTS if _casts_exactly(device, *pair))
-        return ProbeResult(name, True, "", statuses, casts)
+        result = computed(
+            self,
+            name,
+            full,
+            add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
+            problem=lambda error: getattr(error, "problem", "") or _first_line(error),
+            held=_TO_TORCH,
+            casts=_DEVICE_CASTS,
+        )
+        if full or not result.works or not self.lasting(name):
+            return result
+        status = self.dtype_status(name, BF16)
+        # a device that was full would seem broken for good
+        return result if status == "broken" else replace(result, dtypes={"bfloat16": status})
 
     def dtype_status(self, name: str, dtype: DType) -> DTypeStatus:
         """Write ones to a real buffer, double them on the device, read the bytes back.
@@ -969,7 +864,7 @@ class TorchFramework:
             return "absent"
         key = (self.canonical(name), dtype.name)
         if key not in _WORKED:
-            status = _dtype_status(self.device(name), dtype.name)
+            status = _dtype_status(self.device(name), dtype)
             if status == "broken":  # the device may have been full
                 return status
             _WORKED[key] = status
@@ -982,62 +877,30 @@ _WAYS: dict[str, type[TorchDevice]] = {
 }
 
 
-def _filled(device: TorchDevice, dtype: DType, data: bytes) -> torch.Tensor:
-    tensor = device.allocate(dtype, (len(data) // dtype.itemsize,))
-    _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return tensor
-
-
 _WORKED: dict[tuple[str, str], DTypeStatus] = {}
 
 
-def _dtype_status(device: TorchDevice, name: str) -> DTypeStatus:
+def _dtype_status(device: TorchDevice, dtype: DType) -> DTypeStatus:
     """Write ones to a real buffer, double them on the device, read the bytes back."""
-    import numpy as np
-
-    dtype = BY_NAME[name]
-    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
     status: DTypeStatus = "native"
-    try:
-        tensor = _filled(device, dtype, one)
+
+    def double(ones: bytes) -> bytes:
+        nonlocal status
+        tensor = device.allocate(dtype, (len(ones) // dtype.itemsize,))
+        _flat_bytes(tensor).copy_(torch.frombuffer(bytearray(ones), dtype=torch.uint8))
         try:
             doubled = tensor.logical_or(tensor) if dtype.kind == "bool" else tensor + tensor
         except RuntimeError:
             # torch has few operations for 8-bit floats and wide unsigned integers: they are cast
             wide = tensor.to(torch.float32 if dtype.kind == "float" else torch.int64)
             doubled, status = (wide + wide).to(tensor.dtype), "emulated"
-        if device.read(doubled.contiguous(), 0, len(one)) != (one if dtype.kind == "bool" else two):
-            return "broken"
-    except Exception:  # each backend raises what it likes
+        return device.read(doubled.contiguous(), 0, len(ones))
+
+    if not doubles(dtype, double):
         return "broken"
-    if name in _CPU_FEATURES and device.name == "cpu":
-        return "native" if _cpu_multiplies(name) else "emulated"
-    return "emulated" if name == "bfloat16" and not device.info.native_bf16 else status
-
-
-def _casts_exactly(device: TorchDevice, src_name: str, dst_name: str) -> bool:
-    """Compare the device's cast of every code with the reference, NaN payloads aside."""
-    import numpy as np
-
-    if not {src_name, dst_name} <= _TO_TORCH.keys():
-        return False
-    src, dst = BY_NAME[src_name], BY_NAME[dst_name]
-    codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
-    with np.errstate(all="ignore"):
-        want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)
-    staging = device.staging(len(codes))
-    try:
-        staging.view[:] = codes
-        buffer = device.allocate(dst, (1 << src.bits,))
-        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
-        found = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
-    except DeviceError:
-        return False
-    finally:
-        staging.close()
-    same = found.view(f"u{dst.itemsize}") == want.view(f"u{dst.itemsize}")
-    with np.errstate(all="ignore"):
-        return bool(np.all(same | (np.isnan(want) & np.isnan(found))))
+    if dtype.name in _CPU_FEATURES and device.name == "cpu":
+        return "native" if _cpu_multiplies(dtype.name) else "emulated"
+    return "emulated" if dtype is BF16 and not device.info.native_bf16 else status
 
 
 FRAMEWORK = TorchFramework()

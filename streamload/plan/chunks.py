@@ -26,7 +26,7 @@ from streamload.plan.plan import (
 # stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which
 # threads that were at work on chunks had to give up the interpreter's lock; it takes 6 with packs.
 # Longer ones gain little by it, and where the CPU writes them their pages are better had all at
-# once (`devices.base.populate`).
+# once (`_system.populate`).
 _PACKED_NBYTES = 2**17
 # Fewer than these are not a pack: as chunks, they share a read with large neighbours.
 _LEAST_PACKED = 32

@@ -1,0 +1,132 @@
+"""What is kept on disk for later processes: probes' results, texts of kernels, the copy loop.
+
+Some of it is run, so it counts only if nobody else can have written it. Without a place to keep it
+in, every process finds it out again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FORMAT = "3"  # raised when the same IR is compiled to something else, or kept otherwise
+_SEAL_NBYTES = hashlib.sha256().digest_size
+
+
+def read_kept(kind: str, *depends_on: str) -> bytes | None:
+    """What `keep` kept of the same ``kind`` for the same texts, or None.
+
+    As ssh asks of its keys, the file and its folder must belong to this user or to root, and nobody
+    else may write there. A digest of the data and of the file's name comes first: a damaged file
+    does not count, nor one that was kept for something else.
+    """
+    try:
+        path = _file(kind, depends_on)
+        if not _is_private(os.stat(path.parent)):
+            return None
+        with path.open("rb") as file:
+            data = file.read() if _is_private(os.fstat(file.fileno())) else b""
+    except OSError:
+        return None
+    seal, found = data[:_SEAL_NBYTES], data[_SEAL_NBYTES:]
+    return found if seal == _seal(path, found) else None
+
+
+def keep(data: bytes, kind: str, *depends_on: str) -> None:
+    """Keep what took long to find out, where there is a place that `read_kept` trusts.
+
+    A reader sees the whole file or none.
+
+    Args:
+        data: what was found, or compiled.
+        kind: first part of the file's name.
+        depends_on: all that it was made from.
+    """
+    temporary = None
+    try:
+        path = _file(kind, depends_on)
+        _make_private(path.parent)
+        if not _is_private(os.stat(path.parent)):
+            return
+        opened, temporary = tempfile.mkstemp(dir=path.parent)
+        with open(opened, "wb") as file:
+            file.write(_seal(path, data) + data)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError:
+        pass  # nothing can be written: the next process does it again
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def _file(kind: str, depends_on: tuple[str, ...]) -> Path:
+    """The file of what is kept: ``kind`` with a digest of all that it depends on.
+
+    Raises:
+        FileNotFoundError: there is no place for it.
+    """
+    digest = hashlib.sha256("\n".join((_FORMAT, *depends_on)).encode()).hexdigest()[:32]
+    # a folder of its own: earlier versions made the one above under any umask
+    return _cache_home() / "streamload" / "kept" / f"{kind}-{digest}"
+
+
+def _cache_home() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(root):  # a user without a home
+        raise FileNotFoundError(f"{root} is no place for what is kept")
+    return Path(root)
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and those above it that are missing, this user's alone under any umask."""
+    for one in (*reversed(folder.parents), folder):
+        one.mkdir(mode=0o700, exist_ok=True)
+
+
+def _is_private(info: os.stat_result) -> bool:
+    return info.st_uid in (0, os.geteuid()) and not info.st_mode & 0o022
+
+
+def _seal(path: Path, data: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + data).digest()
+
+
+@cache
+def lend_caches() -> None:
+    """Under a home that cannot be written, lend compilers a folder until this process ends.
+
+    Without one PoCL (POCL_CACHE_DIR) does not compile at all, and tinygrad (CACHEDB) only where it
+    keeps nothing (CACHELEVEL). The environment tells them before they are loaded; a tinygrad that
+    is loaded already has read it.
+    """
+    try:
+        _make_private(_cache_home())
+        with tempfile.TemporaryFile(dir=_cache_home()) as file:
+            file.write(b"x")  # a disk may be full
+        return
+    except OSError:
+        pass
+    loaded: Any = sys.modules.get("tinygrad.helpers")
+    try:
+        lent = tempfile.mkdtemp(prefix="streamload-cache-")
+    except OSError:  # nothing can be written here
+        os.environ["CACHELEVEL"] = "0"
+        if loaded is not None:
+            loaded.CACHELEVEL.value = 0
+        return
+    atexit.register(shutil.rmtree, lent, ignore_errors=True)
+    if "CACHEDB" not in os.environ:
+        os.environ["CACHEDB"] = os.path.join(lent, "cache.db")
+        if loaded is not None:
+            loaded.CACHEDB = os.environ["CACHEDB"]
+    os.environ.setdefault("POCL_CACHE_DIR", os.path.join(lent, "pocl"))

@@ -1,0 +1,112 @@
+"""Names of frameworks and devices, and what the environment says of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from streamload._kept import lend_caches
+from streamload.devices.base import Framework
+from streamload.errors import DeviceNotFoundError
+
+_FRAMEWORKS = {
+    "tinygrad": "streamload.devices.tinygrad",
+    "torch": "streamload.devices.torch",
+    "host": "streamload.devices.host",
+}
+# torch's own spelling; tinygrad's names are in upper case
+_TORCH_NAME = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
+
+
+def framework(name: str) -> Framework:
+    """Import a framework's file; raises DeviceNotFoundError where it is not installed."""
+    lend_caches()
+    try:
+        module = importlib.import_module(_FRAMEWORKS[name])
+    except KeyError:
+        raise DeviceNotFoundError(name, "no such framework", working=tuple(_FRAMEWORKS)) from None
+    except ImportError as error:
+        raise DeviceNotFoundError(name, f"it cannot be imported: {error}") from error
+    return module.FRAMEWORK  # type: ignore[no-any-return]
+
+
+def framework_of(model: Any) -> str | None:
+    """Name of the framework whose tensors a model holds, without importing any; None if empty.
+
+    Looks at the classes of the model and of what it holds, a few levels deep, in order. Arrays of
+    numpy decide where there is nothing else: models of every framework keep some beside.
+    """
+    seen: set[int] = set()
+    found: str | None = None
+    level: list[Any] = [model]
+    for _ in range(8):
+        following: list[Any] = []
+        for obj in level:
+            if id(obj) in seen:
+                continue
+            seen.add(id(obj))
+            roots = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
+            if "torch" in roots:
+                return "torch"
+            if "tinygrad" in roots and type(obj).__name__ == "Tensor":
+                return "tinygrad"
+            arrays = roots & {"numpy", "streamload"}
+            if arrays and type(obj).__name__ in ("ndarray", "InvalidArray"):
+                found = "host"
+            if isinstance(obj, Mapping):
+                following.extend(obj.values())
+            elif isinstance(obj, (list, tuple)):
+                following.extend(obj)
+            else:
+                following.extend(getattr(obj, "__dict__", {}).values())
+        level = following
+    return found
+
+
+def split_name(device: str) -> tuple[str | None, str]:
+    """Split "tinygrad:CL" into framework and device; the framework is None where not named."""
+    head, _, rest = device.partition(":")
+    if head.lower() in _FRAMEWORKS and rest:
+        return head.lower(), rest
+    if device.lower() == "host":
+        return "host", "host"
+    if device.lower() in _FRAMEWORKS:
+        return device.lower(), ""
+    return None, device
+
+
+def spelled_as(device: str) -> str:
+    """The framework in whose spelling a device is named: "cuda:0" is torch's, "CUDA" tinygrad's."""
+    return "torch" if _TORCH_NAME.fullmatch(device) else "tinygrad"
+
+
+def installed(framework_name: str) -> bool:
+    """Whether a framework could be imported; imports nothing."""
+    return framework_name == "host" or importlib.util.find_spec(framework_name) is not None
+
+
+def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The environment variables whose names begin with one of the prefixes."""
+    return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
+
+
+def environment_device() -> str | None:
+    """``STREAMLOAD_DEVICE``, or None where it is not set."""
+    return os.environ.get("STREAMLOAD_DEVICE") or None
+
+
+def environment_fp16_cast() -> Literal["device", "llvm"] | None:
+    """What ``SUPPORT_BF16`` asks for: "1" fp16 by the device's cast, "0" by the LLVM cast.
+
+    Raises:
+        ValueError: it is set to something else.
+    """
+    value = os.environ.get("SUPPORT_BF16", "")
+    choices: dict[str, Literal["device", "llvm"] | None] = {"": None, "1": "device", "0": "llvm"}
+    if value not in choices:
+        raise ValueError(f"SUPPORT_BF16 is {value!r}; expected 0 or 1")
+    return choices[value]

@@ -1,0 +1,217 @@
+"""Probes: a device works where it has computed something right.
+
+What a framework claims is no proof, and a compiler or a driver may end the process that asks it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from streamload._kept import keep, read_kept
+from streamload.devices.base import Device, DTypeStatus, Framework, ProbeResult
+from streamload.devices.names import framework
+from streamload.dtypes import BY_NAME, DType
+from streamload.nesting import parse_json
+
+_PROBES: dict[tuple[str, str, bool], ProbeResult] = {}
+_PROBE_TIMEOUT_S = 120.0
+_ROOT = str(Path(__file__).absolute().parents[2])
+
+
+def probe(
+    framework_name: str, device: str, *, full: bool = False, timeout_s: float = _PROBE_TIMEOUT_S
+) -> ProbeResult:
+    """Compute on a device, in a child process if need be, and remember what came out.
+
+    An addition always; with ``full`` every dtype and the device's own casts too (seconds).
+
+    The child takes nothing from compile caches, since a warm one hides a missing compiler, and its
+    stderr is captured. Results are kept on disk under a fingerprint of what they depend on
+    (versions, drivers, GPUs, compilers), where a cache directory can be written: the first kernels
+    of a process took 18 of the 50 ms before the first read of a load to one H200. A child that
+    takes longer than ``timeout_s`` is ended, with all that it started: the device does not work.
+    """
+    owner = framework(framework_name)
+    key = (framework_name, owner.canonical(device), full)
+    if key in _PROBES:
+        return _PROBES[key]
+    trusted = owner.trusted(device)
+    if trusted and not owner.lasting(device):
+        _PROBES[key] = owner.probe(device, full)
+        return _PROBES[key]
+    parts = ["probe", *map(str, key), owner.fingerprint(device), sys.version, sys.executable]
+    result = _read_probe(read_kept(*parts))
+    if result is None:
+        result = owner.probe(device, full) if trusted else _probe_in_child(*key, timeout_s)
+        # a failure may be mended without the fingerprint changing; and what seems broken in a
+        # process that does other things may have found the device full
+        if result.works and not (trusted and "broken" in result.dtypes.values()):
+            keep(json.dumps(asdict(result)).encode(), *parts)
+    _PROBES[key] = result
+    return result
+
+
+def nvidia_parts() -> list[str]:
+    """What NVIDIA's driver for Linux says of itself and of each GPU: for fingerprints.
+
+    Folders that are kept may be shared by machines that differ in their GPUs alone.
+    """
+    root = Path("/proc/driver/nvidia")
+    parts = []
+    for path in (root / "version", *sorted(root.glob("gpus/*/information"))):
+        with suppress(OSError):
+            parts.append(path.read_text(encoding="utf-8", errors="replace"))
+    return parts
+
+
+def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: float) -> ProbeResult:
+    code = (
+        "import json, sys; from dataclasses import asdict; from streamload.devices import names; "
+        "result = names.framework(sys.argv[1]).probe(sys.argv[2], sys.argv[3] == 'True'); "
+        "print('\\n' + json.dumps(asdict(result)))"
+    )
+    variables = os.environ | {
+        "CACHELEVEL": "0",  # of tinygrad's cache
+        # without the current folder, by any of its names: what lies in a folder of downloads
+        # is not to be imported (-P leaves it out, too); this package is found wherever it is
+        "PYTHONPATH": os.pathsep.join([*filter(os.path.isabs, sys.path), _ROOT]),
+    }
+    hint = ""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="streamload-probe-"))
+        except OSError:
+            hint = "; no folder for temporary files can be written, which compilers may need: "
+            hint += "set TMPDIR to one that can"
+        else:  # PoCL and others compile below XDG_CACHE_HOME
+            variables |= {"XDG_CACHE_HOME": folder, "POCL_CACHE_DIR": folder}
+        # files, not pipes: a compiler left behind would hold a pipe open
+        stdout, stderr = (stack.enter_context(_nameless_file()) for _ in range(2))
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, framework_name, device, str(full)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return ProbeResult(device, False, f"no child process could be started: {error}")
+        try:
+            child.wait(timeout_s)
+        except BaseException as error:
+            os.killpg(child.pid, signal.SIGKILL)  # what it started, too
+            child.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return ProbeResult(device, False, f"it did not answer in {timeout_s:g} s")
+        lines, said = (_lines(file) for file in (stdout, stderr))
+    result = _read_probe(lines[-1].encode() if lines else None)
+    if result is None:
+        died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit {child.returncode}"
+        result = ProbeResult(device, False, f"{died}: {said[-1] if said else 'no message'}")
+    return result if result.works else replace(result, problem=result.problem + hint)
+
+
+def _nameless_file() -> BinaryIO:
+    """A file in no folder, which need not be one that can be written, where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("streamload"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _lines(file: BinaryIO) -> list[str]:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip().splitlines()
+
+
+def _read_probe(data: bytes | None) -> ProbeResult | None:
+    try:
+        found = parse_json(data or b"")
+        casts = tuple((src, dst) for src, dst in found.pop("device_casts"))
+        return ProbeResult(**found, device_casts=casts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def computed(
+    owner: Framework,
+    name: str,
+    full: bool,
+    *,
+    add_one: Callable[[list[float]], list[float]],
+    problem: Callable[[Exception], str],
+    held: Iterable[str],
+    casts: Iterable[tuple[DType, DType]],
+) -> ProbeResult:
+    """Add numbers on a device; with ``full`` try every dtype and cast on real buffers.
+
+    Args:
+        owner: the framework.
+        name: the device's canonical name.
+        full: try all of it.
+        add_one: adds one to each number, on the device.
+        problem: the line of an error that says what is wrong, without the device's name.
+        held: long names of the dtypes that the framework has; the others are absent.
+        casts: pairs that the device may cast.
+    """
+    try:
+        device = owner.device(name)
+        found = add_one([1.0, 2.0, 3.0])
+    except Exception as error:  # each backend raises what it likes
+        return ProbeResult(name, False, problem(error))
+    if found != [2.0, 3.0, 4.0]:
+        return ProbeResult(name, False, f"[1, 2, 3] + 1 gave {found}")
+    if not full:
+        return ProbeResult(name, True)
+    statuses: dict[str, DTypeStatus] = dict.fromkeys(sorted(BY_NAME.keys() - set(held)), "absent")
+    statuses |= {ours: owner.dtype_status(name, BY_NAME[ours]) for ours in held}
+    exact = tuple((src.name, dst.name) for src, dst in casts if _casts_exactly(device, src, dst))
+    return ProbeResult(name, True, "", statuses, exact)
+
+
+def doubles(dtype: DType, double: Callable[[bytes], bytes]) -> bool:
+    """Whether a device makes twos of ones; of bools it makes the same ones.
+
+    Args:
+        dtype: of the elements.
+        double: writes elements to a real buffer, computes, and reads the result back.
+    """
+    one, two = (np.full(4, value).astype(dtype.numpy).tobytes() for value in (1, 2))
+    try:
+        return double(one) == (one if dtype.kind == "bool" else two)
+    except Exception:  # each backend raises what it likes
+        return False
+
+
+def _casts_exactly(device: Device, src: DType, dst: DType) -> bool:
+    """Compare the device's cast of every code with the reference, NaN payloads aside."""
+    codes = np.arange(1 << src.bits, dtype=f"<u{src.itemsize}").tobytes()
+    with np.errstate(all="ignore"):
+        want = np.frombuffer(codes, src.numpy).astype(np.float32).astype(dst.numpy)
+    staging = device.staging(len(codes))
+    try:
+        staging.view[:] = codes
+        buffer = device.allocate(dst, (1 << src.bits,))
+        device.cast_copy(staging, 0, len(codes), src, buffer, 0, dst)
+        found = np.frombuffer(device.read(buffer, 0, want.nbytes), dst.numpy)
+    except Exception:
+        return False
+    finally:
+        staging.close()
+    same = found.view(f"u{dst.itemsize}") == want.view(f"u{dst.itemsize}")
+    with np.errstate(all="ignore"):
+        return bool(np.all(same | (np.isnan(want) & np.isnan(found))))

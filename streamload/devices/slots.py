@@ -1,0 +1,69 @@
+"""Where models keep their tensors, and which of those are tied."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from functools import cache
+from typing import Any, TypeVar
+
+from streamload.devices.base import Parameter
+
+Slot = tuple[MutableMapping[str, Any], str]  # where a model keeps a tensor: a dict and a key in it
+_Entry = TypeVar("_Entry")
+_Parameter = TypeVar("_Parameter", bound=Parameter)
+
+
+def dict_slots(
+    model: MutableMapping[str, Any],
+    kinds: tuple[type, ...],
+    prefix: str = "",
+    inside: tuple[int, ...] = (),
+) -> Iterator[tuple[str, Slot]]:
+    """The tensors of a nested dict, by dotted name.
+
+    Args:
+        model: the dict.
+        kinds: classes of tensors.
+        prefix: of the names.
+        inside: ids of the dicts around it.
+
+    Raises:
+        ValueError: the dict holds itself.
+    """
+    for key, value in model.items():
+        if isinstance(value, MutableMapping):
+            if id(value) in (*inside, id(model)):
+                raise ValueError(f"the dict {prefix + str(key)!r} holds itself")
+            yield from dict_slots(value, kinds, f"{prefix}{key}.", (*inside, id(model)))
+        elif isinstance(value, kinds):
+            yield f"{prefix}{key}", (model, key)
+
+
+def make_parameters(
+    entries: Iterable[tuple[str, _Entry]],
+    key: Callable[[_Entry], Hashable],
+    make: Callable[[tuple[str, ...], list[_Entry], Callable[[], object]], _Parameter],
+) -> list[_Parameter]:
+    """Make one parameter of the entries of a model that stand on the same memory, in order.
+
+    Args:
+        entries: by name.
+        key: the same for entries that are tied.
+        make: of all names, those entries, and a function that collects garbage once for all: it is
+            slow, and nothing makes cycles meanwhile.
+
+    Raises:
+        ValueError: two entries have one name.
+    """
+    groups: dict[Hashable, tuple[list[str], list[_Entry]]] = {}
+    seen: set[str] = set()
+    for name, entry in entries:
+        if name in seen:
+            raise ValueError(f"two tensors of the model are named {name!r}")
+        seen.add(name)
+        names, found = groups.setdefault(key(entry), ([], []))
+        names.append(name)
+        found.append(entry)
+    collect = cache(gc.collect)
+    return [make(tuple(names), found, collect) for names, found in groups.values()]
