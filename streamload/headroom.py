@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamload.errors import DeviceError, MemoryTakenError
 from streamload.plan.budget import HostMemory, overhead_nbytes
-from streamload.plan.plan import Plan, alike
+from streamload.plan.plan import Plan
 
 # Given to workers and written by them between two looks, so half as many of each, as long as
 # little is left beside what was promised. A look takes 70 microseconds, 250 in a cgroup with a
@@ -41,7 +41,7 @@ class Headroom:
         self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
         self._scratch_nbytes = sum(d.scratch_nbytes for d in on_host)
         self._staging_nbytes = plan.host_nbytes
-        self._to_come_nbytes = sum(p.nbytes * count for p, count in alike(plan.placements))
+        self._to_come_nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
         self._handed_out_nbytes = self._under_way_nbytes = 0
         self._held_nbytes = process_nbytes()
         self._memory = HostMemory()

@@ -24,7 +24,7 @@ from streamload.errors import DeviceError, FileChangedError, OutOfRangeError, Tr
 from streamload.headroom import Headroom
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.chunks import Chunk, Cut, Pack
-from streamload.plan.plan import SEGMENTS, Placement, Plan, alike, kinds, slot_nbytes
+from streamload.plan.plan import SEGMENTS, Placement, Plan, slot_nbytes
 
 NO_COUNTS = CastCounts()
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
@@ -114,7 +114,7 @@ class Job:
         self.bulk = {name: device.bulk for name, device in devices.items()}
         infos = {name: device.info for name, device in devices.items()}
         self.host_visible = {name: info.host_visible for name, info in infos.items()}
-        cast_there = {p.device for p, _ in alike(plan.placements) if p.cast == "device"}
+        cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
         self.staged = plan.transfer == "staged"
         # of a buffer's first byte, for devices that tell
@@ -126,7 +126,7 @@ class Job:
                 self._address[name] = device.address
         self.joins = {name for name, info in infos.items() if info.allocator in SEGMENTS}
         self.casts: dict[str, DeviceCasts] = {}  # by device, of those that cast what they were sent
-        nbytes = sum(p.nbytes * count for p, count in alike(plan.placements))
+        nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
         share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: what is left over of each unit would be a small copy
         slots = max(min(share, _BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
@@ -298,7 +298,7 @@ class Job:
 
     def addresses(self, pack: Pack) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
-        address = self._address.get(kinds(self.plan.placements)[pack.first].device)
+        address = self._address.get(self.plan.placements.kinds[pack.first].device)
         if address is None:
             return None
         buffers = map(self.buffers.__getitem__, pack.placements)

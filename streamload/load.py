@@ -54,15 +54,15 @@ from streamload.plan.budget import (
 )
 from streamload.plan.kv_cache import CacheRequest, KvCache
 from streamload.plan.partition import Node
-from streamload.plan.plan import Plan, Transfer, alike, names_of
+from streamload.plan.plan import Plan, Transfer
 from streamload.plan.planner import (
     DEFAULT_CHUNK_NBYTES,
     MAPPED_WINDOW_NBYTES,
     CastChoice,
     DeviceSpec,
     DTypePolicy,
-    EveryTensor,
     Want,
+    Wants,
     different,
     make_plan,
 )
@@ -613,7 +613,7 @@ def _host_moves(made: Plan, specs: Iterable[DeviceSpec]) -> bool:
     staged = {spec.name for spec in specs if not spec.host_visible}
     return any(
         p.device in staged and (p.cast in ("llvm", "numpy") or p.transpose is not None)
-        for p, _ in alike(made.placements)
+        for p, _ in made.placements.counted
     )
 
 
@@ -738,7 +738,6 @@ class Load:
         devices = place.devices
         fill, _, tied = found
         match = None
-        wants: Sequence[Want]
         if place.owner is None:
             wants = _wants(checkpoint, fill)
         else:
@@ -752,9 +751,9 @@ class Load:
                 place.reusable,
             )
             match.check(checkpoint.path, strict)
-            wants = match.wants
+            wants = Wants.of(checkpoint, match.wants)
             tied = {}  # the model says what is tied
-        distinct = different(checkpoint, wants, options.policy)
+        distinct = different(wants, options.policy)
         free = [want.source[0].tensor for want in distinct if want.dtype is None]
         undecided = bf16_is_undecided(options.policy, checkpoint, free)
 
@@ -792,10 +791,8 @@ class Load:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
         notes = [*devices.notes, *(match.notes if match else ()), *made.notes]
-        skipped: list[str] = []
-        if not isinstance(wants, EveryTensor):
-            loaded = {r.tensor for want in wants for r in want.source}
-            skipped = [name for name in checkpoint.tensors if name not in loaded]
+        loaded = {r.tensor for source in wants.sources for r in source}
+        skipped = [name for name in checkpoint.tensors if name not in loaded]
         notes += on_unstored(place.unstored, made)
         return cls(
             checkpoint,
@@ -810,7 +807,7 @@ class Load:
     def _device_map(self) -> dict[str, str | int]:
         """Where everything is, by module."""
         placements = self.plan.placements
-        where = {p.device for p, _ in alike(placements)}
+        where = {p.device for p, _ in placements.counted}
         if self.match is None and len(where) == 1:
             return device_map({"": where.pop()})
         by_name = {p.name: p.device for p in placements}
@@ -826,7 +823,7 @@ class Load:
     @property
     def read_nbytes(self) -> int:
         """File bytes that it will read."""
-        return sum(p.src_nbytes * count for p, count in alike(self.plan.placements))
+        return sum(p.src_nbytes * count for p, count in self.plan.placements.counted)
 
     def run(self, progress: Progress, clock: Clock, opener: Opener = open_shard) -> LoadReport:
         """Stream."""
@@ -905,9 +902,7 @@ class Load:
             notes=(*made.notes, *fallbacks),
             page_cache=stats.page_cache,
             dropped_nbytes=stats.dropped_nbytes,
-            state_dict={name: tensors[name] for name in names_of(made.placements)}
-            if tensors
-            else {},
+            state_dict={name: tensors[name] for name in made.placements.names} if tensors else {},
         )
 
 
@@ -949,16 +944,16 @@ def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
     ]
 
 
-def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Sequence[Want]:
+def _wants(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
     """Everything in the checkpoint, as it is there."""
     if isinstance(fill, Unchanged):
-        return EveryTensor(checkpoint)
+        return Wants.every(checkpoint)
     problems = [
         f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
     ]
     if problems:
         raise StateDictMismatchError(checkpoint.path, problems=problems)
-    return [want_of(checkpoint, name, source) for name, source in fill.items()]
+    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
 
 
 def _host_cast(

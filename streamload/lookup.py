@@ -34,7 +34,7 @@ from streamload.plan.budget import (
     available_host_nbytes,
     overhead_nbytes,
 )
-from streamload.plan.plan import Plan, alike
+from streamload.plan.plan import Plan
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
 
@@ -214,7 +214,7 @@ class Devices:
         for name, device in self.opened.items():
             most = device.info.max_buffers
             count = sum(
-                n for p, n in alike(plan.placements) if p.device == name and p.action != "in_place"
+                n for p, n in plan.placements.counted if p.device == name and p.action != "in_place"
             )
             if most is not None and count > most:
                 raise DeviceError(

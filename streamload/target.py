@@ -16,7 +16,7 @@ from streamload.devices.base import Addressed, Buffer, Device, Framework, Parame
 from streamload.errors import AllocationError, LoadState
 from streamload.plan.allocators import TRIM_NBYTES
 from streamload.plan.budget import Ledger
-from streamload.plan.plan import Plan, alike, kinds, names_of, resident_nbytes
+from streamload.plan.plan import Plan
 
 _POISON_NBYTES = 2**24
 
@@ -51,7 +51,7 @@ class ModelTarget:
         self._devices = devices
         self._parameters = parameters
         self._ledger = ledger
-        self._all_new = all(p.action == "new" for p, _ in alike(plan.placements))
+        self._all_new = plan.placements.all_new
         self._buffers: dict[int, Buffer] = {}  # begun and not finished
         self._released: set[int] = set()  # what they held is gone
         # freed heap by device, since it was trimmed; other devices trim as they release
@@ -122,13 +122,12 @@ class ModelTarget:
     def begin_range(self, indices: range) -> list[Buffer]:
         """Make room for parameters of one device that follow each other."""
         placements = self._plan.placements[indices.start : indices.stop]
-        like = kinds(placements)
+        like = placements.kinds
         name = like[0].device
         device = self._devices[name]
-        new = self._all_new or all(p.action == "new" for p in placements)
-        if not new or not isinstance(device, Addressed):
+        if not placements.all_new or not isinstance(device, Addressed):
             return [self.begin(index) for index in indices]
-        nbytes = resident_nbytes(placements)
+        nbytes = sum(placements.resident_nbytes)
         self._ledger.reserve(name, nbytes)
         try:
             buffers = device.allocate_all([(p.dst, p.shape) for p in like])
@@ -162,7 +161,7 @@ class ModelTarget:
                 self.finish(index, CastCounts())
             return
         placements = self._plan.placements[indices.start : indices.stop]
-        like = kinds(placements)
+        like = placements.kinds
         columns = (
             repeat(self._devices[like[0].device]),
             map(self._buffers.__getitem__, indices),
@@ -170,7 +169,7 @@ class ModelTarget:
             [p.shape for p in like],
         )
         tensors = map(self._framework.tensor, *columns)
-        self.state_dict.update(zip(names_of(placements), tensors, strict=True))
+        self.state_dict.update(zip(placements.names, tensors, strict=True))
         self._loaded.update(indices)
         deque(map(self._buffers.__delitem__, indices), maxlen=0)
 
@@ -219,7 +218,7 @@ class ModelTarget:
             with suppress(Exception):
                 self._devices[p.device].release(buffer)
             self._ledger.release(p.device, p.resident_nbytes)
-        names = [p.name for p in made.placements]
+        names = made.placements.names
         everything = range(len(names))
         if self._parameters is not None:  # and those that an earlier failure left without values
             invalid |= {i for i in everything if self._parameters[names[i]].invalid} - self._loaded

@@ -26,7 +26,7 @@ from streamload.errors import AllocationError, CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
 from streamload.plan.allocators import DRIVER_BLOCK_NBYTES
 from streamload.plan.chunks import Chunk, Pack, Run, split
-from streamload.plan.plan import STAGING_SLOTS, Placement, alike, slot_nbytes
+from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.units import round_up
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
@@ -121,7 +121,7 @@ class Worker:
         locks those of one thread at a time: the others are taken when this one is in use.
         """
         job = self._job
-        devices = {p.device for p, _ in alike(job.plan.placements)}
+        devices = {p.device for p, _ in job.plan.placements.counted}
         if len(devices) == 1 and job.staged and job.bulk[name := devices.pop()] is not None:
             self._slots.setdefault(name, deque()).append(self._new_slot(name, None))
             self._fresh = True

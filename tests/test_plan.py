@@ -26,6 +26,7 @@ from streamload.plan.chunks import chunks
 from streamload.plan.plan import (
     DevicePlan,
     Placement,
+    Placements,
     Plan,
     RowRange,
     RowTranspose,
@@ -160,7 +161,7 @@ device_plans = st.builds(
 plans = st.builds(
     Plan,
     path=names,
-    placements=st.lists(placements, max_size=4).map(tuple),
+    placements=st.lists(placements, max_size=4).map(Placements.of),
     devices=st.lists(device_plans, max_size=3).map(tuple),
     host_nbytes=sizes,
     host_budget_nbytes=sizes,

@@ -17,7 +17,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.plan.chunks import Chunk, Run, chunks
-from streamload.plan.plan import Placement, Plan, RowRange, RowTranspose, slot_nbytes
+from streamload.plan.plan import Placement, Placements, Plan, RowRange, RowTranspose, slot_nbytes
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +42,7 @@ def plan_of(chunk_nbytes: int, *placements: Placement) -> Plan:
     """A plan of these placements; its numbers of bytes do not matter here."""
     return Plan(
         path="model",
-        placements=placements,
+        placements=Placements.of(placements),
         devices=(),
         host_nbytes=0,
         host_budget_nbytes=0,

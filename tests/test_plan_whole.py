@@ -14,8 +14,8 @@ from test_plan import checkpoint_of, plan_of
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.chunks import Chunk, Cut, Pack
-from streamload.plan.plan import Placement, Plan, RowRange, WholeTensors
-from streamload.plan.planner import DeviceSpec, DTypePolicy, EveryTensor, Want, different
+from streamload.plan.plan import Placement, Placements, Plan, RowRange
+from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, Wants, different
 
 MIB = 2**20
 
@@ -48,7 +48,7 @@ def mixed(seed: int, count: int = 200) -> Checkpoint:
 
 def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[Plan, Plan]:
     """The plan of all tensors, and that of the same wants in a list."""
-    every = EveryTensor(checkpoint)
+    every = Wants.every(checkpoint)
     return (
         plan_of(checkpoint, *specs, wants=every, **arguments),
         plan_of(checkpoint, *specs, wants=list(every), **arguments),
@@ -58,7 +58,7 @@ def both(checkpoint: Checkpoint, *specs: DeviceSpec, **arguments: Any) -> tuple[
 def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **more: Any) -> None:
     """Both ways to plan raise the same error."""
     said = []
-    for wants in (EveryTensor(checkpoint), list(EveryTensor(checkpoint))):
+    for wants in (Wants.every(checkpoint), list(Wants.every(checkpoint))):
         with pytest.raises(kind) as caught:
             plan_of(checkpoint, spec, wants=wants, **more)
         said.append((str(caught.value), vars(caught.value)))
@@ -68,7 +68,7 @@ def refused(kind: type[Exception], checkpoint: Checkpoint, spec: DeviceSpec, **m
 def test_every_tensor_is_a_sequence_of_wants() -> None:
     """Those of whole tensors under their own names, one by one and all at once."""
     checkpoint = mixed(0)
-    wants = EveryTensor(checkpoint)
+    wants = Wants.every(checkpoint)
     expected = [
         Want(i.name, i.shape, (RowRange(i.name, 0, i.shape[0] if i.shape else 1),))
         for i in checkpoint.tensors.values()
@@ -139,7 +139,7 @@ def test_placements_are_like_a_tuple() -> None:
     spec = DeviceSpec("d", 2**30)
     expected = tuple(both(checkpoint, spec)[1].placements)
     made = both(checkpoint, spec)[0].placements
-    assert isinstance(made, WholeTensors)
+    assert isinstance(made, Placements)
     assert made[3] == expected[3]
     assert made[-1] == expected[-1]
     assert made[3] is made[3]
@@ -147,8 +147,8 @@ def test_placements_are_like_a_tuple() -> None:
     assert made[2:9][1] == expected[3]
     with pytest.raises(IndexError):
         made[len(expected)]
-    assert sum(count for _, count in made.alike) == len(made) == len(expected)
-    assert {(p.shape, p.dst) for p, _ in made.alike} == {(p.shape, p.dst) for p in expected}
+    assert sum(count for _, count in made.counted) == len(made) == len(expected)
+    assert {(p.shape, p.dst) for p, _ in made.counted} == {(p.shape, p.dst) for p in expected}
     assert list(made) == list(expected)
     assert made[3] == expected[3]
     assert expected[5] in made
@@ -157,7 +157,7 @@ def test_placements_are_like_a_tuple() -> None:
     assert made != expected[1:]
     assert made != "placements"
     for copied in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert type(copied) is tuple
+        assert type(copied) is Placements
         assert copied == made
 
 
@@ -214,15 +214,15 @@ def _chunk_nbytes(placement: Placement) -> int:
 def test_one_want_of_each_kind() -> None:
     """Their dtypes, in the order in which they come; all of them where names matter."""
     checkpoint = mixed(6)
-    every = EveryTensor(checkpoint)
+    every = Wants.every(checkpoint)
     for policy in (DTypePolicy(), DTypePolicy.parse("float16")):
-        found = different(checkpoint, every, policy)
-        assert list(found) == list(different(checkpoint, list(every), policy))
+        found = different(every, policy)
+        assert list(found) == list(different(Wants.of(checkpoint, list(every)), policy))
         dtypes = [info.dtype for info in checkpoint.tensors.values()]
         assert [checkpoint.tensors[want.name].dtype for want in found] == sorted(
             set(dtypes), key=dtypes.index
         )
-    assert different(checkpoint, every, DTypePolicy.parse({"a*": "float16"})) is every
+    assert different(every, DTypePolicy.parse({"a*": "float16"})) is every
 
 
 def test_tensors_longer_than_any_file_do_not_fit() -> None:

@@ -34,7 +34,7 @@ from streamload.errors import AllocationError, TruncatedFileError
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import Chunk, Cut, Pack, chunks
 from streamload.plan.plan import Plan
-from streamload.plan.planner import DeviceSpec, DTypePolicy, EveryTensor, Want, make_plan
+from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, Wants, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 
@@ -55,7 +55,7 @@ def write(folder: Path, sizes: Sequence[int], *, shards: int = 1) -> Mapping[str
 
 def planned(checkpoint: Checkpoint, spec: DeviceSpec, skipped: Sequence[str] = ()) -> Plan:
     """A plan for all of a checkpoint, but for some."""
-    wants: Sequence[Want] = EveryTensor(checkpoint)
+    wants: Sequence[Want] = Wants.every(checkpoint)
     if skipped:
         wants = [want for want in wants if want.name not in skipped]
     return make_plan(

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from struct import Struct
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -17,9 +17,8 @@ from streamload.checkpoint.url import Location
 from streamload.plan.plan import (
     SLOT_ALIGNMENT,
     Placement,
+    Placements,
     Plan,
-    WholeTensors,
-    kinds,
 )
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
@@ -185,9 +184,6 @@ class _Extents(NamedTuple):
     together: _Column
 
 
-_EXTENT = Struct("=6q")
-
-
 class Cut:
     """A plan cut into chunks, which are made when they are reached, in the order of the files.
 
@@ -264,7 +260,7 @@ class Cut:
     ) -> Iterator[Chunk | Pack]:
         """Neighbours that are small, in packs; ``taken``: bytes of each in a slot, added up."""
         starts, stops, shards, placements = self._extents[:4]
-        room = pack_nbytes(kinds(self._plan.placements)[int(placements[first])])
+        room = pack_nbytes(self._plan.placements.kinds[int(placements[first])])
         while first < end:
             before = int(taken[first - 1]) if first else 0
             stop = bisect_right(taken, before + room, first, min(first + most, end))
@@ -315,38 +311,34 @@ def _place(piece: Chunk | Pack) -> tuple[int, int]:
 
 
 def _extents(
-    placements: Sequence[Placement], checkpoint: Checkpoint, shard_of: Mapping[Location, int]
+    placements: Placements, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> _Extents:
     """Where the tensors of placements are."""
-    if isinstance(placements, WholeTensors):
-        starts = np.array([info.start for info in placements.infos], np.int64)
-        stops = np.array([info.stop for info in placements.infos], np.int64)
-        shards = checkpoint.shard_numbers(placements.infos)
-        together = shards.copy()
-        if any(p.cast != "copy" for p, _ in placements.alike):
-            together[[p.cast != "copy" for p in placements.kinds]] = _ALONE
-        numbers, offsets = np.arange(len(starts)), np.zeros(len(starts), np.int64)
-        found = _Extents(starts, stops, shards, numbers, offsets, together)
-    else:
-        rows = bytearray()  # of six numbers each, one after the other
-        groups: dict[tuple[int, str], int] = {}
-        for index, p in enumerate(placements):
-            r = p.source[0]
-            info = checkpoint.tensors[r.tensor]
-            shard = shard_of[info.shard]
-            if len(p.source) == 1 and not r.start and r.stop == (info.shape or (1,))[0]:
-                group = _ALONE
-                if p.cast == "copy" and p.transpose is None:
-                    group = groups.setdefault((shard, p.device), len(groups))
-                rows += _EXTENT.pack(info.start, info.stop, shard, index, 0, group)
-            elif not math.prod(p.shape):
-                rows += _EXTENT.pack(0, 0, shard, index, 0, _ALONE)
-            else:
-                for part in _ranges(p, checkpoint, shard_of):
-                    rows += _EXTENT.pack(
-                        part.start, part.stop, part.shard, index, part.offset, _ALONE
-                    )
-        found = _Extents(*np.frombuffer(rows, np.int64).reshape(-1, 6).T.copy())
+    infos = [checkpoint.tensors[source[0].tensor] for source in placements.sources]
+    starts, stops = ([*map(attrgetter(edge), infos)] for edge in ("start", "stop"))
+    shards = checkpoint.shard_numbers(infos)
+    devices = {kind.device: at for at, kind in enumerate(placements.kinds)}
+    groups = {
+        id(kind): _ALONE if kind.cast != "copy" or kind.transpose else devices[kind.device]
+        for kind, _ in placements.counted
+    }
+    group = np.array([groups[id(kind)] for kind in placements.kinds], np.int64)
+    together = np.where(group == _ALONE, _ALONE, group * len(checkpoint.shards) + shards)
+    numbers = np.arange(len(infos))
+    columns = np.stack([starts, stops, shards, numbers, np.zeros_like(numbers), together])
+    of_rows: dict[int, list[tuple[int, ...]]] = {}  # several, or some rows of one
+    for index, (source, info) in enumerate(zip(placements.sources, infos, strict=True)):
+        if len(source) > 1 or source[0].start or source[0].stop != (info.shape or (1,))[0]:
+            of_rows[index] = [
+                (part.start, part.stop, part.shard, index, part.offset, _ALONE)
+                for part in _ranges(placements[index], checkpoint, shard_of)
+            ] or [(0, 0, int(shards[index]), index, 0, _ALONE)]
+    if of_rows:
+        rows = [row for each in of_rows.values() for row in each]
+        whole = np.delete(columns, list(of_rows), axis=1)
+        columns = np.concatenate([whole, np.array(rows, np.int64).T], axis=1)
+        columns = columns[:, np.argsort(columns[3], kind="stable")]
+    found = _Extents(*columns.astype(np.int64))
     empty = found.starts == found.stops
     found.starts[empty] = found.stops[empty] = 0
     return found
@@ -366,7 +358,9 @@ class _Range(NamedTuple):
 def _ranges(
     p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> Iterator[_Range]:
-    """The sources of a placement that has elements, but for those without rows."""
+    """The sources of a placement, but for those without elements."""
+    if not math.prod(p.shape):
+        return
     per_row = math.prod(p.shape) // sum(r.stop - r.start for r in p.source)
     src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
     row = 0

@@ -131,94 +131,112 @@ class Placement:
         return self.src.nbytes(math.prod(self.shape))
 
 
-class WholeTensors(Sequence[Placement]):
-    """Placements of whole tensors, as new parameters of their names, all on one device.
+class Placements(Sequence[Placement]):
+    """Placements in columns, one for each fact that differs between them.
 
-    There may be very many, of few kinds: here is what tells them apart, in columns. Placements are
-    made when they are asked for, which a load of small ones does for few of them: 1 microsecond
-    each where all are made at once, 1.5 one by one, of 10 that a load of 50,000 takes. It compares,
-    hashes, prints, pickles and is written as JSON like a tuple of the same placements, and is none:
-    it cannot be added to one, and `dataclasses.asdict` leaves it as it is.
+    There may be very many, of few kinds. A `Placement` is made when it is asked for, which a load
+    of small tensors does for few. They compare, hash, print and pickle like a tuple of the same.
 
     Attributes:
-        infos: the tensors.
-        kinds: for each a placement that differs from its own by name, source and resident bytes at
-            the most; one object for all that are alike.
-        resident_nbytes: of each.
+        names: of the parameters.
+        kinds: for each a placement that has all that is not in another column; one object for all
+            that are alike.
+        sources: the row ranges of each.
+        resident_nbytes: what each takes of its device.
+        reusable_nbytes: of the bytes that each holds, what the load takes over.
     """
 
-    __slots__ = ("_alike", "_all", "_made", "infos", "kinds", "resident_nbytes")
+    __slots__ = (
+        *("_counted", "_made", "kinds", "names"),
+        *("resident_nbytes", "reusable_nbytes", "sources"),
+    )
 
     def __init__(
         self,
-        infos: Sequence[TensorInfo],
+        names: Sequence[str],
         kinds: Sequence[Placement],
+        sources: Sequence[tuple[RowRange, ...]],
         resident_nbytes: Sequence[int],
+        reusable_nbytes: Sequence[int],
     ) -> None:
-        self.infos = infos
+        self.names = names
         self.kinds = kinds
+        self.sources = sources
         self.resident_nbytes = resident_nbytes
-        self._alike: tuple[tuple[Placement, int], ...] | None = None
+        self.reusable_nbytes = reusable_nbytes
+        self._counted: tuple[tuple[Placement, int], ...] | None = None
         self._made: dict[int, Placement] = {}
-        self._all: tuple[Placement, ...] | None = None
+
+    @classmethod
+    def of(cls, placements: Iterable[Placement]) -> Placements:
+        """Put placements into columns, each as a kind of its own."""
+        kinds = tuple(placements)
+        fields = ("name", "source", "resident_nbytes", "reusable_nbytes")
+        names, sources, resident, reusable = (list(map(attrgetter(f), kinds)) for f in fields)
+        return cls(names, kinds, sources, resident, reusable)
 
     @property
-    def alike(self) -> tuple[tuple[Placement, int], ...]:
-        """The different ones of ``kinds``, and of each how many there are."""
-        if self._alike is None:
+    def counted(self) -> tuple[tuple[Placement, int], ...]:
+        """The different kinds, and how many placements are of each."""
+        if self._counted is None:
             keys = list(map(id, self.kinds))
             count, kind = Counter(keys), dict(zip(keys, self.kinds, strict=True))
-            self._alike = tuple((kind[key], count[key]) for key in count)
-        return self._alike
+            self._counted = tuple((kind[key], count[key]) for key in count)
+        return self._counted
+
+    @property
+    def all_new(self) -> bool:
+        """Whether nothing is held: all are "new"."""
+        return all(kind.action == "new" for kind, _ in self.counted)
+
+    def on(self, device: str) -> Placements:
+        """Those on one device."""
+        if all(kind.device == device for kind, _ in self.counted):
+            return self
+        places = [at for at, kind in enumerate(self.kinds) if kind.device == device]
+        return Placements(*([column[at] for at in places] for column in self._columns))
+
+    @property
+    def _columns(self) -> tuple[Sequence[Any], ...]:
+        sizes = self.resident_nbytes, self.reusable_nbytes
+        return self.names, self.kinds, self.sources, *sizes
 
     def __len__(self) -> int:
-        return len(self.infos)
+        return len(self.names)
 
     @overload
     def __getitem__(self, at: int) -> Placement: ...
     @overload
-    def __getitem__(self, at: slice) -> WholeTensors: ...
-    def __getitem__(self, at: int | slice) -> Placement | WholeTensors:
+    def __getitem__(self, at: slice) -> Placements: ...
+    def __getitem__(self, at: int | slice) -> Placement | Placements:
         """One placement, or several."""
         if isinstance(at, slice):
-            return WholeTensors(self.infos[at], self.kinds[at], self.resident_nbytes[at])
-        if self._all is not None:
-            return self._all[at]
+            return Placements(*(column[at] for column in self._columns))
         found = self._made.get(at)
         if found is None:
-            info, kind = self.infos[at], self.kinds[at]
-            source = (whole(info),)
-            resident = self.resident_nbytes[at]
-            found = replace(kind, name=info.name, source=source, resident_nbytes=resident)
-            self._made[at] = found
+            found = self._made[at] = replace(
+                self.kinds[at],
+                name=self.names[at],
+                source=self.sources[at],
+                resident_nbytes=self.resident_nbytes[at],
+                reusable_nbytes=self.reusable_nbytes[at],
+            )
         return found
 
     def __iter__(self) -> Iterator[Placement]:
-        return iter(self._whole())
-
-    def _whole(self) -> tuple[Placement, ...]:
-        if self._all is None:
-            names = [info.name for info in self.infos]
-            fields = ("device", "shape", "src", "dst")
-            same = (map(attrgetter(field), self.kinds) for field in fields)
-            self._all = tuple(
-                records(
-                    Placement,
-                    names,
-                    *same,
-                    zip(all_rows(self.infos)),
-                    repeat(None),
-                    map(attrgetter("action"), self.kinds),
-                    map(attrgetter("cast"), self.kinds),
-                    self.resident_nbytes,
-                    repeat(0),
-                    repeat(0),
-                )
-            )
-        return self._all
+        columns: dict[str, Sequence[Any]] = {
+            "name": self.names,
+            "source": self.sources,
+            "resident_nbytes": self.resident_nbytes,
+            "reusable_nbytes": self.reusable_nbytes,
+        }
+        for field in Placement.__slots__:
+            if field not in columns:
+                columns[field] = list(map(attrgetter(field), self.kinds))
+        return iter(records(Placement, *(columns[field] for field in Placement.__slots__)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (tuple, WholeTensors)):
+        if not isinstance(other, (tuple, Placements)):
             return NotImplemented
         return tuple(self) == tuple(other)
 
@@ -229,7 +247,7 @@ class WholeTensors(Sequence[Placement]):
         return repr(tuple(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)
+        return Placements.of, (tuple(self),)
 
 
 def whole(info: TensorInfo) -> RowRange:
@@ -241,30 +259,6 @@ def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
     """What `whole` says of each."""
     stops = [info.shape[0] if info.shape else 1 for info in infos]
     return records(RowRange, [info.name for info in infos], repeat(0), stops)
-
-
-def kinds(placements: Sequence[Placement]) -> Sequence[Placement]:
-    """For each placement one that differs by name, source and resident bytes at the most."""
-    return placements.kinds if isinstance(placements, WholeTensors) else placements
-
-
-def alike(placements: Sequence[Placement]) -> Iterable[tuple[Placement, int]]:
-    """Placements that differ by more than name, source and resident bytes, and how many of each."""
-    return placements.alike if isinstance(placements, WholeTensors) else zip(placements, repeat(1))
-
-
-def names_of(placements: Sequence[Placement]) -> list[str]:
-    """The name of each."""
-    if isinstance(placements, WholeTensors):
-        return [info.name for info in placements.infos]
-    return [p.name for p in placements]
-
-
-def resident_nbytes(placements: Sequence[Placement]) -> int:
-    """Bytes that they take of their devices together."""
-    if isinstance(placements, WholeTensors):
-        return sum(placements.resident_nbytes)
-    return sum(p.resident_nbytes for p in placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +365,7 @@ class Plan:
     """
 
     path: str
-    placements: Sequence[Placement]
+    placements: Placements
     devices: tuple[DevicePlan, ...]
     host_nbytes: int
     host_budget_nbytes: int
@@ -443,7 +437,11 @@ class Plan:
         split = len(self.devices) > 1
         cached = any(d.cache_nbytes for d in self.devices)
         reserved = any(d.reserve_nbytes for d in self.devices)
-        count = Counter(p.device for p in self.placements)
+        count: Counter[str] = Counter()
+        casts: Counter[tuple[str, str, str]] = Counter()
+        for p, n in self.placements.counted:
+            count[p.device] += n
+            casts[p.src.name, p.dst.name, p.cast] += n
         rows = [
             (
                 d.device,
@@ -464,15 +462,13 @@ class Plan:
             *("device", *["holds"] * split, "tensors", "resident", *["cache"] * cached, "peak"),
             *(*["reserve"] * reserved, "budget", "share"),
         )
-        casts = Counter(
-            (p.src.name, p.dst.name, p.cast) for p in self.placements if p.src is not p.dst
-        )
         return "\n".join(
             [
                 *format_table(titles, rows, right=5 + cached + reserved),
                 *(
                     f"{n} tensors from {src} to {dst} by {by}"
                     for (src, dst, by), n in casts.items()
+                    if src != dst
                 ),
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
                 f"{format_bytes(self.chunk_nbytes)}, host {self.host_memory} "
@@ -527,7 +523,7 @@ class Plan:
         """
         try:
             data = parse_json(text)
-            data["placements"] = tuple(
+            data["placements"] = Placements.of(
                 Placement(
                     **p
                     | {

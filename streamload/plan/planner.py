@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from heapq import nsmallest
-from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import Literal, overload
-
-import numpy as np
+from typing import Any, Literal, TypeVar, overload
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo, records
+from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
-from streamload.checkpoint.url import Location
 from streamload.dtypes import BF16, F16, DType, parse_dtype
 from streamload.errors import CheckpointError, PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.allocators import (
@@ -46,21 +42,18 @@ from streamload.plan.plan import (
     Action,
     DevicePlan,
     Placement,
+    Placements,
     Plan,
     RowRange,
     RowTranspose,
     Transfer,
-    WholeTensors,
-    alike,
     all_rows,
-    kinds,
-    resident_nbytes,
     slot_nbytes,
-    whole,
 )
 from streamload.units import format_bytes, round_up
 
 CastChoice = Literal["llvm", "numpy", "device"]
+_Key = TypeVar("_Key")
 
 DEFAULT_CHUNK_NBYTES = 8 * 2**20
 MIN_CHUNK_NBYTES = 64 * 2**10
@@ -166,20 +159,44 @@ class Want:
     reusable_nbytes: int | None = None
 
 
-class EveryTensor(Sequence[Want]):
-    """Every tensor of a checkpoint, under its own name; made when one, or all, are asked for.
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants(Sequence[Want]):
+    """Parameters to be filled, in columns: the fields of `Want`, and the tensors.
 
     Attributes:
-        infos: the tensors, in the checkpoint's order.
+        infos: the tensors that the first rows of each are from.
     """
 
-    __slots__ = ("infos",)
+    infos: Sequence[TensorInfo]
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    sources: Sequence[tuple[RowRange, ...]]
+    transposes: Sequence[RowTranspose | None]
+    devices: Sequence[str | None]
+    held: Sequence[tuple[str, str, int] | None]
+    dtypes: Sequence[DType | None]
+    reusable_nbytes: Sequence[int | None]
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.infos = tuple(checkpoint.tensors.values())
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, wants: Sequence[Want]) -> Wants:
+        """Put wants into columns."""
+        if isinstance(wants, Wants):
+            return wants
+        columns = [list(map(attrgetter(field), wants)) for field in Want.__slots__]
+        tensors = checkpoint.tensors
+        return cls([tensors[want.source[0].tensor] for want in wants], *columns)
+
+    @classmethod
+    def every(cls, checkpoint: Checkpoint) -> Wants:
+        """Every tensor of a checkpoint, under its own name."""
+        infos = tuple(checkpoint.tensors.values())
+        names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
+        none = [None] * len(infos)
+        sources = list(zip(all_rows(infos), strict=True))
+        return cls(infos, names, shapes, sources, none, none, none, none, none)
 
     def __len__(self) -> int:
-        return len(self.infos)
+        return len(self.names)
 
     @overload
     def __getitem__(self, at: int) -> Want: ...
@@ -189,15 +206,11 @@ class EveryTensor(Sequence[Want]):
         """One, or several."""
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
-        info = self.infos[at]
-        return Want(info.name, info.shape, (whole(info),))
-
-    def __iter__(self) -> Iterator[Want]:
-        names = [info.name for info in self.infos]
-        shapes = [info.shape for info in self.infos]
-        return iter(
-            records(Want, names, shapes, zip(all_rows(self.infos)), *repeat(repeat(None), 5))
+        columns: tuple[Sequence[Any], ...] = (
+            *(self.names, self.shapes, self.sources, self.transposes),
+            *(self.devices, self.held, self.dtypes, self.reusable_nbytes),
         )
+        return Want(*(column[at] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,21 +272,22 @@ class DTypePolicy:
         return src
 
 
-def different(checkpoint: Checkpoint, wants: Sequence[Want], policy: DTypePolicy) -> Sequence[Want]:
+def different(wants: Wants, policy: DTypePolicy) -> Sequence[Want]:
     """The first want of each kind: by its dtypes and its device, all that are the same.
 
     All wants, where a rule may tell them apart by name.
     """
     if policy.by_name:
         return wants
-    if isinstance(wants, EveryTensor):
-        dtypes = [info.dtype.name for info in wants.infos]
-        return [wants[dtypes.index(name)] for name in dict.fromkeys(dtypes)]
-    found: dict[tuple[str, str, str | None], Want] = {}
-    for want in wants:
-        src = checkpoint.tensors[want.source[0].tensor].dtype.name
-        found.setdefault((src, want.dtype.name if want.dtype else "", want.device), want)
-    return list(found.values())
+    dtypes = [dtype and dtype.name for dtype in wants.dtypes]
+    keys = zip(map(attrgetter("dtype.name"), wants.infos), dtypes, wants.devices, strict=True)
+    return [wants[at] for at in _firsts(list(keys)).values()]
+
+
+def _firsts(keys: Sequence[_Key]) -> dict[_Key, int]:
+    """Where each key stands first, in that order."""
+    backwards = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+    return dict(sorted(backwards.items(), key=itemgetter(1)))
 
 
 def make_plan(
@@ -328,20 +342,14 @@ def make_plan(
     engine = partial(
         _engine, cast=cast, fp16_cast=dtype.fp16_cast, out_of_range=out_of_range, notes=notes
     )
+    wants = Wants.of(checkpoint, wants)
     native = any(spec.native_bf16 for spec in devices)
-    if isinstance(wants, EveryTensor) and (len(devices) > 1 or dtype.by_name or cache is not None):
-        wants = list(wants)  # they are looked at one by one, and often
     room = _Room.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
     by_layer = room.layers if room is not None else ()
-    parts: Mapping[str, Part] = {}
-    placements: Sequence[Placement]
-    if isinstance(wants, EveryTensor):
-        placements = _place_every(checkpoint, wants, devices[0], dtype, engine)
-    else:
-        parts, assigned = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
-        room = room.placed(checkpoint, assigned, dtype) if room is not None else None
-        placements = _place_each(checkpoint, assigned, specs, dtype, engine)
-        placements = _allocated(_settled(placements, specs, notes), specs)
+    parts, wants, where = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
+    room = room.placed(checkpoint, wants, where, dtype) if room is not None else None
+    placements = _place(checkpoint, wants, [specs[name] for name in where], dtype, engine)
+    placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
         placements=placements,
@@ -359,9 +367,7 @@ def make_plan(
         reader_reasons=tuple(reader_reasons),
         cache=room.request if room is not None else None,
     )
-    by_device: dict[str, Sequence[Placement]] = {devices[0].name: placements}
-    if len(devices) > 1 or not isinstance(placements, WholeTensors):
-        by_device = {name: [p for p in placements if p.device == name] for name in specs}
+    by_device = {name: placements.on(name) for name in specs}
     plan = _fit(draft, specs, by_device, parts, room)
     same_budget = len({spec.budget_nbytes for spec in devices}) == 1
     for mine in plan.devices:
@@ -381,182 +387,170 @@ def make_plan(
     return plan
 
 
-def _place_each(
+def _place(
     checkpoint: Checkpoint,
-    assigned: Iterable[tuple[Want, str]],
-    specs: Mapping[str, DeviceSpec],
-    dtype: DTypePolicy,
+    wants: Wants,
+    specs: Sequence[DeviceSpec],
+    policy: DTypePolicy,
     engine: _EngineChoice,
-) -> list[Placement]:
-    """Place wants, in the order in which the chunks come, so that each shard is read once."""
-    shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-    placed: list[tuple[int, int, Placement]] = []
-    engines: dict[tuple[str, str, str], str] = {}  # casts, by the names of dtypes and device
-    for want, device in assigned:
-        spec = specs[device]
-        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
-        pair = src.name, dst.name, device
-        if pair not in engines:
-            engines[pair] = engine(src, dst, spec)
-        if src is not dst or dst.name in spec.unsupported:
-            _check_dtypes(checkpoint, want, src, dst, spec)
-        placement = _place(want, spec, src, dst, engines[pair])
-        placed.append((*_first_byte(placement, checkpoint, shard_of), placement))
-    placed.sort(key=itemgetter(0, 1))  # stable
-    return [p for _, _, p in placed]
+) -> Placements:
+    """Place wants on a device each, in the order of the files, so that each is read once.
 
-
-def _place_every(
-    checkpoint: Checkpoint,
-    wants: EveryTensor,
-    spec: DeviceSpec,
-    dtype: DTypePolicy,
-    engine: _EngineChoice,
-) -> WholeTensors:
-    """Do for all tensors of a checkpoint what `_place_each` and `_allocated` do, kind by kind.
-
-    Those of one dtype and shape are alike, but for their bytes and what an allocator takes.
+    Those of one kind are alike in all that a kind says: it is made once.
     """
-    infos = wants.infos
-    layouts = list(map(attrgetter("dtype.name", "shape"), infos))
-    of: dict[tuple[str, tuple[int, ...]], Placement] = {}
-    doubtful: set[tuple[str, tuple[int, ...]]] = set()
-    engines: dict[tuple[str, str], str] = {}
-    for layout, info in dict(zip(layouts, infos, strict=True)).items():
-        want = Want(info.name, info.shape, (whole(info),))
-        src, dst = _want_dtypes(checkpoint, want, dtype, spec.native_bf16)
-        pair = src.name, dst.name
-        if pair not in engines:
-            engines[pair] = engine(src, dst, spec)
-        of[layout] = _place(want, spec, src, dst, engines[pair])
-        # all for which `_check_dtypes` may find something: only small floats have scales
-        if dst.name in spec.unsupported or (
-            src is not dst and (src.bits <= 8 or not supported(src, dst))
-        ):
-            doubtful.add(layout)
-    for at in [at for at, layout in enumerate(layouts) if layout in doubtful] if doubtful else ():
-        _check_dtypes(checkpoint, wants[at], of[layouts[at]].src, of[layouts[at]].dst, spec)
-    order = _file_order(checkpoint, infos)
-    found = [of[layouts[at]] for at in order]
-    resident = [kind.resident_nbytes for kind in found]
-    if spec.allocator != "exact":
-        nbytes = {id(kind): kind.nbytes for kind in of.values()}
-        sizes = map(nbytes.__getitem__, map(id, found))
-        resident = list(taken(spec.allocator, spec.granularity_nbytes, sizes))
-    return WholeTensors([infos[at] for at in order], found, resident)
+    by_name = [info.name if policy.by_name else "" for info in wants.infos]
+    keys = list(
+        zip(
+            map(attrgetter("dtype.name"), wants.infos),
+            *(by_name, wants.shapes, wants.transposes, map(attrgetter("name"), specs)),
+            *(wants.held, [dtype and dtype.name for dtype in wants.dtypes]),
+            strict=True,
+        )
+    )
+    kinds: dict[Any, Placement] = {}
+    doubtful = set()
+    for key, at in _firsts(keys).items():
+        kind = kinds[key] = _kind(wants[at], wants.infos[at], specs[at], policy, engine)
+        small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
+        if kind.dst.name in specs[at].unsupported or (kind.src is not kind.dst and small):
+            doubtful.add(key)
+    for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
+        kind = kinds[keys[at]]
+        _check_dtypes(checkpoint, wants[at], kind.src, kind.dst, specs[at])
+    places = _first_bytes(checkpoint, wants)
+    order = sorted(range(len(keys)), key=places.__getitem__)  # stable
+    found = [kinds[keys[at]] for at in order]
+    reusable = [kind.reusable_nbytes for kind in found]
+    for n, at in enumerate(order):
+        there = wants.reusable_nbytes[at]
+        if reusable[n] and there is not None:
+            reusable[n] = there
+    return Placements(
+        [wants.names[at] for at in order],
+        found,
+        [wants.sources[at] for at in order],
+        [kind.resident_nbytes for kind in found],
+        reusable,
+    )
 
 
-def _file_order(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> list[int]:
-    """Where tensors are in a sequence, in the order of their shards and bytes; stable."""
-    numbers = checkpoint.shard_numbers(infos)
-    try:
-        starts = np.fromiter(map(attrgetter("start"), infos), np.int64, len(infos))
-    except OverflowError:  # longer than any file: it will not fit, which is said elsewhere
-        return sorted(range(len(infos)), key=lambda at: (numbers[at], infos[at].start))
-    order: list[int] = np.lexsort((starts, numbers)).tolist()
-    return order
+def _kind(
+    want: Want, info: TensorInfo, spec: DeviceSpec, policy: DTypePolicy, engine: _EngineChoice
+) -> Placement:
+    """What wants of a kind have in common, with all of what they hold as reusable."""
+    src = info.dtype
+    dst = want.dtype or policy.resolve(info.name, src, spec.native_bf16)
+    dst_nbytes = dst.nbytes(math.prod(want.shape))
+    resident = spec.resident(dst_nbytes)
+    action: Action = "new"
+    released = reusable = 0
+    if want.held is not None:
+        where, what, nbytes = want.held
+        reusable = nbytes if where == spec.name else 0
+        if (where, what, nbytes) == (spec.name, dst.name, dst_nbytes):
+            action, resident = "in_place", _as_given(resident, spec)
+        else:
+            action, released = "replace", _as_given(reusable, spec)
+    cast = engine(src, dst, spec)
+    return Placement(
+        *("", spec.name, want.shape, src, dst, (), want.transpose),
+        *(action, cast, resident, released, reusable),
+    )
+
+
+def _as_given(nbytes: int, spec: DeviceSpec) -> int:
+    """What an allocator has given for bytes that are held.
+
+    Only CUDA's driver tells: a large one has blocks of its own, which it keeps or gives back. Small
+    ones share theirs, and stand at their own size; `_timeline` knows of their blocks.
+    """
+    large = spec.allocator == "cuda_driver" and nbytes > DRIVER_SHARED_NBYTES
+    return round_up(nbytes, DRIVER_BLOCK_NBYTES) if large else nbytes
+
+
+def _first_bytes(checkpoint: Checkpoint, wants: Wants) -> list[tuple[int, int]]:
+    """(shard, file byte) at which reading each begins."""
+    shards = checkpoint.shard_numbers(wants.infos).tolist()
+    places = list(zip(shards, map(attrgetter("start"), wants.infos), strict=True))
+    number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
+    for at, source in enumerate(wants.sources):
+        if len(source) > 1 or source[0].start:
+            rows = sum(r.stop - r.start for r in source)
+            numel = math.prod(wants.shapes[at])
+            row_nbytes = wants.infos[at].dtype.nbytes(numel) // rows if rows else 0
+            infos = [(checkpoint.tensors[r.tensor], r.start * row_nbytes) for r in source]
+            places[at] = min((number_of[info.shard], info.start + n) for info, n in infos)
+    return places
 
 
 def _settled(
-    placements: Sequence[Placement], specs: Mapping[str, DeviceSpec], notes: dict[str, None]
-) -> list[Placement]:
+    placements: Placements, specs: Mapping[str, DeviceSpec], notes: dict[str, None]
+) -> Placements:
     """Replace what could be written in place, where that is the way to fit.
 
     An allocator with segments gives none back in which something stays, nor does CUDA's driver with
     the blocks that small ones share. Where parameters to be written in place and others to be
     replaced would not fit on those terms, all are replaced.
     """
-    out = list(placements)
     for name, spec in specs.items():
-        if spec.allocator == "exact":
+        mine = [kind for kind, _ in placements.counted if kind.device == name]
+        kept = {id(kind): kind for kind in mine if kind.action == "in_place"}
+        if spec.allocator == "exact" or not kept or not any(kind.released_nbytes for kind in mine):
             continue
-        mine = [i for i, p in enumerate(out) if p.device == name]
-        kept = [i for i in mine if out[i].action == "in_place"]
-        if not kept or not any(out[i].released_nbytes for i in mine):
+        if _timeline(_allocated(placements.on(name), specs), spec)[1] <= spec.budget_nbytes:
             continue
-        allocated = _allocated([out[i] for i in mine], specs)
-        if _timeline(allocated, spec)[1] <= spec.budget_nbytes:
-            continue
-        for i in kept:
-            out[i] = replace(out[i], action="replace", released_nbytes=out[i].resident_nbytes)
+        instead = {
+            key: replace(
+                kind,
+                action="replace",
+                resident_nbytes=spec.resident(kind.nbytes),
+                released_nbytes=kind.resident_nbytes,
+            )
+            for key, kind in kept.items()
+        }
+        kinds = [instead.get(id(kind), kind) for kind in placements.kinds]
+        placements = Placements(
+            *(placements.names, kinds, placements.sources),
+            *([kind.resident_nbytes for kind in kinds], placements.reusable_nbytes),
+        )
         notes[f"{name}: all parameters are replaced, for not all can be written in place"] = None
-    return out
+    return placements
 
 
-def _allocated(
-    placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]
-) -> tuple[Placement, ...]:
-    """Say what each placement takes of its device, where allocators take more than is asked.
-
-    Of what is held already only CUDA's driver tells: a large one has blocks of its own, which it
-    keeps or gives back. Small ones stand at their own size; `_timeline` knows of their blocks.
-    """
-    out = list(placements)
+def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Placements:
+    """Say what each takes of its device, where allocators take more than is asked."""
+    resident = list(placements.resident_nbytes)
     for name, spec in specs.items():
         if spec.allocator == "exact":
-            continue  # `_place` has rounded
-        mine = [i for i, p in enumerate(out) if p.device == name]
-        sizes = (out[i].nbytes for i in mine if out[i].action != "in_place")
-        fresh = taken(spec.allocator, spec.granularity_nbytes, sizes)
-        held = _driver_nbytes if spec.allocator == "cuda_driver" else _as_it_is
-        for i in mine:
-            p = out[i]
-            resident = held(p.resident_nbytes) if p.action == "in_place" else next(fresh)
-            out[i] = _sized(p, resident, held(p.released_nbytes))
-    return tuple(out)
-
-
-def _sized(p: Placement, resident_nbytes: int, released_nbytes: int) -> Placement:
-    """A placement with other sizes; `dataclasses.replace` takes three times as long."""
-    return Placement(
-        p.name,
-        p.device,
-        p.shape,
-        p.src,
-        p.dst,
-        p.source,
-        p.transpose,
-        p.action,
-        p.cast,
-        resident_nbytes,
-        released_nbytes,
-        p.reusable_nbytes,
-    )
-
-
-def _as_it_is(nbytes: int) -> int:
-    return nbytes
-
-
-def _driver_nbytes(nbytes: int) -> int:
-    """What CUDA's driver has given for bytes that are held, unless they share their block."""
-    return round_up(nbytes, DRIVER_BLOCK_NBYTES) if nbytes > DRIVER_SHARED_NBYTES else nbytes
-
-
-def _first_byte(
-    p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
-) -> tuple[int, int]:
-    """(shard, file byte) at which reading a placement begins."""
-    if len(p.source) == 1 and p.source[0].start == 0:
-        info = checkpoint.tensors[p.source[0].tensor]
-        return shard_of[info.shard], info.start
-    rows = sum(r.stop - r.start for r in p.source)
-    row_nbytes = p.src.nbytes(math.prod(p.shape)) // rows if rows else 0
-    infos = [(checkpoint.tensors[r.tensor], r.start * row_nbytes) for r in p.source]
-    return min((shard_of[info.shard], info.start + offset) for info, offset in infos)
+            continue
+        fresh = [
+            at
+            for at, kind in enumerate(placements.kinds)
+            if kind.device == name and kind.action != "in_place"
+        ]
+        sizes = (placements.kinds[at].nbytes for at in fresh)
+        takes = taken(spec.allocator, spec.granularity_nbytes, sizes)
+        for at, nbytes in zip(fresh, takes, strict=True):
+            resident[at] = nbytes
+    columns = (placements.names, placements.kinds, placements.sources)
+    return Placements(*columns, resident, placements.reusable_nbytes)
 
 
 def _assign(
     checkpoint: Checkpoint,
-    wants: Sequence[Want],
+    wants: Wants,
     devices: Sequence[DeviceSpec],
     dtype: DTypePolicy,
     tied: Mapping[str, str],
     cache: Sequence[int] = (),
-) -> tuple[dict[str, Part], list[tuple[Want, str]]]:
-    """Give each parameter a device: its own, the only one, or by a split over several."""
-    if len(devices) == 1 or all(want.device is not None for want in wants):
-        return {}, [(want, want.device or devices[0].name) for want in wants]
+) -> tuple[dict[str, Part], Wants, list[str]]:
+    """Give each parameter a device: its own, the only one, or by a split over several.
+
+    Returns:
+        What each device has under a split; the parameters, and the device of each.
+    """
+    if len(devices) == 1 or None not in wants.devices:
+        return {}, wants, [device or devices[0].name for device in wants.devices]
     fixed = [(want, want.device) for want in wants if want.device is not None]
     free = {want.name: want for want in wants if want.device is None}
     taken = {spec.name: 0 for spec in devices}
@@ -577,7 +571,8 @@ def _assign(
             for name, source in part.tied
             if source in part.copies
         ]
-    return {part.node: part for part in parts}, assigned
+    placed = Wants.of(checkpoint, [want for want, _ in assigned])
+    return {part.node: part for part in parts}, placed, [name for _, name in assigned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,7 +595,7 @@ class _Room:
     def of(
         cls,
         checkpoint: Checkpoint,
-        wants: Sequence[Want],
+        wants: Wants,
         policy: DTypePolicy,
         cache: KvCache,
         native_bf16: bool,
@@ -646,15 +641,15 @@ class _Room:
         ]
 
     def placed(
-        self, checkpoint: Checkpoint, assigned: Sequence[tuple[Want, str]], policy: DTypePolicy
+        self, checkpoint: Checkpoint, wants: Wants, devices: Sequence[str], policy: DTypePolicy
     ) -> _Room:
         """The same with the layers on devices: each where most of its weights are.
 
         Raises:
             CheckpointError: the checkpoint has layers, and none is known by its name.
         """
-        where = {want.name: device for want, device in assigned}
-        items = [Item(w.name, _want_nbytes(checkpoint, w, policy)) for w, _ in assigned]
+        where = dict(zip(wants.names, devices, strict=True))
+        items = [Item(want.name, _want_nbytes(checkpoint, want, policy)) for want in wants]
         on: dict[str, list[int]] = {}
         # in place of bytes the layers' numbers, from 1, so that units tell which they are
         numbers = range(1, len(self.cache.layers) + 1)
@@ -746,33 +741,6 @@ def _check_dtypes(
         )
 
 
-def _place(want: Want, spec: DeviceSpec, src: DType, dst: DType, engine: str) -> Placement:
-    dst_nbytes = dst.nbytes(math.prod(want.shape))
-    action: Action = "new"
-    released = reusable = 0
-    if want.held is not None:
-        where, what, nbytes = want.held
-        found = nbytes if want.reusable_nbytes is None else want.reusable_nbytes
-        same = (where, what, nbytes) == (spec.name, dst.name, dst_nbytes)
-        action = "in_place" if same else "replace"
-        released = nbytes if not same and where == spec.name else 0
-        reusable = found if where == spec.name else 0
-    return Placement(
-        want.name,
-        spec.name,
-        want.shape,
-        src,
-        dst,
-        want.source,
-        want.transpose,
-        action,
-        engine,
-        spec.resident(dst_nbytes),
-        released,
-        reusable,
-    )
-
-
 def _engine(
     src: DType,
     dst: DType,
@@ -812,7 +780,7 @@ _EngineChoice = Callable[[DType, DType, DeviceSpec], str]
 def _fit(
     draft: Plan,
     specs: Mapping[str, DeviceSpec],
-    by_device: Mapping[str, Sequence[Placement]],
+    by_device: Mapping[str, Placements],
     parts: Mapping[str, Part],
     room: _Room | None,
 ) -> Plan:
@@ -833,7 +801,7 @@ def _fit(
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     fresh = {name: _fresh(ps, specs[name], *base[name]) for name, ps in by_device.items()}
     whole = 0
-    for p in kinds(draft.placements):
+    for p in draft.placements.kinds:
         whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
         if whole >= slot_nbytes(chunk):  # no slot is larger
             break
@@ -867,7 +835,7 @@ def _fit(
             DevicePlan(
                 device=name,
                 budget_nbytes=specs[name].budget_nbytes,
-                resident_nbytes=resident_nbytes(ps),
+                resident_nbytes=sum(ps.resident_nbytes),
                 scratch_nbytes=scratch[name],
                 peak_nbytes=peak + scratch[name],
                 fresh_nbytes=fresh[name] + scratch[name],
@@ -904,9 +872,7 @@ def _share(
     return (host_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
 
 
-def _room(
-    spec: DeviceSpec, peak_nbytes: int, fresh_nbytes: int, placements: Sequence[Placement]
-) -> int:
+def _room(spec: DeviceSpec, peak_nbytes: int, fresh_nbytes: int, placements: Placements) -> int:
     """Bytes that are left for scratch on a device beside its parameters."""
     room = spec.budget_nbytes - peak_nbytes
     if spec.free_nbytes is not None:
@@ -917,15 +883,17 @@ def _room(
     return room
 
 
-def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, int, bool]:
+def _timeline(placements: Placements, spec: DeviceSpec) -> tuple[int, int, bool]:
     """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
     budget_nbytes = max(spec.budget_nbytes, 0)
-    if all(p.action == "new" for p, _ in alike(placements)):  # nothing is held, nothing goes
-        total = resident_nbytes(placements)
+    total = sum(placements.resident_nbytes)
+    if placements.all_new:  # nothing is held, nothing goes
         return 0, total, total > budget_nbytes
-    held = sum(
-        p.released_nbytes + (p.resident_nbytes if p.action == "in_place" else 0) for p in placements
-    )
+    rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
+    stays = [resident for kind, resident in rows if kind.action == "in_place"]
+    goes = [kind.released_nbytes for kind, _ in rows]
+    held = sum(stays) + sum(goes)
+    fresh = total - sum(stays)
     if spec.allocator == "cuda_driver":
         # Blocks of large ones go back one by one, each for the next. One that small ones share goes
         # back when the last of them is gone, and were they released one by one, new ones would be
@@ -934,25 +902,20 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
         shared = sum(taken(spec.allocator, spec.granularity_nbytes, (*kept, *released)))
         held += shared - sum(kept) - sum(released)
         if released:
-            others = sum(p.resident_nbytes for p in placements) - sum(kept)
             # beside what stays of them, none of their blocks may go back at all
-            return held, others + (shared if kept else 0), True
+            return held, total - sum(kept) + (shared if kept else 0), True
     now = peak = held
-    for p in placements:
-        now -= p.released_nbytes
-        now += p.resident_nbytes if p.action != "in_place" else 0
+    for kind, resident in rows:
+        now -= kind.released_nbytes
+        now += resident if kind.action != "in_place" else 0
         peak = max(peak, now)
-    if spec.allocator in SEGMENTS and any(p.released_nbytes for p in placements):
+    if spec.allocator in SEGMENTS and any(goes):
         # what goes one by one leaves holes in segments, which larger ones do not fit into; and
         # beside what stays where it is, none of it may go back to the device at all
-        if not any(p.action == "in_place" for p in placements):
+        if not stays:
             return held, now, True
-        sizes = (
-            p.resident_nbytes if p.action == "in_place" else p.released_nbytes for p in placements
-        )
-        stays = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
-        fresh = sum(p.resident_nbytes for p in placements if p.action != "in_place")
-        return held, stays + fresh, True
+        sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
+        return held, sum(taken(spec.allocator, spec.granularity_nbytes, sizes)) + fresh, True
     if peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
@@ -961,7 +924,7 @@ def _timeline(placements: Sequence[Placement], spec: DeviceSpec) -> tuple[int, i
 
 
 def _fresh(
-    placements: Sequence[Placement],
+    placements: Placements,
     spec: DeviceSpec,
     held_nbytes: int,
     peak_nbytes: int,
@@ -969,46 +932,42 @@ def _fresh(
 ) -> int:
     """Bytes that parameters newly take at their peak, of a device on which some may be held."""
     if not spec.shared_memory:
-        return max(peak_nbytes - held_nbytes + _not_given_back(placements, spec), 0)
-    if all(p.action == "new" for p, _ in alike(placements)):
-        return resident_nbytes(placements)
-    replaced = [p for p in placements if p.released_nbytes]
-    now = peak = -sum(p.reusable_nbytes for p in replaced) if release_first else 0
-    for p in placements:
-        if p.action == "in_place":
-            now += 0 if p.reusable_nbytes >= p.nbytes else p.resident_nbytes - p.reusable_nbytes
+        shares = spec.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
+        # what is released may stay taken, for others of the process are there too: on an H200, of
+        # 515 blocks that a model's weights take where they come first, 514 came back
+        return max(peak_nbytes - held_nbytes + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
+    if placements.all_new:
+        return sum(placements.resident_nbytes)
+    columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
+    rows = list(zip(*columns, strict=True))
+    replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
+    now = peak = -sum(replaced) if release_first else 0
+    for kind, resident, reusable in rows:
+        if kind.action == "in_place":
+            now += 0 if reusable >= kind.nbytes else resident - reusable
         else:
-            now += p.resident_nbytes - (0 if release_first else p.reusable_nbytes)
+            now += resident - (0 if release_first else reusable)
         peak = max(peak, now)
-    freed = sum(p.reusable_nbytes for p in replaced)
-    left = sum(min(spec.left_nbytes, p.reusable_nbytes) for p in replaced)
-    return max(peak, 0) + min(TRIM_NBYTES, freed) + left
+    left = sum(min(spec.left_nbytes, reusable) for reusable in replaced)
+    return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
 
 
-def _reusable(placements: Sequence[Placement], spec: DeviceSpec, held_nbytes: int) -> int:
+def _reusable(placements: Placements, spec: DeviceSpec, held_nbytes: int) -> int:
     """How many of the bytes that are held on a device the load takes over."""
-    if not spec.shared_memory or all(p.action == "new" for p, _ in alike(placements)):
+    if not spec.shared_memory or placements.all_new:
         return held_nbytes
-    return sum(p.reusable_nbytes for p in placements)
+    return sum(placements.reusable_nbytes)
 
 
-def _in_shared_blocks(placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+def _in_shared_blocks(placements: Placements) -> tuple[list[int], list[int]]:
     """Sizes of what shares blocks of CUDA's driver now: of those that stay, of those that go."""
-    if isinstance(placements, WholeTensors):
-        return [], []  # all are new
-    kept = [p.resident_nbytes for p in placements if p.action == "in_place"]
-    released = [p.released_nbytes for p in placements]
+    if placements.all_new:
+        return [], []
+    rows = zip(placements.kinds, placements.resident_nbytes, strict=True)
+    kept = [resident for kind, resident in rows if kind.action == "in_place"]
+    released = [kind.released_nbytes for kind in placements.kinds]
     small = range(1, DRIVER_SHARED_NBYTES + 1)
     return [n for n in kept if n in small], [n for n in released if n in small]
-
-
-def _not_given_back(placements: Sequence[Placement], spec: DeviceSpec) -> int:
-    """Bytes of what is released that may stay taken, for others of the process are there too.
-
-    Seen on an H200: of 515 blocks that a model's weights take where they come first, 514 came back.
-    """
-    shares = spec.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
-    return DRIVER_BLOCK_NBYTES if shares else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -1031,12 +990,12 @@ class _Needs:
     least_read: int
 
 
-def _needs(placements: Sequence[Placement], specs: Mapping[str, DeviceSpec]) -> _Needs:
+def _needs(placements: Placements, specs: Mapping[str, DeviceSpec]) -> _Needs:
     casts: dict[str, set[str]] = {}
     moves: set[str] = set()
     tallies: dict[str, int] = {}
     resizes: set[str] = set()
-    for p, count in alike(placements):
+    for p, count in placements.counted:
         casts.setdefault(p.device, set()).add(p.cast)
         if p.cast in ("llvm", "numpy") or p.transpose:
             moves.add(p.device)
@@ -1093,14 +1052,14 @@ def _staging(
     return scratch, host
 
 
-def _least_read(placements: Sequence[Placement]) -> int:
+def _least_read(placements: Placements) -> int:
     """What a cast takes at least of files that are read and not mapped, in bytes.
 
     Files that are planned to be mapped may have to be read, where little memory is free: with this
     in every plan that casts, a budget of exactly its peak is enough for either. Checkpoints of a
     few megabytes do without: it would be a good part of them.
     """
-    nbytes = sum(p.nbytes * count for p, count in alike(placements))
+    nbytes = sum(p.nbytes * count for p, count in placements.counted)
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
@@ -1108,7 +1067,7 @@ def _check(
     plan: Plan,
     mine: DevicePlan,
     specs: Mapping[str, DeviceSpec],
-    placements: Sequence[Placement],
+    placements: Placements,
     *,
     same_budget: bool,
     room: _Room | None,
@@ -1116,10 +1075,11 @@ def _check(
     """Refuse a plan that does not fit one device, with the numbers and with what would fit."""
     spec = specs[mine.device]
     most = spec.largest_allocation_nbytes
-    if most is not None and any(p.nbytes > most for p, _ in alike(placements)):
-        p = next(p for p in placements if p.nbytes > most)
+    if most is not None and any(p.nbytes > most for p, _ in placements.counted):
+        at = next(at for at, kind in enumerate(placements.kinds) if kind.nbytes > most)
+        largest = [(placements.names[at], placements.kinds[at].nbytes)]
         raise PlanInfeasibleError(
-            spec.name, p.nbytes, most, limit="largest allocation", largest=[(p.name, p.nbytes)]
+            spec.name, largest[0][1], most, limit="largest allocation", largest=largest
         )
     limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
     new = mine.host_needed_nbytes if spec.shared_memory else mine.fresh_needed_nbytes
@@ -1128,14 +1088,14 @@ def _check(
     if needed <= available:
         return
     suggestions = []
-    sizes = (p.dst.nbytes(math.prod(p.shape)) // _shrink(p.dst) for p in placements)
+    sizes = (kind.nbytes // _shrink(kind.dst) for kind in placements.kinds)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
     small += _least_read(placements) if spec.shared_memory and not mine.scratch_nbytes else 0
     if room is not None and room.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(room.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
-    if any(_shrink(p.dst) > 1 for p in placements) and small <= available:
+    if any(_shrink(p.dst) > 1 for p, _ in placements.counted) and small <= available:
         suggestions.append(f'dtype="float16" ({format_bytes(small)})')
     if room is not None and mine.peak_nbytes <= spec.budget_nbytes:
         context = room.most_context(plan.devices, specs)
@@ -1143,7 +1103,7 @@ def _check(
             suggestions.append(f"context={context}")
     if same_budget:
         count = smallest_count(
-            [Item(p.name, p.resident_nbytes) for p in plan.placements],
+            list(map(Item, plan.placements.names, plan.placements.resident_nbytes)),
             max(available - mine.scratch_nbytes, 0),
             cache=room.layers if room is not None else (),
         )
@@ -1153,7 +1113,7 @@ def _check(
     if limit == "free memory":
         beside = mine.object_nbytes + mine.kernel_nbytes
         largest += [(f"what {len(placements)} tensors take beside their bytes", beside)]
-    named = ((p.name, p.nbytes) for p in placements)
+    named = zip(placements.names, (kind.nbytes for kind in placements.kinds), strict=True)
     parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
     largest = sorted([*largest, *parameters], key=lambda x: -x[1])
     raise PlanInfeasibleError(
