@@ -23,9 +23,10 @@ from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Device
 from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
-from streamload.job import Job, Opener, StreamStats, Target, Unit, open_shard
+from streamload.job import Job, StreamStats, Target, Unit
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.plan import STAGING_SLOTS, Plan
+from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 
 _BATCH_UNITS = 4
@@ -116,8 +117,6 @@ def stream(
         for casts in job.casts.values():
             job.stats.counts |= casts.all_counts()
         interrupt.check()  # it came when the last byte had been placed
-        if job.page_cache is not None:
-            job.stats.dropped_nbytes = job.page_cache.dropped_nbytes
         job.stats.seconds = time.perf_counter() - begun
         return job.stats
 

@@ -28,6 +28,7 @@ LAYERS = (
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
     ("checkpoint.readers",),
+    ("reading",),
     ("digests",),
     ("nodes.index",),
     ("cast.kernels",),
