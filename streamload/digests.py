@@ -70,6 +70,28 @@ def hasher(algorithm: str = ALGORITHM) -> Hasher:
     return _ALGORITHMS[algorithm].make()
 
 
+def digest_of(
+    pieces: Iterable[memoryview],
+    tell: Callable[[int], None] = lambda done: None,
+    done: int = 0,
+    algorithm: str = ALGORITHM,
+) -> str:
+    """The digest of bytes that come piece by piece.
+
+    Args:
+        pieces: the bytes; each piece is done with before the next one is asked for.
+        tell: told how many bytes are done.
+        done: bytes that were done before.
+        algorithm: what the digest is; see `hasher`.
+    """
+    found = hasher(algorithm)
+    for piece in pieces:
+        found.update(piece)
+        done += piece.nbytes
+        tell(done)
+    return found.hexdigest()
+
+
 @dataclass(frozen=True, slots=True)
 class Digest:
     """What a tensor's bytes are.
