@@ -15,26 +15,27 @@ import errno
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.page_cache import PageCache, ShardCache
-from streamload.checkpoint.readers import Reader, ReaderKind, direct_memory, open_reader
+from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.readers import direct_memory
 from streamload.checkpoint.url import Location
 from streamload.convert.journal import Finished, Journal, sync
 from streamload.convert.memory import BLOCK_NBYTES, Way
 from streamload.convert.planning import ConvertPlan, OutFile, OutTensor
-from streamload.digests import Hasher, hasher
+from streamload.digests import Hasher, digest_of, hasher
 from streamload.dtypes import DType
-from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
+from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.plan.budget import available_host_nbytes
+from streamload.reading import Room, Shards, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
@@ -63,40 +64,29 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
 # --- what is done at once -------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor that is being written."""
+
+    index: int  # among all of the plan
+    file: int
+    out: OutTensor
+    digested: int  # up to this byte of the file
+    left_nbytes: int
+    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
+    digest: str = ""
+    counts: CastCounts = ZERO
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of one tensor, in the source and in its output file.
+    """Bytes of one tensor: ``read`` to ``read_stop`` of its shard, ``start`` to ``stop`` here."""
 
-    Attributes:
-        index: of the tensor, among all of the plan.
-        read: first byte, counted from the start of the source file.
-        read_stop: last byte, exclusive.
-        start: first byte, counted from the start of the output file.
-        stop: last byte, exclusive.
-    """
-
-    index: int
+    tensor: _Tensor
     read: int
     read_stop: int
     start: int
     stop: int
-
-
-@dataclass(slots=True)
-class Window:
-    """Contiguous bytes of one source file, and the parts that they are.
-
-    Attributes:
-        shard: the file.
-        start: first byte.
-        stop: last byte, exclusive.
-        parts: one after the other, without a gap.
-    """
-
-    shard: Location
-    start: int
-    stop: int
-    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -107,78 +97,46 @@ class Block:
         file: index of the output file.
         start: first byte of the block in the file, a multiple of a block's length.
         runs: (first byte, last byte exclusive) of what is written of it.
-        windows: what is read for it.
+        windows: what is read for it: each is parts that follow each other in one shard.
     """
 
     file: int
     start: int
     runs: list[tuple[int, int]] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    windows: list[list[Part]] = field(default_factory=list)
+
+    def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
+        """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
+        if self.runs and self.runs[-1][1] == start:
+            start_of_run, _ = self.runs.pop()
+            self.runs.append((start_of_run, stop))
+        else:
+            self.runs.append((start, stop))
+        if tensor is None:
+            return
+        info, dtype = tensor.out.info, tensor.out.dtype
+        # where nothing is cast bytes are bytes, also of dtypes below one
+        src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
+        for first, last in _cut(start, stop, start, block_nbytes // src * dst):
+            read = info.start + (first - tensor.out.start) // dst * src
+            part = Part(tensor, read, read + (last - first) // dst * src, first, last)
+            window = self.windows[-1] if self.windows else [part]
+            if (
+                window[-1].tensor.out.info.shard == info.shard
+                and window[-1].read_stop == read
+                and part.read_stop - window[0].read <= block_nbytes
+            ):
+                window.append(part)
+            else:
+                self.windows.append([part])
 
 
-def cut(
-    plan: ConvertPlan, finished: Mapping[int, Finished], block_nbytes: int = BLOCK_NBYTES
-) -> Iterator[Block]:
-    """Cut what is not finished into blocks, in the order in which it is written.
-
-    Headers are written in any case: they are in no journal.
-    """
-    index = 0
-    for number, file in enumerate(plan.files):
-        block = Block(number, 0)
-        for first, stop in _steps(0, len(file.header), block_nbytes):
-            if first // block_nbytes * block_nbytes != block.start:
-                yield block
-                block = Block(number, first)
-            block.runs.append((first, stop))
-        for tensor in file.tensors:
-            if index not in finished:
-                for first, stop in _steps(tensor.start, tensor.stop, block_nbytes):
-                    base = first // block_nbytes * block_nbytes
-                    if base != block.start:
-                        yield block
-                        block = Block(number, base)
-                    _add(block, tensor, index, first, stop, block_nbytes)
-            index += 1
-        yield block
-
-
-def _steps(start: int, stop: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
-    """A range of a file, cut where blocks end."""
+def _cut(start: int, stop: int, base: int, step: int) -> Iterator[tuple[int, int]]:
+    """A range, cut at ``base`` and every ``step`` after it."""
     while start < stop:
-        end = min(stop, (start // block_nbytes + 1) * block_nbytes)
+        end = min(stop, start + step - (start - base) % step)
         yield start, end
         start = end
-
-
-def _add(
-    block: Block, tensor: OutTensor, index: int, first: int, stop: int, block_nbytes: int
-) -> None:
-    """Add bytes of a tensor to a block."""
-    if block.runs and block.runs[-1][1] == first:
-        block.runs[-1] = (block.runs[-1][0], stop)
-    else:
-        block.runs.append((first, stop))
-    info = tensor.info
-    # where nothing is cast bytes are bytes, also of dtypes below one
-    same = info.dtype is tensor.dtype
-    src, dst = (1, 1) if same else (info.dtype.itemsize, tensor.dtype.itemsize)
-    step = block_nbytes // src * dst
-    for start in range(first, stop, step):
-        end = min(start + step, stop)
-        read = info.start + (start - tensor.start) // dst * src
-        read_stop = read + (end - start) // dst * src
-        last = block.windows[-1] if block.windows else None
-        if (
-            last is None
-            or last.shard != info.shard
-            or last.stop != read
-            or read_stop - last.start > block_nbytes
-        ):
-            last = Window(info.shard, read, read)
-            block.windows.append(last)
-        last.stop = read_stop
-        last.parts.append(Part(index, read, read_stop, start, end))
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -273,103 +231,7 @@ def _sync_file_range(fd: int, start: int, nbytes: int, flags: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-class _Sources:
-    """The files that are read, each open from its first window to its last."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int], *, direct: bool
-    ) -> None:
-        self._kind: ReaderKind = "direct" if direct else "auto"
-        self._headers = {header.path: header for header in checkpoint.shards}
-        self._left = dict(left_nbytes)
-        self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
-        self._stopped = False
-        self._lock = threading.Lock()
-        self._cache = PageCache(
-            "auto", to_read_nbytes=sum(left_nbytes.values()), available=_available_nbytes
-        )
-
-    @contextmanager
-    def window(self, window: Window, raw: Callable[[], memoryview]) -> Iterator[memoryview]:
-        """The bytes of a window, valid inside the with.
-
-        Args:
-            window: which.
-            raw: gives memory to read them into, where they are not mapped.
-        """
-        reader, pages = self._reader(window.shard)
-        if reader.mapped:
-            with reader.view(window.start, window.stop) as view:
-                yield view
-        else:
-            with raw()[: window.stop - window.start] as view:
-                reader.read_into(window.start, view)
-                yield view
-        if pages is not None:
-            pages.done(window.start, window.stop)
-        with self._lock:
-            self._left[window.shard] -= window.stop - window.start
-            if not self._left[window.shard]:
-                self._close(window.shard)
-
-    def stop(self) -> None:
-        """Let nobody wait for a server any longer."""
-        with self._lock:
-            self._stopped = True
-            for reader, _ in self._open.values():
-                reader.stop()
-
-    def close(self) -> None:
-        """Close all."""
-        with self._lock:
-            for shard in list(self._open):
-                self._close(shard)
-
-    def _reader(self, shard: Location) -> tuple[Reader, ShardCache | None]:
-        with self._lock:
-            if shard not in self._open:
-                pages = self._cache.open(shard) if isinstance(shard, Path) else None
-                try:
-                    kind = self._kind if isinstance(shard, Path) else "auto"
-                    header = self._headers[shard]
-                    reader = open_reader(shard, header.file_nbytes, kind, header.state)
-                except BaseException:
-                    if pages is not None:
-                        pages.close()
-                    raise
-                self._open[shard] = (reader, pages)
-                if self._stopped:  # by a thread that did not know of this one
-                    reader.stop()
-            return self._open[shard]
-
-    def _close(self, shard: Location) -> None:
-        reader, pages = self._open.pop(shard)
-        reader.close()
-        if pages is not None:
-            pages.close()
-
-
-def _available_nbytes() -> int | None:
-    try:
-        return available_host_nbytes()
-    except DeviceError:
-        return None
-
-
 # --- the pass -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that is being written."""
-
-    file: int
-    tensor: OutTensor
-    digested: int  # up to this byte of the file
-    left_nbytes: int
-    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
-    digest: str = ""
-    counts: CastCounts = ZERO
 
 
 class Writer:
@@ -414,21 +276,33 @@ class Writer:
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
         }
-        self._tensors: dict[int, _Tensor] = {}
-        self._unread: dict[Location, int] = {}
-        self._unwritten: dict[int, int] = {}
+        self._files: list[list[_Tensor]] = []  # of each, what is to be written
+        self._unread: Counter[Location] = Counter()
+        self._unwritten: list[int] = []  # bytes, by file
+        self._written: list[_Tensor] = []
         index = 0
         for number, file in enumerate(plan.files):
-            self._unwritten[number] = len(file.header)
-            for t in file.tensors:
-                if index not in journal.finished:
-                    self._unwritten[number] += t.nbytes
-                    self._tensors[index] = _Tensor(number, t, t.start, t.nbytes)
-                    shard = t.info.shard
-                    self._unread[shard] = self._unread.get(shard, 0) + t.info.nbytes
-                index += 1
-        self._sources = _Sources(checkpoint, self._unread, direct=way.direct)
-        self._blocks = cut(plan, journal.finished, way.block_nbytes)
+            tensors = [
+                _Tensor(i, number, t, t.start, t.nbytes)
+                for i, t in enumerate(file.tensors, index)
+                if i not in journal.finished
+            ]
+            index += len(file.tensors)
+            for tensor in tensors:
+                self._unread[tensor.out.info.shard] += tensor.out.info.nbytes
+                if not tensor.left_nbytes:
+                    tensor.digest = hasher().hexdigest()
+                    self._written.append(tensor)
+            self._unwritten.append(len(file.header) + sum(t.left_nbytes for t in tensors))
+            self._files.append(tensors)
+        #: Bytes of the source that are to be read, before anything was.
+        self.unread_nbytes = self._unread.total()
+        self._shards = Shards(
+            checkpoint.shards,
+            lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
+            cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
+        )
+        self._blocks = self._cut()
         # output file, first byte and length of what the disk is busy with
         self._behind: deque[tuple[int, _Output, int, int]] = deque()
         self._outputs: dict[int, _Output] = {}
@@ -437,17 +311,25 @@ class Writer:
         self._stopped = False
         self._error: BaseException | None = None
         self._running = 0
-        self._written: list[int] = []
-        for i, state in self._tensors.items():
-            if not state.left_nbytes:
-                state.digest = hasher().hexdigest()
-                self._written.append(i)
         self._next_commit = time.monotonic()
 
-    @property
-    def unread_nbytes(self) -> int:
-        """Bytes of the source that are to be read, before anything was."""
-        return sum(self._unread.values())
+    def _cut(self) -> Iterator[Block]:
+        """Cut what is not finished into blocks, in the order in which it is written.
+
+        Headers are written in any case: they are in no journal.
+        """
+        nbytes = self._way.block_nbytes
+        for number, file in enumerate(self._plan.files):
+            block = Block(number, 0)
+            tensors, self._files[number] = self._files[number], []  # they go as they are written
+            ranges = ((t, t.out.start, t.out.stop) for t in tensors)
+            for tensor, start, stop in chain([(None, 0, len(file.header))], ranges):
+                for first, last in _cut(start, stop, 0, nbytes):
+                    if first >= block.start + nbytes:
+                        yield block
+                        block = Block(number, first // nbytes * nbytes)
+                    block.add(tensor, first, last, nbytes)
+            yield block
 
     def run(self, tell: Callable[[int], None]) -> None:
         """Write; when this returns, all is on the disk and in the journal.
@@ -488,14 +370,14 @@ class Writer:
                     self._stopped = True
                     self._changed.notify_all()
                 if failed or self._error is not None:
-                    self._sources.stop()
+                    self._shards.stop()
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
                 try:
                     self._end(failed)
                 finally:
-                    self._sources.close()
+                    self._shards.close_all()
                     for output in self._outputs.values():
                         output.close()
             tell(self.read_nbytes)
@@ -531,21 +413,16 @@ class Writer:
                 self._written += batch  # there may be room for it later
             raise
 
-    def _keep(self, batch: Sequence[int], whole: Sequence[int]) -> None:
+    def _keep(self, batch: Sequence[_Tensor], whole: Sequence[int]) -> None:
         begun = time.monotonic()
-        for number in dict.fromkeys((*whole, *(self._tensors[i].file for i in batch))):
+        for number in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
             if number in self._outputs:  # not where its tensors have no bytes
                 self._at(number, self._output(number).sync)
-        finished = [
-            Finished(i, self._tensors[i].digest, self._tensors[i].counts) for i in sorted(batch)
-        ]
+        batch = sorted(batch, key=lambda tensor: tensor.index)
         try:
-            self._journal.add(finished)
+            self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
         except OSError as error:
             raise unwritable(self._plan.destination, error) from error
-        with self._changed:
-            for i in batch:  # there may be very many
-                del self._tensors[i]
         for number in whole:
             with self._changed:
                 output = self._outputs.pop(number)
@@ -570,14 +447,8 @@ class Writer:
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
-        block_memory = direct_memory(self._way.block_nbytes)
-        raw_memory: list[memoryview] = []
-
-        def raw() -> memoryview:
-            if not raw_memory:
-                raw_memory.append(direct_memory(self._way.block_nbytes))
-            return raw_memory[0]
-
+        memory = direct_memory(self._way.block_nbytes)
+        room = Room(self._way.block_nbytes)
         try:
             while not self._stopped:
                 with self._changed:
@@ -586,8 +457,8 @@ class Writer:
                     block = next(self._blocks, None)
                 if block is None:
                     return
-                self._fill(block, block_memory, raw)
-                self._put(block, block_memory)
+                self._fill(block, memory, room)
+                self._put(block, memory)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
@@ -597,33 +468,31 @@ class Writer:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _fill(self, block: Block, memory: memoryview, raw: Callable[[], memoryview]) -> None:
+    def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
         header = self._plan.files[block.file].header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
         for window in block.windows:
-            at = window.parts[0]
-            try:
-                with self._sources.window(window, raw) as view:
-                    for at in window.parts:
-                        with (
-                            view[at.read - window.start : at.read_stop - window.start] as data,
-                            memory[at.start - block.start : at.stop - block.start] as out,
-                        ):
-                            self._cast(at, data, out)
-            except CheckpointError as error:
-                if error.tensor is None:
-                    name = self._tensors[at.index].tensor.info.name
-                    raise error.of_tensor(name) from error
-                raise
+            info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
+            with self._shards.block(info.shard, start, stop, room, info.name) as view:
+                for part in window:
+                    with (
+                        view[part.read - start : part.read_stop - start] as data,
+                        memory[part.start - block.start : part.stop - block.start] as out,
+                    ):
+                        self._cast(part.tensor, data, out)
+            with self._changed:
+                self._unread[info.shard] -= stop - start
+                unread = self._unread[info.shard]
+            if not unread:
+                self._shards.close(info.shard)
         for window in block.windows:
-            for part in window.parts:
+            for part in window:
                 with memory[part.start - block.start : part.stop - block.start] as out:
                     self._digest(part, out)
 
-    def _cast(self, part: Part, data: memoryview, out: memoryview) -> None:
-        state = self._tensors[part.index]
-        info, dtype = state.tensor.info, state.tensor.dtype
+    def _cast(self, tensor: _Tensor, data: memoryview, out: memoryview) -> None:
+        info, dtype = tensor.out.info, tensor.out.dtype
         counts = self._casts[info.dtype, dtype](data, out)
         if counts is ZERO:
             return
@@ -632,27 +501,28 @@ class Writer:
                 info.name, info.shard, info.dtype.name, dtype.name, counts.overflowed
             )
         with self._changed:
-            state.counts += counts
+            tensor.counts += counts
 
     def _digest(self, part: Part, out: memoryview) -> None:
         """Add to a tensor's digest when what comes before was added.
 
-        Blocks are handed out in their order, so whoever has that is not waiting for this one.
+        Blocks are handed out in their order, so the thread that has it is not waiting for this one.
         """
-        state = self._tensors[part.index]
-        if state.digested != part.start:
+        tensor = part.tensor
+        if tensor.digested != part.start:
             with self._changed:
-                while state.digested != part.start:
+                while tensor.digested != part.start:
                     if self._stopped:
                         raise _StoppedError
                     self._changed.wait()
-        running = state.hasher = state.hasher or hasher()
+        running = tensor.hasher = tensor.hasher or hasher()
         running.update(out)
-        if part.stop == state.tensor.stop:
-            state.digest, state.hasher = running.hexdigest(), None
+        last = part.stop == tensor.out.stop
+        if last:
+            tensor.digest, tensor.hasher = running.hexdigest(), None
         with self._changed:
-            state.digested = part.stop
-            if part.stop != state.tensor.stop:
+            tensor.digested = part.stop
+            if not last:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
@@ -661,12 +531,11 @@ class Writer:
                 self._write(block.file, start, data)
         with self._changed:
             for window in block.windows:
-                self.read_nbytes += window.stop - window.start
-                for part in window.parts:
-                    state = self._tensors[part.index]
-                    state.left_nbytes -= part.stop - part.start
-                    if not state.left_nbytes:
-                        self._written.append(part.index)
+                self.read_nbytes += window[-1].read_stop - window[0].read
+                for part in window:
+                    part.tensor.left_nbytes -= part.stop - part.start
+                    if not part.tensor.left_nbytes:
+                        self._written.append(part.tensor)
             self._unwritten[block.file] -= sum(stop - start for start, stop in block.runs)
             if not self._unwritten[block.file]:
                 self._whole.append(block.file)
@@ -713,26 +582,22 @@ def check_written(
     Raises:
         CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
     """
+    header = Header(path, file.nbytes, len(file.header), (), {})
+    room = Room(block_nbytes, ahead=True)
     done = 0
-    with open_reader(path, file.nbytes, "direct") as reader:
-        memory = direct_memory(block_nbytes)
-        with memory[: min(len(file.header), block_nbytes)] as head:
-            reader.read_into(0, head)
-            if head != file.header[: head.nbytes]:
-                raise CheckpointError(path, "the header on the disk is not the one written")
-        for tensor in file.tensors:
-            digest = hasher()
-            for start in range(tensor.start, tensor.stop, block_nbytes):
-                with memory[: min(block_nbytes, tensor.stop - start)] as data:
-                    reader.read_into(start, data)
-                    digest.update(data)
-                    done += data.nbytes
-                tell(done)
-            if digest.hexdigest() != digests[tensor.name]:
+    with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
+        nbytes = min(len(file.header), block_nbytes)
+        if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
+            raise CheckpointError(path, "the header on the disk is not the one written")
+        for t in file.tensors:
+            info = TensorInfo(t.name, t.dtype, t.info.shape, path, t.start, t.stop)
+            found = digest_of(shards.blocks(info, room), tell, done)
+            done += info.nbytes
+            if found != digests[info.name]:
                 raise CheckpointError(
                     path,
                     "the bytes on the disk are not those that were written",
-                    tensor=tensor.name,
-                    expected=f"digest {digests[tensor.name]}",
-                    found=digest.hexdigest(),
+                    tensor=info.name,
+                    expected=f"digest {digests[info.name]}",
+                    found=found,
                 )
