@@ -24,7 +24,7 @@ from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.convert import convert as conversion
-from streamload.convert.planning import WORK
+from streamload.convert.disk import WORK
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
 

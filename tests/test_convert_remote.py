@@ -15,7 +15,8 @@ from remote_server import Answer, Site, serve
 
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.convert.convert import convert
-from streamload.convert.planning import SINGLE, WORK
+from streamload.convert.disk import WORK
+from streamload.convert.planning import SINGLE
 from streamload.errors import CheckpointError
 
 needs.module("httpx2")

@@ -391,6 +391,9 @@ class _Libc:
         if hasattr(library, "statx"):  # glibc 2.28, musl 1.2.5
             self.statx = library.statx
             self.statx.argtypes = (int_, ctypes.c_char_p, int_, ctypes.c_uint, void_p)
+        if hasattr(library, "sync_file_range"):  # Linux
+            self.sync_file_range = library.sync_file_range
+            self.sync_file_range.argtypes = (int_, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 @cache

@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
 from streamload.cast.table import CastCounts
+from streamload.convert.disk import sync
 from streamload.errors import CheckpointError
 from streamload.nesting import parse_json
 
 _FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
-#: Bring a file's bytes to the disk.
-sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 _WHAT = {"options": "option", "source": "state of the source's"}
 
 

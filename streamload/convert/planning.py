@@ -48,8 +48,6 @@ from streamload.units import format_bytes, format_table, round_up
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NODE_PLAN = "plan.json"
-#: In the destination: what is being written, until it is whole.
-WORK = ".streamload"
 
 _ALIGNMENT = 64
 #: What the dtype of a model is in.
@@ -284,14 +282,34 @@ class ConvertPlan:
         """Bytes of disk that all of it takes."""
         small = [len(d.data) for d in (*self.documents, *self.indexes)]
         lengths = [file.nbytes for file in self.files] + small + [c.nbytes for c in self.copied]
-        tensors = sum(len(file.tensors) for file in self.files)
-        disk = sum(round_up(nbytes, _BLOCK_NBYTES) for nbytes in lengths)
-        return disk + round_up(tensors * _BOOK_NBYTES, _BLOCK_NBYTES)
+        lengths.append(self.tensor_count * _BOOK_NBYTES)
+        return sum(round_up(nbytes, _BLOCK_NBYTES) for nbytes in lengths)
 
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders of the checkpoints, below the destination: "" for itself, or the nodes'."""
         return tuple(dict.fromkeys(folder_of(file.path) for file in self.files))
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors are written."""
+        return sum(len(file.tensors) for file in self.files)
+
+    def tensors(self) -> Iterator[tuple[str, OutFile, OutTensor]]:
+        """Every tensor with its key and its file, in the order in which the journal counts them.
+
+        The key is its name; with nodes, that below the name of its node.
+        """
+        for file in self.files:
+            for tensor in file.tensors:
+                yield in_folder(folder_of(file.path), tensor.name), file, tensor
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every path that is published, in that order: all indexes last."""
+        lasts = tuple(index.path for index in self.indexes)
+        names = (path for folder in self.folders for path in self.names(folder))
+        return (*(path for path in names if path not in lasts), *lasts)
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Every path that is published in a folder, in that order; the index is the last one."""
@@ -789,11 +807,3 @@ def _followed(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | No
     if config == dict(checkpoint.config):
         return None
     return json.dumps(config, indent=2).encode() + b"\n"
-
-
-def all_paths(plan: ConvertPlan) -> Iterator[str]:
-    """Every path that will be published, in that order: all indexes last."""
-    lasts = {index.path for index in plan.indexes}
-    names = [path for folder in plan.folders for path in plan.names(folder)]
-    yield from (path for path in names if path not in lasts)
-    yield from lasts

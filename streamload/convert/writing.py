@@ -3,23 +3,16 @@
 A few threads take one block of an output file after the other: its bytes are read and cast into
 memory of the thread's own, digested in the order of each tensor, and written at their place. The
 calling thread brings what is finished to the disk and into the journal, and tells how far it is.
-
-Written bytes leave memory behind the cursor: the disk begins with them at once, and is waited for a
-few blocks later. So dirty pages never fill a small machine, and the last fsync has little to do.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -28,9 +21,11 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.readers import direct_memory
 from streamload.checkpoint.url import Location
-from streamload.convert.journal import Finished, Journal, sync
+from streamload.convert.destination import Destination
+from streamload.convert.disk import Output, writing_to
+from streamload.convert.journal import Finished, Journal
 from streamload.convert.memory import BLOCK_NBYTES, Way
-from streamload.convert.planning import ConvertPlan, OutFile, OutTensor
+from streamload.convert.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
 from streamload.digests import Hasher, digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
@@ -43,23 +38,6 @@ _COMMIT_SHARE = 0.05
 _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
-
-# Source: sync_file_range(2).
-_WRITE = 2
-_WRITE_AND_WAIT = 1 | 2 | 4
-
-# Of errors of writing: the disk, or what one may have of it, is full.
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """What stands in the way of writing to a path, as one of our errors."""
-    if error.errno in _NO_ROOM:
-        problem = "no room is left; what is finished is kept, and resume continues"
-        return CheckpointError(path, problem, found=error.strerror)
-    expected = "a smaller maximum for files" if error.errno == errno.EFBIG else None
-    return CheckpointError(path, "cannot be written", expected=expected, found=error.strerror)
-
 
 # --- what is done at once -------------------------------------------------------------------------
 
@@ -139,98 +117,6 @@ def _cut(start: int, stop: int, base: int, step: int) -> Iterator[tuple[int, int
         start = end
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
-class _Output:
-    """A file that is written at known places by several threads.
-
-    Raises:
-        OSError: from each method, as the system said it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._lock = threading.Lock()
-        self._lost: OSError | None = None
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write, and let the disk begin with it."""
-        nbytes = data.nbytes
-        done = 0
-        while done < nbytes:
-            with data[done:] as rest:
-                done += os.pwrite(self._fd, rest, start + done)
-        if _can_write_behind():
-            _sync_file_range(self._fd, start, nbytes, _WRITE)
-
-    def drop(self, start: int, nbytes: int) -> None:
-        """Wait for what was written a while ago, and take it out of the page cache."""
-        with self._lock:
-            if self._fd < 0 or not _can_write_behind():  # whole and closed, or left to the system
-                return
-            self._told(lambda: _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
-            with suppress(OSError):  # only advice
-                os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
-
-    def sync(self) -> None:
-        """Bring all that was written to the disk.
-
-        After an error always the same one: the system tells that pages were lost once, and the
-        next time says that all is well.
-        """
-        self._told(lambda: sync(self._fd))
-
-    def _told(self, bring: Callable[[], None]) -> None:
-        if self._lost is None:
-            try:
-                bring()
-            except OSError as error:
-                self._lost = error
-        if self._lost is not None:
-            raise OSError(self._lost.errno, self._lost.strerror)
-
-    def close(self) -> None:
-        """Close it; may be called twice."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            if _can_write_behind():
-                with suppress(OSError):  # only advice
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
-def _can_write_behind() -> bool:
-    return _range_syncer() is not None and hasattr(os, "posix_fadvise")
-
-
-@cache
-def _range_syncer() -> Callable[[int, int, int, int], int] | None:
-    """Linux's call that brings a part of a file to the disk; drops the GIL."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "sync_file_range"):
-        return None
-    call = library.sync_file_range
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    call.restype = ctypes.c_int
-    found: Callable[[int, int, int, int], int] = call
-    return found
-
-
-def _sync_file_range(fd: int, start: int, nbytes: int, flags: int) -> None:
-    call = _range_syncer()
-    if call is None or call(fd, start, nbytes, flags) == 0:
-        return
-    code = ctypes.get_errno()
-    # a filesystem that does not know of it; an error of the disk is not to be lost: it is told once
-    if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP):
-        raise OSError(code, os.strerror(code))
-
-
 # --- the pass -------------------------------------------------------------------------------------
 
 
@@ -245,10 +131,9 @@ class Writer:
         self,
         plan: ConvertPlan,
         checkpoint: Checkpoint,
-        out: Path,
+        destination: Destination,
         journal: Journal,
         out_of_range: OutOfRange,
-        reserve: Path,
         way: Way,
     ) -> None:
         """Prepare.
@@ -256,10 +141,9 @@ class Writer:
         Args:
             plan: what is written.
             checkpoint: what is read.
-            out: the folder that the plan's paths are in until they are published.
+            destination: where it is written.
             journal: what is finished.
             out_of_range: what becomes of values that do not fit.
-            reserve: a file that is given up for the journal where the disk is full.
             way: how many threads there are, and how much each does at once.
 
         Raises:
@@ -267,9 +151,8 @@ class Writer:
         """
         self.read_nbytes = 0
         self._plan = plan
-        self._out = out
+        self._destination = destination
         self._journal = journal
-        self._reserve = reserve
         self._out_of_range = out_of_range
         self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
@@ -303,9 +186,9 @@ class Writer:
             cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
         )
         self._blocks = self._cut()
-        # output file, first byte and length of what the disk is busy with
-        self._behind: deque[tuple[int, _Output, int, int]] = deque()
-        self._outputs: dict[int, _Output] = {}
+        # file, first byte and length of what the disk is busy with
+        self._behind: deque[tuple[Output, int, int]] = deque()
+        self._outputs: dict[int, Output] = {}
         self._whole: list[int] = []  # files with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
@@ -390,7 +273,7 @@ class Writer:
         """
         if failed or self._error is not None:
             with suppress(OSError):  # room for the journal, where the disk is full
-                self._reserve.unlink()
+                self._destination.reserve.unlink()
             with suppress(CheckpointError):  # the first error is the one to be told
                 self._commit()
             if not failed and self._error is not None:
@@ -417,12 +300,10 @@ class Writer:
         begun = time.monotonic()
         for number in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
             if number in self._outputs:  # not where its tensors have no bytes
-                self._at(number, self._output(number).sync)
+                self._outputs[number].sync()
         batch = sorted(batch, key=lambda tensor: tensor.index)
-        try:
+        with writing_to(self._destination.path):
             self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
-        except OSError as error:
-            raise unwritable(self._plan.destination, error) from error
         for number in whole:
             with self._changed:
                 output = self._outputs.pop(number)
@@ -430,19 +311,11 @@ class Writer:
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _at(self, number: int, do: Callable[[], None]) -> None:
-        """Do something to an output file."""
-        try:
-            do()
-        except OSError as error:
-            path = self._plan.destination / self._plan.files[number].path
-            raise unwritable(path, error) from error
-
-    def _output(self, number: int) -> _Output:
+    def _output(self, number: int) -> Output:
         with self._changed:
             if number not in self._outputs:
-                path = self._out / self._plan.files[number].path
-                self._outputs[number] = _Output(path)
+                to, path = self._destination, self._plan.files[number].path
+                self._outputs[number] = Output(to.out / path, to.path / path)
             return self._outputs[number]
 
     def _work_through(self) -> None:
@@ -543,20 +416,15 @@ class Writer:
                     self._changed.notify_all()
 
     def _write(self, number: int, start: int, data: memoryview) -> None:
-        nbytes = data.nbytes
-
-        def write() -> None:
-            output = self._output(number)
-            output.write(start, data)
-            with self._changed:
-                self._behind.append((number, output, start, nbytes))
-
-        self._at(number, write)
+        output = self._output(number)
+        output.write(start, data)
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
-            old = self._behind.popleft() if len(self._behind) > self._way.behind else None
-        if old is not None:
-            self._at(old[0], lambda: old[1].drop(*old[2:]))
+            self._behind.append((output, start, data.nbytes))
+            late = self._behind.popleft() if len(self._behind) > self._way.behind else None
+        if late is not None:
+            output, start, nbytes = late
+            output.drop(start, nbytes)
 
 
 class _StoppedError(Exception):
@@ -567,24 +435,28 @@ def check_written(
     file: OutFile,
     path: Path,
     digests: Mapping[str, str],
-    tell: Callable[[int], None],
+    tell: Callable[[int], None] = lambda done: None,
+    done: int = 0,
     block_nbytes: int = BLOCK_NBYTES,
-) -> None:
+) -> int:
     """Read a file that was written, past the page cache where that can be, and compare.
 
     Args:
         file: what was planned.
         path: where it is now.
-        digests: by tensor.
-        tell: told how many bytes were read so far.
+        digests: by the key that a tensor has in the plan.
+        tell: told how many bytes of data were read so far.
+        done: how many were before.
         block_nbytes: most bytes that are read at once.
+
+    Returns:
+        How many bytes of data are read after this.
 
     Raises:
         CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
     """
     header = Header(path, file.nbytes, len(file.header), (), {})
     room = Room(block_nbytes, ahead=True)
-    done = 0
     with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
         nbytes = min(len(file.header), block_nbytes)
         if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
@@ -593,11 +465,13 @@ def check_written(
             info = TensorInfo(t.name, t.dtype, t.info.shape, path, t.start, t.stop)
             found = digest_of(shards.blocks(info, room), tell, done)
             done += info.nbytes
-            if found != digests[info.name]:
+            expected = digests[in_folder(folder_of(file.path), t.name)]
+            if found != expected:
                 raise CheckpointError(
                     path,
                     "the bytes on the disk are not those that were written",
                     tensor=info.name,
-                    expected=f"digest {digests[info.name]}",
+                    expected=f"digest {expected}",
                     found=found,
                 )
+    return done
