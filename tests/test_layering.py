@@ -59,6 +59,7 @@ LAYERS = (
     ("match",),
     ("load",),
     ("transformers", "distributed"),
+    ("convert.beside",),
     ("convert.planning",),
     ("convert.disk",),
     ("convert.journal", "convert.destination"),

@@ -23,6 +23,7 @@ from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import Header, unreadable
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
+from streamload.convert.beside import LARGEST_COPIED_NBYTES
 from streamload.convert.destination import Destination
 from streamload.convert.disk import (
     exists,
@@ -37,9 +38,7 @@ from streamload.convert.disk import (
 from streamload.convert.journal import Began, Journal
 from streamload.convert.memory import Way, choose_way
 from streamload.convert.planning import (
-    LARGEST_COPIED_NBYTES,
     ConvertPlan,
-    Copied,
     Options,
     folder_of,
     in_folder,
@@ -454,13 +453,12 @@ class _Conversion:
             What `Journal.published` is.
         """
         out = self.destination.out
-        for document in (*self._plan.documents, *self._plan.indexes):
-            write_file(out / document.path, [document.data], document.mode)
-        for copied in self._plan.copied:
-            if isinstance(copied.source, Path):
-                write_file(out / copied.path, pieces(copied.source), copied.mode)
-            else:
-                _fetch(copied, copied.source, out / copied.path)
+        for small in (*self._plan.small, *self._plan.indexes):
+            if isinstance(small.content, Url):
+                _fetch(small.content, out / small.path)
+                continue
+            data = [small.content] if isinstance(small.content, bytes) else pieces(small.content)
+            write_file(out / small.path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
         # nobody may read what he could not read at the source; the owner may write
@@ -545,13 +543,13 @@ def _length(path: Path) -> int | None:
         return None
 
 
-def _fetch(copied: Copied, source: Url, path: Path) -> None:
+def _fetch(source: Url, path: Path) -> None:
     """Write a file that a server has."""
     path.unlink(missing_ok=True)
     with open(path, "w+b") as file:
         remote.download(source, file, LARGEST_COPIED_NBYTES)
         file.flush()
-        if copied.path.endswith(".json") and not _ends_as_json(file):
+        if path.name.endswith(".json") and not _ends_as_json(file):
             raise CheckpointError(source, "is not JSON", found="another end")
         os.fsync(file.fileno())
 

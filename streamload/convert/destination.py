@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from streamload.convert.beside import CONFIG
 from streamload.convert.disk import WORK, exists, sync_folder, writing_to
-from streamload.convert.planning import CONFIG, ConvertPlan, in_folder
+from streamload.convert.planning import ConvertPlan, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
@@ -73,7 +74,7 @@ class Destination:
         for folder in (self.path, self.work, self.out, *nodes):
             if os.path.realpath(folder) in read or _identity(folder) in read_ids:
                 raise CheckpointError(folder, "the source is in the folder that would be written")
-        beside = [c.source for c in self._plan.copied if isinstance(c.source, Path)]
+        beside = [f.content for f in self._plan.small if isinstance(f.content, Path)]
         own = {_identity(path): path for path in (*shards, *beside)}
         own.pop(None, None)  # gone: who reads it will tell
         for name in dict.fromkeys((*self._plan.paths, *self._old())):
