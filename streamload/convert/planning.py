@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -351,10 +352,13 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
-    chosen = _chosen(checkpoint, options.selection)
+    options.selection.check(checkpoint.tensors)
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
+    chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
     check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
     _check_rename(options.rename, checkpoint.tensors)
-    wanted = _wanted(chosen, options.rename)
+    renamed, _, _ = sources(chosen, None, options.rename)
+    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
     if not wanted:
         raise ValueError("no tensor is left to be converted")
     for name, tensor in wanted.items():
@@ -380,11 +384,11 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
     small: list[SmallFile] = []
     indexes: list[SmallFile] = []
     metadata = {"format": "pt", **checkpoint.metadata}
-    for folder, tensors in parts.items():
-        if not tensors:
+    for folder, names in parts.items():
+        if not names:
             notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
             continue
-        infos = [(name, checkpoint.tensors[t], dtypes[t]) for name, t in tensors.items()]
+        infos = [(name, checkpoint.tensors[t], dtypes[t]) for name, t in names.items()]
         mine = _files(folder, infos, metadata, options.max_shard_nbytes)
         files += mine
         if len(mine) > 1:
@@ -420,19 +424,6 @@ def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
         unmatched = next((name for name in rename if name not in names), None)
     if unmatched is not None:
         raise ValueError(f"rename: no tensor's name matches {unmatched!r}")
-
-
-def _wanted(chosen: Checkpoint, rename: Rename | None) -> dict[str, str]:
-    """The tensors that are left, by their new names."""
-    renamed, _, _ = sources(chosen, None, rename)
-    return {name: source.rows[0].tensor for name, source in renamed.items()}
-
-
-def _chosen(checkpoint: Checkpoint, selection: Selection) -> Checkpoint:
-    """The checkpoint with those tensors alone that are meant."""
-    selection.check(checkpoint.tensors)
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name in selection}
-    return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
@@ -527,7 +518,7 @@ def _most(
     How long a header is depends on the digits of all offsets, and so on the order that the tensors
     have in the file. Where bounds on that do not decide, headers are made to see.
     """
-    header_nbytes = len(_header((), metadata))
+    header_nbytes = len(_file("", (), metadata).header)
     data_nbytes = sure = count = 0
     for i in range(first, len(tensors)):
         name, info, dtype = tensors[i]
@@ -543,49 +534,32 @@ def _most(
             sure = count
 
     def too_long(number: int) -> bool:
-        ordered = _ordered(tensors[first : first + number])
-        header = _header(ordered, metadata)
-        nbytes = len(header) + sum(dtype.nbytes(info.numel) for _, info, dtype in ordered)
-        return nbytes > max_nbytes or len(header) - 8 > MAX_HEADER_NBYTES
+        file = _file("", tensors[first : first + number], metadata)
+        return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
 
     return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
 
 
-def _ordered(tensors: Sequence[_Wanted]) -> list[_Wanted]:
-    """The order that tensors have in a file."""
+def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
+    """A file with these tensors, one after the other."""
     # stable: but for the few of odd lengths, in the order in which they are read
-    return sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
-
-
-def _header(ordered: Iterable[_Wanted], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with these tensors, one after the other."""
+    ordered = sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
+    stops = list(accumulate((d.nbytes(info.numel) for _, info, d in ordered), initial=0))
+    places = list(zip(ordered, pairwise(stops), strict=True))
     entries = [b'"__metadata__":' + _json(dict(metadata))]
-    start = 0
-    for name, info, dtype in ordered:
-        stop = start + dtype.nbytes(info.numel)
-        entries.append(_entry(name, dtype, info.shape, start, stop))
-        start = stop
+    entries += [_entry(name, d, info.shape, *place) for (name, info, d), place in places]
     text = b"{" + b",".join(entries) + b"}"
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    at = len(header)
+    out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
+    return OutFile(path, header, at + stops[-1], tuple(out))
 
 
 def _entry(name: str, dtype: DType, shape: Sequence[int], start: int, stop: int) -> bytes:
     """What a header says of a tensor."""
     said = {"dtype": dtype.code, "shape": list(shape), "data_offsets": [start, stop]}
     return _json(name) + b":" + _json(said)
-
-
-def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
-    ordered = _ordered(tensors)
-    header = _header(ordered, metadata)
-    out = []
-    start = len(header)
-    for name, info, dtype in ordered:
-        stop = start + dtype.nbytes(info.numel)
-        out.append(OutTensor(name, info, dtype, start, stop))
-        start = stop
-    return OutFile(path, header, start, tuple(out))
 
 
 def _divisor(nbytes: int) -> int:

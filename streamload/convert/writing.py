@@ -42,12 +42,22 @@ _TICK_S = 0.02
 # --- what is done at once -------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class _File:
+    """A file that is being written."""
+
+    out: OutFile
+    left_nbytes: int = 0
+    tensors: list[_Tensor] = field(default_factory=list)  # until they are cut into blocks
+    output: Output | None = None  # while it is open
+
+
 @dataclass(slots=True)
 class _Tensor:
     """A tensor that is being written."""
 
     index: int  # among all of the plan
-    file: int
+    file: _File
     out: OutTensor
     digested: int  # up to this byte of the file
     left_nbytes: int
@@ -72,13 +82,13 @@ class Block:
     """What is written at once: within a multiple of a block's length.
 
     Attributes:
-        file: index of the output file.
+        file: the output file.
         start: first byte of the block in the file, a multiple of a block's length.
         runs: (first byte, last byte exclusive) of what is written of it.
         windows: what is read for it: each is parts that follow each other in one shard.
     """
 
-    file: int
+    file: _File
     start: int
     runs: list[tuple[int, int]] = field(default_factory=list)
     windows: list[list[Part]] = field(default_factory=list)
@@ -150,7 +160,6 @@ class Writer:
             UnsupportedCastError: this machine cannot do a cast.
         """
         self.read_nbytes = 0
-        self._plan = plan
         self._destination = destination
         self._journal = journal
         self._out_of_range = out_of_range
@@ -159,25 +168,20 @@ class Writer:
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
         }
-        self._files: list[list[_Tensor]] = []  # of each, what is to be written
+        self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
-        self._unwritten: list[int] = []  # bytes, by file
         self._written: list[_Tensor] = []
-        index = 0
-        for number, file in enumerate(plan.files):
-            tensors = [
-                _Tensor(i, number, t, t.start, t.nbytes)
-                for i, t in enumerate(file.tensors, index)
-                if i not in journal.finished
-            ]
-            index += len(file.tensors)
-            for tensor in tensors:
-                self._unread[tensor.out.info.shard] += tensor.out.info.nbytes
-                if not tensor.left_nbytes:
-                    tensor.digest = hasher().hexdigest()
-                    self._written.append(tensor)
-            self._unwritten.append(len(file.header) + sum(t.left_nbytes for t in tensors))
-            self._files.append(tensors)
+        tensors = ((file, t) for file in self._files for t in file.out.tensors)
+        for index, (file, t) in enumerate(tensors):
+            if index in journal.finished:
+                continue
+            tensor = _Tensor(index, file, t, t.start, t.nbytes)
+            file.tensors.append(tensor)
+            file.left_nbytes += t.nbytes
+            self._unread[t.info.shard] += t.info.nbytes
+            if not t.nbytes:
+                tensor.digest = hasher().hexdigest()
+                self._written.append(tensor)
         #: Bytes of the source that are to be read, before anything was.
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
@@ -188,8 +192,7 @@ class Writer:
         self._blocks = self._cut()
         # file, first byte and length of what the disk is busy with
         self._behind: deque[tuple[Output, int, int]] = deque()
-        self._outputs: dict[int, Output] = {}
-        self._whole: list[int] = []  # files with nothing left to be written
+        self._whole: list[_File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
@@ -202,15 +205,15 @@ class Writer:
         Headers are written in any case: they are in no journal.
         """
         nbytes = self._way.block_nbytes
-        for number, file in enumerate(self._plan.files):
-            block = Block(number, 0)
-            tensors, self._files[number] = self._files[number], []  # they go as they are written
+        for file in self._files:
+            block = Block(file, 0)
+            tensors, file.tensors = file.tensors, []  # they go as they are written
             ranges = ((t, t.out.start, t.out.stop) for t in tensors)
-            for tensor, start, stop in chain([(None, 0, len(file.header))], ranges):
+            for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
                 for first, last in _cut(start, stop, 0, nbytes):
                     if first >= block.start + nbytes:
                         yield block
-                        block = Block(number, first // nbytes * nbytes)
+                        block = Block(file, first // nbytes * nbytes)
                     block.add(tensor, first, last, nbytes)
             yield block
 
@@ -232,7 +235,6 @@ class Writer:
             threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
             for i in range(count)
         ]
-        failed = True
         with deferred_interrupt() as interrupt:
             try:
                 tell(0)
@@ -247,39 +249,33 @@ class Writer:
                     # files are closed there: a process may have 1,024, and this one others too
                     if time.monotonic() >= self._next_commit or len(self._whole) >= _MOST_WHOLE:
                         self._commit()
-                failed = False
+                if self._error is not None:
+                    raise self._error
+                self._commit()
+            except BaseException:
+                self._stop(threads)
+                with suppress(OSError):  # room for the journal, where the disk is full
+                    self._destination.reserve.unlink()
+                with suppress(CheckpointError):  # the first error is the one to be told
+                    self._commit()
+                raise
             finally:
-                with self._changed:
-                    self._stopped = True
-                    self._changed.notify_all()
-                if failed or self._error is not None:
-                    self._shards.stop()
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
-                try:
-                    self._end(failed)
-                finally:
-                    self._shards.close_all()
-                    for output in self._outputs.values():
-                        output.close()
+                self._stop(threads)
+                self._shards.close_all()
+                for file in self._files:
+                    self._close(file)
             tell(self.read_nbytes)
 
-    def _end(self, failed: bool) -> None:
-        """Bring the rest to the disk, and raise what a thread met.
-
-        Args:
-            failed: an error of the calling thread is on its way: nothing else is raised.
-        """
-        if failed or self._error is not None:
-            with suppress(OSError):  # room for the journal, where the disk is full
-                self._destination.reserve.unlink()
-            with suppress(CheckpointError):  # the first error is the one to be told
-                self._commit()
-            if not failed and self._error is not None:
-                raise self._error
-            return
-        self._commit()
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the threads to end, soon."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._running:
+            self._shards.stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _commit(self) -> None:
         """Bring what was finished to the disk, and then into the journal."""
@@ -289,34 +285,35 @@ class Writer:
             self._changed.notify_all()
         if not batch and not whole:
             return
+        begun = time.monotonic()
+        batch.sort(key=lambda tensor: tensor.index)
         try:
-            self._keep(batch, whole)
+            for file in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
+                if file.output is not None:  # not where its tensors have no bytes
+                    file.output.sync()
+            with writing_to(self._destination.path):
+                self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
         except BaseException:
             with self._changed:
                 self._written += batch  # there may be room for it later
             raise
-
-    def _keep(self, batch: Sequence[_Tensor], whole: Sequence[int]) -> None:
-        begun = time.monotonic()
-        for number in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
-            if number in self._outputs:  # not where its tensors have no bytes
-                self._outputs[number].sync()
-        batch = sorted(batch, key=lambda tensor: tensor.index)
-        with writing_to(self._destination.path):
-            self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
-        for number in whole:
-            with self._changed:
-                output = self._outputs.pop(number)
-            output.close()
+        for file in whole:
+            self._close(file)
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _output(self, number: int) -> Output:
+    def _output(self, file: _File) -> Output:
         with self._changed:
-            if number not in self._outputs:
-                to, path = self._destination, self._plan.files[number].path
-                self._outputs[number] = Output(to.out / path, to.path / path)
-            return self._outputs[number]
+            if file.output is None:
+                to, path = self._destination, file.out.path
+                file.output = Output(to.out / path, to.path / path)
+            return file.output
+
+    def _close(self, file: _File) -> None:
+        with self._changed:
+            output, file.output = file.output, None
+        if output is not None:
+            output.close()
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
@@ -342,7 +339,7 @@ class Writer:
                 self._changed.notify_all()
 
     def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
-        header = self._plan.files[block.file].header
+        header = block.file.out.header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
         for window in block.windows:
@@ -409,14 +406,14 @@ class Writer:
                     part.tensor.left_nbytes -= part.stop - part.start
                     if not part.tensor.left_nbytes:
                         self._written.append(part.tensor)
-            self._unwritten[block.file] -= sum(stop - start for start, stop in block.runs)
-            if not self._unwritten[block.file]:
+            block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
+            if not block.file.left_nbytes:
                 self._whole.append(block.file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
-    def _write(self, number: int, start: int, data: memoryview) -> None:
-        output = self._output(number)
+    def _write(self, file: _File, start: int, data: memoryview) -> None:
+        output = self._output(file)
         output.write(start, data)
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
