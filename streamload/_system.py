@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 if os.name != "posix":
     raise ImportError(
@@ -11,6 +14,26 @@ if os.name != "posix":
     )
 
 _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
+
+
+#: Bring a file's bytes to the disk.
+sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk.
+
+    Raises:
+        OSError: the disk said so.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a filesystem whose folders cannot be
+            raise
+    finally:
+        os.close(fd)
 
 
 def read_at(fd: int, start: int, out: memoryview) -> int:

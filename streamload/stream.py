@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import groupby, islice
-from types import TracebackType
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader
@@ -85,7 +84,8 @@ def stream(
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))
         units = job.units()
-        crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
+        crew = _Crew(job, plan.threads, interrupt)
+        stack.callback(crew.join)
         opened: deque[int] = deque()  # shards
         submitted: Counter[int] = Counter()  # units, by shard
         try:
@@ -178,17 +178,6 @@ class _Crew:
         self._to_start = threads
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         interrupt.wake = self._wake
-
-    def __enter__(self) -> _Crew:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.join()
 
     def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
         """Hand out units; waits while enough are under way. Raises what a worker met."""

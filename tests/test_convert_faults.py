@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload._system import sync as real_sync
 from streamload.convert import convert as module
 from streamload.convert import disk
-from streamload.convert.disk import sync as real_sync
 from streamload.convert.planning import RenamePatterns
 from streamload.errors import CheckpointError
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
+from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -30,12 +31,11 @@ from streamload.convert.disk import (
     file_digest,
     locked,
     pieces,
-    sync_folder,
     unwritable,
     write_file,
     writing_to,
 )
-from streamload.convert.journal import Began, Journal
+from streamload.convert.journal import Journal, first_line, plain
 from streamload.convert.memory import Way, choose_way
 from streamload.convert.planning import (
     ConvertPlan,
@@ -267,7 +267,7 @@ class _Conversion:
         used = {t.info.shard for _, _, t in plan.tensors()}
         self._shards = [header for header in checkpoint.shards if header.path in used]
         self._source = {header.path.name: _state(header) for header in self._shards}
-        self._began = Began(plan.digest, plan.options, self._source)
+        self._first = first_line(plan.digest, plan.options, self._source)
         self._check_source()
         self.destination.check_apart(
             [header.path for header in checkpoint.shards if isinstance(header.path, Path)]
@@ -300,8 +300,8 @@ class _Conversion:
             found = self.destination.sidecar(folder)
             if (
                 found is None
-                or found.source.get("files") != _plain(self._source)
-                or found.options != _plain(self._plan.options)
+                or found.source.get("files") != plain(self._source)
+                or found.options != plain(self._plan.options)
             ):
                 return None
             sidecars[folder] = found
@@ -378,7 +378,7 @@ class _Conversion:
         with writing_to(to.path):
             if resume:
                 self._check_versions()
-            journal = Journal.resume(to.journal, self._began) if resume else None
+            journal = Journal.resume(to.journal, self._first) if resume else None
             if journal is not None:
                 if journal.published is None:
                     self._forget_lost(journal)
@@ -391,7 +391,7 @@ class _Conversion:
             for folder in ("", *self._plan.folders):
                 (to.out / folder).mkdir(parents=True, exist_ok=True)
             write_file(to.reserve, [bytes(to.reserve_nbytes)])
-            journal = Journal.begin(to.journal, self._began, replaces=overwrite)
+            journal = Journal.begin(to.journal, self._first, replaces=overwrite)
             sync_folder(to.work)
             sync_folder(to.path)
             return journal
@@ -480,11 +480,11 @@ class _Conversion:
             for i, (_, file, t) in enumerate(self._plan.tensors())
             if folder_of(file.path) == folder
         ]
-        Digests.of(
-            (Digest(t.name, t.dtype, t.info.shape, t.nbytes, one.digest) for t, one in mine),
+        Digests(
+            {t.name: Digest(t.name, t.dtype, t.info.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
-            options=_plain(self._plan.options),
-            files=[path.rpartition("/")[2] for path in self._plan.names(folder)],
+            options=plain(self._plan.options),
+            files=tuple(path.rpartition("/")[2] for path in self._plan.names(folder)),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
         ).write(self.destination.out / folder / SIDECAR)
 
@@ -527,12 +527,6 @@ class _Conversion:
                     expected="the file as it was (overwrite begins again)",
                     found=error.problem,
                 ) from error
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON has it when it is read back."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(values)))
-    return plain
 
 
 def _length(path: Path) -> int | None:

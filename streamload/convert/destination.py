@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from streamload._system import sync_folder
 from streamload.convert.beside import CONFIG
-from streamload.convert.disk import WORK, exists, sync_folder, writing_to
+from streamload.convert.disk import WORK, exists, writing_to
 from streamload.convert.planning import ConvertPlan, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError

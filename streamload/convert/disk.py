@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from streamload._system import sync, sync_folder
 from streamload.checkpoint.header import is_there, unreadable
 from streamload.checkpoint.page_cache import libc
 from streamload.digests import digest_of
@@ -23,9 +24,6 @@ from streamload.errors import CheckpointError
 
 #: In the destination: what is being written, until it is whole.
 WORK = ".streamload"
-
-#: Bring a file's bytes to the disk.
-sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 # Source: sync_file_range(2).
 _WRITE = 2
@@ -169,18 +167,6 @@ def pieces(source: Path) -> Iterator[bytes]:
 def file_digest(path: Path) -> str:
     """The digest of a file's bytes."""
     return digest_of(map(memoryview, pieces(path)))
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a filesystem whose folders cannot be
-            raise
-    finally:
-        os.close(fd)
 
 
 @contextmanager
