@@ -28,7 +28,7 @@ from streamload.errors import CheckpointError, DeviceError
 from streamload.plan.budget import available_host_nbytes
 from streamload.units import round_up
 
-#: Bytes that are looked at at once. Tried with 4 and 8 MiB: no difference beyond the noise.
+#: Most bytes that a thread reads, or writes, at once (docs/measurements.md).
 BLOCK_NBYTES = 2**22
 #: Pages that the kernel reads ahead of a thread: 8 MiB twice on virtual disks.
 AHEAD_NBYTES = 2**24

@@ -21,7 +21,7 @@ LAYERS = (
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
     ("checkpoint.url", "plan.budget"),
-    ("checkpoint.fileless", "checkpoint.guard"),
+    ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header",),
     ("checkpoint.wire",),
     ("checkpoint.remote",),

@@ -199,14 +199,14 @@ def convert(
         progress: as in `load_state_dict`.
 
     Raises:
-        CheckpointError: the source is not what it should be; or the destination holds something
+        CheckpointError: the source is invalid; or the destination holds something
             else, overlaps the source, is being written by another conversion, or cannot be
             written.
         PlanInfeasibleError: there is not enough room on the disk, or in memory, or a node cannot
             hold its part.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     clock = Clock()
     if resume and overwrite:

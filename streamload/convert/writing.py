@@ -24,13 +24,13 @@ from streamload.checkpoint.url import Location
 from streamload.convert.destination import Destination
 from streamload.convert.disk import Output, writing_to
 from streamload.convert.journal import Finished, Journal
-from streamload.convert.memory import BLOCK_NBYTES, Way
+from streamload.convert.memory import Way
 from streamload.convert.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
 from streamload.digests import Hasher, digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.reading import Room, Shards, file_kind, page_cache
+from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.

@@ -4,9 +4,6 @@ Storage that is behind one wire sends the model once instead of once for each ra
 each other in the order of the files, on every rank the same; the reading of the next one goes on
 while one is exchanged. A rank takes bytes out of a few blocks that are held, and a block makes
 room when this rank has taken all that it needs of it.
-
-Measured with 14 hosts behind 1 Gbit/s, 260 MB: every rank reads all 30.5 s, rank 0 reads and
-broadcasts 9.3 s, this 3.1 s.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Self
 
+from streamload.checkpoint.base import Reader
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.fileless import FilelessReader
 from streamload.checkpoint.header import Header
-from streamload.checkpoint.readers import Reader, ResolvedKind
+from streamload.checkpoint.readers import ResolvedKind
 from streamload.checkpoint.url import Location
 from streamload.nodes.group import Group
 from streamload.plan.plan import Placement, whole
@@ -35,11 +32,7 @@ LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer one
 BLOCKS = 8
 
 _JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
-# 1 GB to 4 hosts behind 1 Gbit/s, as is the storage (8.0 s), medians of three in turn, seconds with
-# (readers, under way, blocks): (2, 2, 6) 9.67, (2, 4, 8) 9.53, (1, 2, 6) 9.51, (1, 4, 8) 9.35. A
-# second reader takes more of the wire from what is exchanged, for which all wait; but one alone
-# waits for each answer, which from storage that is far away takes longer than the bytes. With 12
-# blocks and more (behind 200 Mbit/s) it took longer again.
+# One alone waits for each answer; more take the wire from exchanges (docs/measurements.md).
 _READERS = 2
 UNDER_WAY = 4
 
@@ -347,11 +340,13 @@ def _overlap(ranges: Ranges, start: int, stop: int) -> int:
     return total
 
 
-class GatheredReader(FilelessReader):
+class GatheredReader(Reader):
     """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
 
+    _how = "by several ranks together"
+
     def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
-        super().__init__(header.path, header.file_nbytes, "by several ranks together")
+        super().__init__(header.path, header.file_nbytes)
         self._gatherer = gatherer
         self._beside = open_shard(header, kind)
 
@@ -364,5 +359,5 @@ class GatheredReader(FilelessReader):
         """See `Reader.close`."""
         self._beside.close()
 
-    def _fill(self, start: int, out: memoryview) -> None:
-        self._gatherer.take(self.path, start, out, self._beside)
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        self._gatherer.take(self.path, start, target, self._beside)
