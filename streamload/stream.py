@@ -251,7 +251,7 @@ class _Crew:
             self._failures.put(failure)
 
     def _wake(self) -> None:
-        """Have the streaming thread look at what came; called between any two instructions."""
+        """Wake the streaming thread; called between any two instructions."""
         self._done.put(None)
         # the thread itself may wait for a server, and hold locks of that
         if self._inline is not None and self._interrupt.will_raise:
@@ -286,7 +286,7 @@ class _Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> tuple[Reader, Sequence[Unit]] | None:
-        """The next item; meanwhile, whoever waits to write a file does not wait for long."""
+        """The next item; nobody who wants to change an open file waits long meanwhile."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)

@@ -77,7 +77,7 @@ class Destination:
                 raise CheckpointError(folder, "the source is in the folder that would be written")
         beside = [f.content for f in self._plan.small if isinstance(f.content, Path)]
         own = {_identity(path): path for path in (*shards, *beside)}
-        own.pop(None, None)  # gone: who reads it will tell
+        own.pop(None, None)  # a file that is gone: reading it will tell
         for name in dict.fromkeys((*self._plan.paths, *self._old())):
             if found := own.get(_identity(self.path / name)):
                 raise CheckpointError(

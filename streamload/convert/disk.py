@@ -31,7 +31,7 @@ _WRITE_AND_WAIT = 1 | 2 | 4
 
 # Of errors of writing: the disk, or what one may have of it, is full.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Of a filesystem that has no locks, as some of networks: who writes there must see to it.
+# What filesystems without locks say, as some of networks: there, users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _WRITES_BEHIND = sys.platform == "linux"
 _PIECE_NBYTES = 2**20

@@ -39,7 +39,7 @@ _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 
-# --- what is done at once -------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +96,7 @@ class Block:
     def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
         """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
         if self.runs and self.runs[-1][1] == start:
-            start_of_run, _ = self.runs.pop()
-            self.runs.append((start_of_run, stop))
+            self.runs[-1] = (self.runs[-1][0], stop)
         else:
             self.runs.append((start, stop))
         if tensor is None:
