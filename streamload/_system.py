@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 if os.name != "posix":
     raise ImportError(
@@ -44,6 +47,7 @@ _CALLS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], Any], ...] = (
     ("preadv", ("preadv64", "preadv"), (_int, _pointer, _int, _i64), ctypes.c_ssize_t),
     ("errno", ("__errno_location",), (), _pointer),
     ("malloc_trim", ("malloc_trim",), (_size,), _int),
+    ("sync_file_range", ("sync_file_range",), (_int, _i64, _i64, ctypes.c_uint), _int),
 )
 
 
@@ -149,6 +153,26 @@ def populate(window: memoryview) -> None:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
+
+
+#: Bring a file's bytes to the disk.
+sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk.
+
+    Raises:
+        OSError: the disk said so.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a filesystem whose folders cannot be
+            raise
+    finally:
+        os.close(fd)
 
 
 def read_at(fd: int, start: int, out: memoryview) -> int:

@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -23,16 +22,9 @@ from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import TensorInfo
-from streamload.checkpoint.readers import (
-    Reader,
-    ReaderKind,
-    ResolvedKind,
-    choose_reader,
-    direct_memory,
-    open_reader,
-)
+from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.digests import SIDECAR, Digest, Digests, hasher
+from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.dtypes import DType
 from streamload.errors import (
     CheckpointError,
@@ -43,23 +35,21 @@ from streamload.mapping import Rename, sources
 from streamload.plan.budget import first_that_fits
 from streamload.plan.planner import DTypePolicy
 from streamload.progress import Progress, reporting
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards
 from streamload.selection import Patterns, Selection
-from streamload.units import format_bytes, format_table, round_up
+from streamload.units import format_bytes, format_table
 
 #: (bytes looked at at once, how files are read): the first that memory is enough for.
 _WAYS: Sequence[tuple[int, ReaderKind]] = (
-    (4 * 2**20, "auto"),
+    (BLOCK_NBYTES, "auto"),
     (2**20, "direct"),
     (2**18, "direct"),
 )
 # Each is a little more than was measured in memory cgroups.
 _RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
-_AHEAD_NBYTES = 2**24  # pages that the kernel reads ahead of a map: 8 MiB twice on virtual disks
 _PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
 _TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
 _PART_NUMEL = 2**16  # elements looked at one by one: temporaries of a few MB
-_WINDOW_NBYTES = 2**16  # below, a read costs less than a window of a map
-_PAGE = 4096  # no reader's alignment is larger than a page
 _MOST_OPEN = 16  # files of one checkpoint at once
 _LISTED_DIMS = 8
 
@@ -162,14 +152,15 @@ def verify_checkpoint(
         ShardNotFoundError: there is no sidecar, or no checkpoint.
         CheckpointError: one of them is not valid or cannot be read.
         PlanInfeasibleError: there is too little memory.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     begun = time.monotonic()
     chosen = Selection.parse(select, exclude)
     checkpoint = _opened(path)
     folder = _folder(checkpoint)
     digests = Digests.read(folder / SIDECAR)
-    way = _way([checkpoint])
+    block_nbytes, kind = _way([checkpoint])
+    room = Room(block_nbytes, ahead=True)
     chosen.check([*checkpoint.tensors, *digests.tensors])
     tensors = [info for info in checkpoint.tensors.values() if info.name in chosen]
     listed = [info for info in tensors if info.name in digests.tensors]
@@ -177,20 +168,16 @@ def verify_checkpoint(
     done = nbytes = 0
     with (
         reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
-        closing(_Files(checkpoint, way)) as files,
+        _shards(checkpoint, kind) as files,
     ):
         for info in listed:
             expected = digests.tensors[info.name]
             difference = _unlike(info, expected)
             if difference is None:
-                found = hasher(digests.algorithm)
-                for start, stop in _cut(info.nbytes, way[0]):
-                    with files.block(info, start, stop) as data:
-                        found.update(data)
-                    tell(done + stop)
+                found = digest_of(files.blocks(info, room), tell, done, digests.algorithm)
                 nbytes += info.nbytes
-                if found.hexdigest() != expected.hex:
-                    difference = Changed(info.name, "digest", expected.hex, found.hexdigest())
+                if found != expected.hex:
+                    difference = Changed(info.name, "digest", expected.hex, found)
             if difference is not None:
                 changed.append(difference)
             done += info.nbytes
@@ -399,7 +386,7 @@ def diff(
         PlanInfeasibleError: there is too little memory.
         UnsupportedCastError: a tensor cannot be cast so.
         OutOfRangeError: under "error", a value cannot be represented.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     begun = time.monotonic()
     if out_of_range not in get_args(OutOfRange):
@@ -407,7 +394,8 @@ def diff(
     chosen = Selection.parse(select, exclude)
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
     first, second = _opened(a), _opened(b)
-    way = _way([first, second])
+    block_nbytes, kind = _way([first, second])
+    room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*first.tensors, *second.tensors])
     named, _, _ = sources(first, None, rename)
     pairs: list[tuple[TensorInfo, TensorInfo, DType]] = []
@@ -431,20 +419,20 @@ def diff(
     nbytes = 0
     with (
         reporting(progress, total, "compared") as tell,
-        closing(_Files(first, way)) as files_a,
-        closing(_Files(second, way)) as files_b,
+        _shards(first, kind) as files_a,
+        _shards(second, kind) as files_b,
     ):
         done = 0
         for left, right, wanted in pairs:
             pair = _Pair(left, right, wanted, out_of_range)
             if pair.compared:
-                for blocks in pair.cut(way[0]):
+                for mine, theirs in pair.cut(block_nbytes):
                     with (
-                        files_a.block(left, *blocks[0]) as mine,
-                        files_b.block(right, *blocks[1]) as theirs,
+                        files_a.block(left.shard, *mine, room_a, left.name) as x,
+                        files_b.block(right.shard, *theirs, room_b, right.name) as y,
                     ):
-                        pair.compare(mine, theirs)
-                    tell(done + blocks[0][1])
+                        pair.compare(x, y)
+                    tell(done + mine[1] - left.start)
                 nbytes += left.nbytes + right.nbytes
             if left.shape == right.shape:
                 done += left.nbytes
@@ -489,14 +477,15 @@ class _Pair:
         )
 
     def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Bytes of the left and of the right tensor that hold the same elements, block by block."""
+        """Bytes of the left and of the right file that hold the same elements, block by block."""
         left, right = self._left.dtype, self._right.dtype
+        x, y = self._left.start, self._right.start
         # a multiple of 8: whole bytes of any dtype
         step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
         for start, stop in _cut(self._left.numel, step):
             yield (
-                (left.nbytes(start), left.nbytes(stop)),
-                (right.nbytes(start), right.nbytes(stop)),
+                (x + left.nbytes(start), x + left.nbytes(stop)),
+                (y + right.nbytes(start), y + right.nbytes(stop)),
             )
 
     def compare(self, mine: memoryview, theirs: memoryview) -> None:
@@ -622,88 +611,13 @@ def _element(data: Array, index: int, dtype: DType) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-class _Files:
-    """The files of a checkpoint, some of them open, and one block of memory to read into."""
+def _shards(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
+    """The files of a checkpoint, some of them open."""
 
-    def __init__(self, checkpoint: Checkpoint, way: tuple[int, ReaderKind]) -> None:
-        self._block_nbytes, self._kind = way
-        self._headers = {header.path: header for header in checkpoint.shards}
-        self._kinds: dict[Location, ResolvedKind] = {}
-        self._open: dict[Location, Reader] = {}  # the one that was used last is the last
-        self._memory: memoryview | None = None
-        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # of which file, which bytes
-        self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
+    def choose(shard: Location) -> ResolvedKind:
+        return choose_reader(shard, kind if isinstance(shard, Path) else "auto").kind
 
-    @contextmanager
-    def block(self, info: TensorInfo, start: int, stop: int) -> Iterator[memoryview]:
-        """Some bytes of a tensor, read-only, valid inside the with; one block at a time.
-
-        Args:
-            info: the tensor.
-            start: first byte, counted from the tensor's first.
-            stop: last byte, exclusive; at most a block after the first.
-
-        Raises:
-            CheckpointError: they cannot be read; the error names the tensor.
-        """
-        first, last = info.start + start, info.start + stop
-        try:
-            with ExitStack() as stack:
-                reader = self._reader(info.shard)
-                if reader.mapped and stop - start >= _WINDOW_NBYTES:
-                    data = stack.enter_context(reader.view(first, last))
-                else:
-                    data = self._read(reader, first, last)
-                yield data
-        except CheckpointError as error:
-            if error.tensor is not None:
-                raise
-            raise error.of_tensor(info.name) from error
-
-    def _read(self, reader: Reader, first: int, last: int) -> memoryview:
-        shard, start, stop = self._held
-        if shard != reader.path or not start <= first <= last <= stop:
-            self._fill(reader, first, last)
-            _, start, _ = self._held
-        assert self._memory is not None, "after it was filled"
-        self._last = (reader.path, last)
-        return self._memory[first - start : last - start].toreadonly()
-
-    def _fill(self, reader: Reader, first: int, last: int) -> None:
-        if self._last == (reader.path, first):
-            # who goes through a file in its order gets what comes next along: a request over HTTP
-            # and a direct read cost the same for a few bytes as for many
-            with suppress(CheckpointError):  # what cannot be read may be of another tensor
-                self._fill_with(reader, first, min(first + self._block_nbytes, reader.nbytes))
-                return
-        self._fill_with(reader, first, last)
-
-    def _fill_with(self, reader: Reader, first: int, last: int) -> None:
-        if self._memory is None:
-            self._memory = direct_memory(self._block_nbytes + 2 * _PAGE)
-        start = first // reader.alignment * reader.alignment
-        stop = round_up(last, reader.alignment)
-        self._held = (None, 0, 0)  # until it is read whole
-        valid = reader.read_aligned(start, stop, self._memory[: stop - start])
-        self._held = (reader.path, start, start + valid)
-
-    def _reader(self, shard: Location) -> Reader:
-        reader = self._open.pop(shard, None)
-        if reader is None:
-            if len(self._open) >= _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            if shard not in self._kinds:  # decided once: reading brings it into the page cache
-                kind = self._kind if isinstance(shard, Path) else "auto"
-                self._kinds[shard] = choose_reader(shard, kind).kind
-            header = self._headers[shard]
-            reader = open_reader(shard, header.file_nbytes, self._kinds[shard], header.state)
-        self._open[shard] = reader
-        return reader
-
-    def close(self) -> None:
-        """Close all."""
-        while self._open:
-            self._open.popitem()[1].close()
+    return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
 
 
 def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
@@ -716,7 +630,7 @@ def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
     ways = []
     for block_nbytes, kind in _WAYS:
-        each_nbytes = block_nbytes + _AHEAD_NBYTES * (kind == "auto")
+        each_nbytes = block_nbytes + AHEAD_NBYTES * (kind == "auto")
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
         if compared:  # which elements of a block differ, and numbers of a part
             needed_nbytes += block_nbytes + _PARTS_NBYTES

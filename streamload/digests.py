@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import xxhash
 
+from streamload._system import sync_folder
 from streamload.checkpoint.checkpoint import read_json_file
 from streamload.checkpoint.header import (
     RepeatedNames,
@@ -52,13 +52,9 @@ class Hasher(Protocol):
         """The digest of all bytes so far, in lower-case hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Algorithm:
-    make: Callable[[], Hasher]
-    pattern: re.Pattern[str]  # what its digests look like
-
-
-_ALGORITHMS = {ALGORITHM: _Algorithm(xxhash.xxh3_128, re.compile("[0-9a-f]{32}", re.ASCII))}
+_ALGORITHMS: dict[str, Callable[[], Hasher]] = {ALGORITHM: xxhash.xxh3_128}
+#: What their digests look like.
+HEX = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 def hasher(algorithm: str = ALGORITHM) -> Hasher:
@@ -67,7 +63,29 @@ def hasher(algorithm: str = ALGORITHM) -> Hasher:
     Raises:
         KeyError: there is no such algorithm; `Digests.read` gives out only those that there are.
     """
-    return _ALGORITHMS[algorithm].make()
+    return _ALGORITHMS[algorithm]()
+
+
+def digest_of(
+    pieces: Iterable[memoryview],
+    tell: Callable[[int], None] = lambda done: None,
+    done: int = 0,
+    algorithm: str = ALGORITHM,
+) -> str:
+    """The digest of bytes that come piece by piece.
+
+    Args:
+        pieces: the bytes; each piece is done with before the next one is asked for.
+        tell: told how many bytes are done.
+        done: bytes that were done before.
+        algorithm: what the digest is; see `hasher`.
+    """
+    found = hasher(algorithm)
+    for piece in pieces:
+        found.update(piece)
+        done += piece.nbytes
+        tell(done)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +152,7 @@ class Digest:
                 raise fail("the shape is not valid", "at most 2**64 - 1 elements", describe(dim))
         if type(nbytes) is not int or nbytes != dtype.nbytes(numel):
             raise fail("nbytes and the shape do not agree", dtype.nbytes(numel), describe(nbytes))
-        if type(digest) is not str or not _ALGORITHMS[algorithm].pattern.fullmatch(digest):
+        if type(digest) is not str or not HEX.fullmatch(digest):
             raise fail("the digest is not valid", f"one of {algorithm}", describe(digest))
         return cls(name, dtype, tuple(shape), nbytes, digest)
 
@@ -159,20 +177,6 @@ class Digests:
     algorithm: str = ALGORITHM
     files: tuple[str, ...] = ()
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        digests: Iterable[Digest],
-        *,
-        source: Mapping[str, Any] = MappingProxyType({}),
-        options: Mapping[str, Any] = MappingProxyType({}),
-        files: Sequence[str] = (),
-        counts: Mapping[str, Counts] = MappingProxyType({}),
-    ) -> Self:
-        """Put digests together; of two of one name, the later counts."""
-        tensors = {digest.name: digest for digest in digests}
-        return cls(tensors, source, options, ALGORITHM, tuple(files), dict(counts))
 
     def to_json(self) -> str:
         """The sidecar's text."""
@@ -288,11 +292,7 @@ class Digests:
             with suppress(OSError):
                 partial.unlink()
             raise
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(target.parent)
 
 
 def _object(name: str, items: Iterable[tuple[str, object]]) -> Iterator[str]:

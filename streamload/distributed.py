@@ -45,7 +45,6 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.interrupt import deferred_interrupt
-from streamload.job import open_shard
 from streamload.load import DTypeArgument, Load, Options, Place, TransferArgument, uncollected
 from streamload.load import plan as plan_load
 from streamload.lookup import CastArgument, bf16_is_undecided
@@ -68,6 +67,7 @@ from streamload.plan.kv_cache import CacheRequest
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan
 from streamload.progress import Progress, reporting
+from streamload.reading import open_shard
 from streamload.report import Clock, LoadReport, NodeReport
 from streamload.verify import checksums
 

@@ -13,18 +13,18 @@ import numpy as np
 
 from streamload.cast.table import Cast, CastCounts, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header
-from streamload.checkpoint.page_cache import PageCache, ShardCache
-from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
-from streamload.checkpoint.url import Location, Url
+from streamload.checkpoint.readers import Reader
+from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
-from streamload.errors import DeviceError, FileChangedError, OutOfRangeError, TruncatedFileError
+from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
-from streamload.plan.budget import available_host_nbytes
 from streamload.plan.chunks import Chunk, Cut, Pack
 from streamload.plan.plan import SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.reading import Opener as Opener
+from streamload.reading import Shards, page_cache
+from streamload.reading import open_shard as open_shard
 
 NO_COUNTS = CastCounts()
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
@@ -56,15 +56,6 @@ class Target(Protocol):
 
     def revoke(self, indices: Iterable[int]) -> None:
         """Finished placements among these hold bytes that may be wrong; the load fails."""
-
-
-#: Opens a shard, in the way that the plan has for it.
-Opener = Callable[[Header, ResolvedKind], Reader]
-
-
-def open_shard(header: Header, kind: ResolvedKind) -> Reader:
-    """Open a shard's file by itself."""
-    return open_reader(header.path, header.file_nbytes, kind, header.state)
 
 
 @dataclass(slots=True)
@@ -135,54 +126,38 @@ class Job:
         self._checkpoint = checkpoint
         self._target = target
         self._progress = progress
-        self._open = opener
         self._headroom = headroom
         self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
         self._casts: dict[tuple[DType, DType, str], Cast] = {}
         self._compiling = threading.Lock()
-        self._to_allocate_nbytes = sum(
-            d.fresh_nbytes for d in plan.devices if infos[d.device].shared_memory
+        self._cut = Cut(plan, checkpoint)
+        cached = [n for n, kind in enumerate(plan.readers) if kind not in ("direct", "http")]
+        self._page_cache = page_cache(
+            plan.page_cache,
+            to_read_nbytes=self._cut.read_nbytes(cached),
+            to_allocate_nbytes=sum(
+                d.fresh_nbytes for d in plan.devices if infos[d.device].shared_memory
+            ),
         )
-        self.page_cache: PageCache | None = None
-        self._readers: dict[int, Reader] = {}
-        self._caches: dict[int, ShardCache] = {}
+        self._paths = [header.path for header in checkpoint.shards]
+        kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
+        self._shards = Shards(checkpoint.shards, kind_of, opener=opener, cache=self._page_cache)
         self._to_come: Counter[int] = Counter()  # units that were begun, by shard
         self._begun: set[int] = set()  # shards, all of their units
-        self._closing = threading.Lock()
 
     def units(self) -> Iterator[Unit]:
         """Cut the plan into units, made one by one in the order in which they are read."""
-        cut = Cut(self.plan, self._checkpoint)
-        readers = enumerate(self.plan.readers)
-        cached = [shard for shard, kind in readers if kind not in ("direct", "http")]
-        self.page_cache = PageCache(
-            self.plan.page_cache,
-            to_read_nbytes=cut.read_nbytes(cached),
-            to_allocate_nbytes=self._to_allocate_nbytes,
-            available=_available_nbytes,
-        )
-        pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
+        pieces = self._cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
         return _units(pieces, self)
 
     def open(self, shard: int) -> Reader:
         """Open a shard's file."""
-        assert self.page_cache is not None, "before there are units"
-        header = self._checkpoint.shards[shard]
-        reader = self._open(header, self.plan.readers[shard])
-        self._readers[shard] = reader
-        # nothing of it is in the page cache, or it is others who read it
-        if not reader.has_file or isinstance(header.path, Url):
-            return reader
-        if self.plan.readers[shard] != "direct" or reader.fallback:
-            self._caches[shard] = self.page_cache.open(header.path)
-            self.stats.page_cache = self.page_cache.reason
-        return reader
+        return self._shards.reader(self._paths[shard])
 
     def stop(self) -> None:
-        """Nothing more is wanted: who waits for a server need not wait to the end."""
+        """Nothing more is wanted: end all waits for a server; any thread may call this."""
         self.failed = True
-        for reader in list(self._readers.values()):  # any thread may call this
-            reader.stop()
+        self._shards.stop()
 
     def fail(self, error: BaseException) -> None:
         """Stop, and take back what was finished where the error says that it may be wrong."""
@@ -203,10 +178,7 @@ class Job:
         Raises:
             FileChangedError: somebody does.
         """
-        with self._closing:
-            for reader in list(self._readers.values()):
-                with reader.unchanged():
-                    pass
+        self._shards.check()
 
     def has_begun(self, shard: int) -> None:
         """All units of a shard were begun: its file is closed when they are done.
@@ -219,26 +191,14 @@ class Job:
     def _close_if_done(self, shard: int) -> None:
         if shard in self._begun and not self._to_come[shard]:
             # what windows still map cannot be dropped from the page cache
-            self.close(shard, with_cache=self.plan.transfer != "mapped")
+            self._shards.close(self._paths[shard], with_cache=self.plan.transfer != "mapped")
 
     def close_all(self) -> None:
         """Close every file that is open still; no worker reads any more."""
-        for shard in {*self._readers, *self._caches}:
-            self.close(shard)
-
-    def close(self, shard: int, *, with_cache: bool = True) -> None:
-        """Close what `open` opened; no worker reads there any more."""
-        with self._closing:
-            reader = self._readers.pop(shard, None)
-            if reader is not None:
-                reader.close()
-        if reader is not None and reader.fallback:
-            self.stats.reader_fallbacks[reader.fallback] += 1
-        cache = self._caches.pop(shard, None) if with_cache else None
-        if cache is not None:  # when nothing maps the file any more
-            if self.failed:  # what workers had read, and nobody was told of
-                cache.done(0, self._checkpoint.shards[shard].file_nbytes)
-            cache.close()
+        self._shards.close_all()
+        self.stats.reader_fallbacks = self._shards.fallbacks
+        self.stats.page_cache = self._shards.page_cache
+        self.stats.dropped_nbytes = self._page_cache.dropped_nbytes
 
     def cast(self, p: Placement) -> Cast:
         """The cast of a placement; a plain copy of bits where the device casts.
@@ -349,12 +309,12 @@ class Job:
 
     def _account(self, unit: Unit, nbytes: int) -> None:
         """Tell the page cache what has been read; close a file that nobody will read any more."""
-        cache = self._caches.get(unit[0].shard)
-        if cache is not None and cache.drops:
+        shard = self._paths[unit[0].shard]
+        if self._shards.drops(shard):
             for start, stop in file_ranges(unit):
-                cache.done(start, stop)
-        elif cache is not None:  # it counts, and asks for no more: a unit may have many ranges
-            cache.done(0, nbytes)
+                self._shards.done(shard, start, stop)
+        else:  # it counts, and asks for no more: a unit may have many ranges
+            self._shards.done(shard, 0, nbytes)
         self._to_come[unit[0].shard] -= 1
         self._close_if_done(unit[0].shard)
 
@@ -397,14 +357,6 @@ def _units(cut: Iterable[Chunk | Pack], job: Job) -> Iterator[Unit]:
         size, most = size + grows, job.unit_nbytes(p)
     if unit:
         yield tuple(unit)
-
-
-def _available_nbytes() -> int | None:
-    """What the host has left for page cache; None where no file says."""
-    try:
-        return available_host_nbytes()
-    except DeviceError:
-        return None
 
 
 def written_nbytes(unit: Unit) -> int:

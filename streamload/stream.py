@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import groupby, islice
-from types import TracebackType
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader
@@ -23,9 +22,10 @@ from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Device
 from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
-from streamload.job import Job, Opener, StreamStats, Target, Unit, open_shard
+from streamload.job import Job, StreamStats, Target, Unit
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.plan import STAGING_SLOTS, Plan
+from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 
 _BATCH_UNITS = 4
@@ -84,7 +84,8 @@ def stream(
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))
         units = job.units()
-        crew = stack.enter_context(_Crew(job, plan.threads, interrupt))
+        crew = _Crew(job, plan.threads, interrupt)
+        stack.callback(crew.join)
         opened: deque[int] = deque()  # shards
         submitted: Counter[int] = Counter()  # units, by shard
         try:
@@ -116,8 +117,6 @@ def stream(
         for casts in job.casts.values():
             job.stats.counts |= casts.all_counts()
         interrupt.check()  # it came when the last byte had been placed
-        if job.page_cache is not None:
-            job.stats.dropped_nbytes = job.page_cache.dropped_nbytes
         job.stats.seconds = time.perf_counter() - begun
         return job.stats
 
@@ -179,17 +178,6 @@ class _Crew:
         self._to_start = threads
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         interrupt.wake = self._wake
-
-    def __enter__(self) -> _Crew:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.join()
 
     def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
         """Hand out units; waits while enough are under way. Raises what a worker met."""
@@ -263,7 +251,7 @@ class _Crew:
             self._failures.put(failure)
 
     def _wake(self) -> None:
-        """Have the streaming thread look at what came; called between any two instructions."""
+        """Wake the streaming thread; called between any two instructions."""
         self._done.put(None)
         # the thread itself may wait for a server, and hold locks of that
         if self._inline is not None and self._interrupt.will_raise:
@@ -298,7 +286,7 @@ class _Crew:
         self._close(worker)
 
     def _wait_for_work(self) -> tuple[Reader, Sequence[Unit]] | None:
-        """The next item; meanwhile, whoever waits to write a file does not wait for long."""
+        """The next item; nobody who wants to change an open file waits long meanwhile."""
         while True:
             with suppress(queue.Empty):
                 return self._work.get(timeout=_LOOK_S)

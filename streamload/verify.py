@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from streamload.cast.reference import cast_bytes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import open_regular
-from streamload.checkpoint.readers import Reader, open_reader
+from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
 from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
@@ -37,6 +36,8 @@ _SMALL_BLOCK_NBYTES = 2**18
 # A block is held as it is read, gathered, cast, read back and compared, and pages are read ahead.
 _BLOCKS = 7
 _CAST_NBYTES = 4 * 2**20  # numpy's temporaries
+
+_Read = Callable[[int, int], bytes]  # (first byte, most bytes) of a file; fewer at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,19 +177,19 @@ def _reference(
             for shard in dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
         }
         for shard, start, nbytes in _extents(p, checkpoint):
-            files[shard].seek(start)
-            while nbytes:
-                data = files[shard].read(min(nbytes, block - len(gathered)))
+            stop = start + nbytes
+            while start < stop:
+                data = files[shard](start, min(stop - start, block - len(gathered)))
                 if not data:
                     raise TruncatedFileError(
                         shard,
                         "the file ended",
                         tensor=p.source[0].tensor,
-                        expected=start + nbytes,
-                        found=files[shard].tell(),
+                        expected=stop,
+                        found=start,
                     )
                 gathered += data
-                nbytes -= len(data)
+                start += len(data)
                 if len(gathered) == block:
                     yield _cast(p, gathered, clamp)
                     gathered = bytearray()
@@ -196,58 +197,29 @@ def _reference(
         yield _cast(p, gathered, clamp)
 
 
-class _File(Protocol):
-    """What is asked of an open file."""
-
-    def seek(self, to: int, /) -> object: ...
-
-    def read(self, most_nbytes: int, /) -> bytes: ...
-
-    def tell(self) -> int: ...
-
-
-class _Local:
-    """A file of this machine, read plainly; raises CheckpointError when it is not what it was."""
-
-    def __init__(self, file: FileIO, guard: Guard) -> None:
-        self._file = file
-        self._guard = guard
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, most_nbytes: int, /) -> bytes:
-        with self._guard:
-            return self._file.read(most_nbytes)
-
-
-class _Remote:
-    """A file that is read over HTTP, as one that is open on this machine."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._at = 0
-
-    def seek(self, to: int, /) -> None:
-        self._at = to
-
-    def read(self, most_nbytes: int, /) -> bytes:
-        data = bytearray(min(most_nbytes, self._reader.nbytes - self._at))
-        self._reader.read_into(self._at, memoryview(data))
-        self._at += len(data)
-        return bytes(data)
-
-    def tell(self) -> int:
-        return self._at
-
-
 @contextmanager
-def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_File]:
+def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
+    """Reads of a file, which raise CheckpointError when it has changed."""
     header = next(header for header in checkpoint.shards if header.path == shard)
     if isinstance(shard, Path):
         with open_regular(shard) as file:
-            yield _Local(file, Guard(file, shard, header.state, refusal="none is needed"))
+            guard = Guard(file, shard, header.state, refusal="none is needed")
+
+            def read(start: int, most_nbytes: int) -> bytes:
+                with guard:
+                    file.seek(start)
+                    return file.read(most_nbytes)
+
+            yield read
         return
     with open_reader(shard, header.file_nbytes) as reader:
-        yield _Remote(reader)
+
+        def fetch(start: int, most_nbytes: int) -> bytes:
+            data = bytearray(min(most_nbytes, reader.nbytes - start))
+            reader.read_into(start, memoryview(data))
+            return bytes(data)
+
+        yield fetch
 
 
 def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, int, int]]:

@@ -25,8 +25,10 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.convert.beside import INDEX, SINGLE
 from streamload.convert.convert import convert
-from streamload.convert.planning import INDEX, SINGLE, WORK, OutFile, RenamePatterns
+from streamload.convert.disk import WORK
+from streamload.convert.planning import OutFile, RenamePatterns
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
 from streamload.errors import (

@@ -19,12 +19,12 @@ import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
 
+from streamload import reading
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.convert import convert as conversion
-from streamload.convert import writing
-from streamload.convert.planning import WORK
+from streamload.convert.disk import WORK
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
 
@@ -114,19 +114,17 @@ def journaled(out: Path) -> list[int]:
 
 
 @contextmanager
-def recorded() -> Iterator[Reads]:
-    """Notes each range that a conversion of this process reads of its source.
-
-    What it reads of its own output, within a context, is not noted.
-    """
+def recorded(source: Path) -> Iterator[Reads]:
+    """Notes each range that a conversion of this process reads of its source, not of its output."""
     reads: Reads = []
-    real = writing.open_reader
+    real = reading.open_reader
 
     def recording(path: Location, *arguments: Any) -> Reader:
-        return RecordingReader(real(path, *arguments), reads)
+        reader = real(path, *arguments)
+        return RecordingReader(reader, reads) if path.parent == source else reader
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(writing, "open_reader", recording)
+        patched.setattr(reading, "open_reader", recording)
         yield reads
 
 
@@ -146,11 +144,10 @@ class RecordingReader:
         self._reads.append((self._reader.path.name, start, start + out.nbytes))
         self._reader.read_into(start, out)
 
-    def __enter__(self) -> Reader:
-        return self._reader.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._reader.__exit__(*error)
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """See `Reader.read_aligned`."""
+        self._reads.append((self._reader.path.name, start, stop))
+        return self._reader.read_aligned(start, stop, out)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
@@ -193,7 +190,7 @@ def kill_and_resume(
     plan = quiet(source, out.with_name("nowhere"), **OPTIONS, dry_run=True).plan
     tensors = [t.info for file in plan.files for t in file.tensors]
     finished = [tensors[index] for index in journaled(out)]
-    with recorded() as reads:
+    with recorded(source) as reads:
         report = quiet(source, out, **OPTIONS, resume=True)
     assert not read_again(reads, finished)
     assert files_of(out) == whole
@@ -256,7 +253,7 @@ def test_an_error_of_the_caller_keeps_what_is_finished(
     out = tmp_path / "out"
     unfinished(source, out)
     assert not visible(out)
-    with recorded() as reads:
+    with recorded(source) as reads:
         report = quiet(source, out, **OPTIONS, resume=True)
     assert not reads
     assert (report.resumed, report.read_nbytes) == (60, 0)
@@ -336,7 +333,7 @@ def test_killed_while_files_get_their_names(
             (out / name).rename(work / name)
         with pytest.raises(CheckpointError, match="unfinished"):
             quiet(source, out, **OPTIONS)
-        with recorded() as reads:
+        with recorded(source) as reads:
             quiet(source, out, **OPTIONS, resume=True)
         assert not reads
         assert files_of(out) == whole

@@ -18,7 +18,8 @@ from conversions import files_of, quiet, tensors_of
 from safetensors_files import write_safetensors
 
 from streamload.convert import convert as module
-from streamload.convert.planning import INDEX, SINGLE, WORK
+from streamload.convert.beside import INDEX, SINGLE
+from streamload.convert.disk import WORK
 from streamload.digests import SIDECAR
 from streamload.errors import CheckpointError
 from streamload.plan.partition import Node

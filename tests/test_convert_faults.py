@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload._system import sync as real_sync
 from streamload.convert import convert as module
-from streamload.convert import writing
-from streamload.convert.journal import sync as real_sync
+from streamload.convert import disk
 from streamload.convert.planning import RenamePatterns
 from streamload.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def test_pages_that_a_disk_lost_are_written_again(
         real_sync(fd)
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing, "sync", lossy)
+        patched.setattr(disk, "sync", lossy)
         with pytest.raises(CheckpointError, match="Input/output error"):
             _convert(source, tmp_path / "out")
     _convert(source, tmp_path / "out", resume=True)

@@ -15,17 +15,20 @@ from streamload.dtypes import BY_CODE, F16
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 
 HEX = "99aa06d3014798d86001c324468d497f"  # of nothing, by the reference implementation
-DIGESTS = Digests.of(
-    [
-        Digest("w", F16, (2, 3), 12, HEX),
-        Digest("scalar", BY_CODE["F64"], (), 8, "0" * 32),
-        Digest("half", BY_CODE["F4"], (2, 2), 2, "f" * 32),
-        Digest("Gewicht.ä\n\x1b", BY_CODE["I8"], (0, 5), 0, HEX),
-        Digest("", BY_CODE["BOOL"], (1,), 1, "1" * 32),
-    ],
+DIGESTS = Digests(
+    {
+        digest.name: digest
+        for digest in (
+            Digest("w", F16, (2, 3), 12, HEX),
+            Digest("scalar", BY_CODE["F64"], (), 8, "0" * 32),
+            Digest("half", BY_CODE["F4"], (2, 2), 2, "f" * 32),
+            Digest("Gewicht.ä\n\x1b", BY_CODE["I8"], (0, 5), 0, HEX),
+            Digest("", BY_CODE["BOOL"], (1,), 1, "1" * 32),
+        )
+    },
     source={"path": "there/model.safetensors", "shards": [{"nbytes": 3, "mtime_ns": 2**62}]},
     options={"dtype": {"*": "float16"}, "clamp": False, "nodes": None},
-    files=["config.json", "model.safetensors", SIDECAR],
+    files=("config.json", "model.safetensors", SIDECAR),
     counts={"w": (1, 0, 2**62)},
 )
 
@@ -86,11 +89,11 @@ def test_an_old_sidecar_stays_until_the_new_one_is_whole(tmp_path: Path) -> None
     """A sidecar that cannot be written leaves the old one, and nothing half-written beside it."""
     DIGESTS.write(tmp_path)
     with pytest.raises(ValueError, match="JSON"):
-        Digests.of([], options={"speed": float("nan")}).write(tmp_path)
+        Digests({}, options={"speed": float("nan")}).write(tmp_path)
     assert Digests.read(tmp_path) == DIGESTS
     assert os.listdir(tmp_path) == [SIDECAR]
-    Digests.of([]).write(tmp_path)
-    assert Digests.read(tmp_path) == Digests.of([])
+    Digests({}).write(tmp_path)
+    assert Digests.read(tmp_path) == Digests({})
     with pytest.raises(OSError):
         DIGESTS.write(tmp_path / "no" / "such" / "folder.json")
 

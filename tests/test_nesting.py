@@ -68,7 +68,7 @@ PROGRAM = """
 
     from streamload import open_checkpoint
     from streamload.convert.journal import _whole_lines
-    from streamload.convert.planning import _is_json
+    from streamload.convert.beside import _is_json
     from streamload.digests import Digests
     from streamload.nodes.index import Index
     from streamload.plan.plan import Plan

@@ -36,11 +36,12 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.interrupt import deferred_interrupt
-from streamload.job import Opener, StreamStats, open_shard
+from streamload.job import StreamStats
 from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import chunks
 from streamload.plan.plan import Plan, RowRange, RowTranspose
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.reading import Opener, open_shard
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from recording import Faults
 
 import streamload
-from streamload import job as job_module
+from streamload import reading
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.readers import open_reader
 from streamload.errors import (
@@ -290,7 +290,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """The files are real; what can be read of them is what this disk says."""
     made = Disk()
     monkeypatch.setattr(
-        job_module, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
+        reading, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
     )
     yield made
 

@@ -16,7 +16,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self, get_args
 
 from streamload._system import failure, libc, map_file
@@ -27,17 +26,12 @@ PageCacheKind = Literal["auto", "keep", "drop"]
 _PAGE = mmap.PAGESIZE
 
 # A sample of a file: 64 windows of 16 pages, evenly spread, both ends among them; 4 MiB with pages
-# of 4 KiB, and what is not longer than that is looked at whole. Tried on a file of 2 GiB, 2 cores:
-# 0.7 ms, cold or resident, against 19 ms (cold) and 31 ms (resident) for every page.
+# of 4 KiB, and what is not longer than that is looked at whole (docs/measurements.md).
 _SAMPLES = 64
 _SAMPLE_NBYTES = 16 * _PAGE
 _ASKED_NBYTES = 2**26  # by one mincore: a vector of 16 KiB with pages of 4 KiB
 
-# Dropped at a time. Predicted: small blocks cost calls, large ones memory. Tried 4, 16 and 64 MiB
-# behind a cold read of 2 GiB, by pread and by windows: 12 to 18 ms in all, no difference; so what
-# is a small part of any cgroup that a load runs in. On a virtual disk, whose host gives new pages
-# slowly, dropping behind made the cold read by pread 2 to 4 times faster than keeping (2.5 to 0.7
-# GB/s, 0.09 to 1.3 CPU seconds per GB): the same pages are filled again and again.
+# Dropped at a time: a small part of any cgroup that a load runs in (docs/measurements.md).
 _BLOCK_NBYTES = 2**24
 # What an earlier drop may have left since a window was still mapped: blocks of 2 MiB at both ends.
 _LAG_NBYTES = 2**22
@@ -332,12 +326,7 @@ class ShardCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _add(self, start: int, stop: int) -> list[int]:

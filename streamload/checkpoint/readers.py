@@ -24,11 +24,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Protocol, Self, get_args
+from typing import Literal, get_args
 
 from streamload._system import libc, map_file, read_at
-from streamload.checkpoint.fileless import filled
+from streamload.checkpoint.base import Reader as Reader
 from streamload.checkpoint.guard import FileState, Guard, take_lease
 from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
@@ -64,22 +63,8 @@ BUFFERED_FILESYSTEMS = frozenset({
 })
 # fmt: on
 
-# Above it "auto" reads through the page cache. Where the disk gives 2.8 GB/s direct and 1.6 to 2.0
-# buffered and the cache 10 a thread (one H200's host), a file that is half resident takes as long
-# either way: 0.5 / 1.6 + 0.5 / 10 = 1 / 2.8.
-#
-# That cold files are read direct: predicted to be faster on any disk, as it is there. Seen on a
-# virtual disk with 2 cores, 2 GiB cold, 1 to 8 threads, chunks of 1, 4 and 8 MiB (medians of 3):
-#
-#     GB/s                                       CPU seconds per GB
-#     direct into huge pages        2.5 to 3.4   0.01 to 0.03
-#     direct into pages of 4 KiB    1.1 to 1.7   0.04 to 0.08
-#     pread, dropped behind         1.4 to 2.6   0.07 to 0.23
-#     map, dropped behind           1.2 to 2.7   0.09 to 0.51
-#     pread, page cache kept        0.8 to 1.2   0.8 to 1.2
-#
-# Threads and chunks made less of a difference than the noise; the memory read into made all of it
-# (see `direct_memory`). Kept page cache is slow there since pages come new from the host.
+# Above it "auto" reads through the page cache; below, direct reads are faster on any disk that was
+# tried (docs/measurements.md).
 _MOSTLY_RESIDENT = 0.5
 # In words, since numbers would be different for each of a hundred shards: next to nothing (headers
 # have been read), less than that share, as much or more, all.
@@ -113,126 +98,6 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 BOUNCE_NBYTES = 2**20
 # What a kernel says that does not read this file, or at this alignment, past its page cache.
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-
-
-class Reader(Protocol):
-    """One open shard. Any number of threads may use it at once; it outlives their calls."""
-
-    @property
-    def path(self) -> Location:
-        """The file."""
-
-    @property
-    def nbytes(self) -> int:
-        """The file's length in bytes, as its header has it."""
-
-    @property
-    def mapped(self) -> bool:
-        """Whether `view` is a window of a memory map, which takes no memory of the process."""
-
-    @property
-    def alignment(self) -> int:
-        """What `read_aligned` wants multiples of: a power of two up to the page, 1 for any.
-
-        It stays the same while the reader is open, also when it falls back.
-        """
-
-    @property
-    def has_file(self) -> bool:
-        """Whether there is an open file on this machine: `fileno` is for those that have one."""
-
-    @property
-    def fallback(self) -> str:
-        """Why the file is not read in the way that was asked for: a sentence, "" while it is."""
-
-    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """Bytes ``start`` to ``stop`` (exclusive) of the file, read-only, valid inside the with.
-
-        Raises:
-            TruncatedFileError: the file has become shorter; on leaving the with, too.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range is not within the file, or the reader is closed.
-        """
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` with the file's bytes from ``start`` on; allocates nothing.
-
-        Args:
-            start: first byte, counted from the start of the file.
-            out: where to; writable, C-contiguous.
-
-        Raises:
-            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range is not within the file, or the reader is closed.
-        """
-
-    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
-
-        For who reads into memory of his own and can over-read: round ``start`` down and ``stop`` up
-        to `alignment`, which may lead past the end of the file, and skip what was not wanted. No
-        byte is copied then, and none is allocated. A reader of alignment 1 takes any range.
-
-        Args:
-            start: a multiple of `alignment`.
-            stop: a multiple of `alignment`, or the file's length; exclusive.
-            out: where to; writable, C-contiguous, at least ``stop - start`` bytes, its address a
-                multiple of `alignment` (any page is). What comes after the valid bytes may be
-                overwritten.
-
-        Returns:
-            How many bytes at the beginning of ``out`` are valid: ``stop - start``, less where the
-            file ends before ``stop``.
-
-        Raises:
-            TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            CheckpointError: the bytes cannot be read.
-            ValueError: the range begins after the file's end or leads further past it than its
-                last block, ``out`` is too small, or the reader is closed.
-        """
-
-    def fileno(self) -> int:
-        """The open file that others may pread(2) from, in the reader's stead.
-
-        Starts, lengths and addresses that are multiples of `alignment` are right for it. It is
-        another one after a `fallback`: who meets an EINVAL of his own reads those bytes through the
-        reader, which falls back if that is why, and asks again.
-
-        Raises:
-            io.UnsupportedOperation: there is none.
-            ValueError: the reader is closed.
-        """
-
-    def unchanged(self) -> AbstractContextManager[None]:
-        """To be inside of while others read from `fileno`, or from a map of it.
-
-        `view`, `read_into` and `read_aligned` are by themselves.
-
-        Raises:
-            CheckpointError: on entering and on leaving, the file is not what it was when its header
-                was read, or somebody waits to change it.
-        """
-
-    def stop(self) -> None:
-        """Nobody wants the bytes any more: calls that wait for a server end soon, with an error.
-
-        From any thread; the reader is still to be closed. Reads of files go on to their end.
-        """
-
-    def close(self) -> None:
-        """Close the file; may be called twice."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
 
 
 def open_reader(
@@ -304,9 +169,8 @@ def choose_reader(
         whole_slots: the shard is read into memory that begins at a page, and may be over-read.
             Without it "auto" never reads past the page cache: bytes that are cast, or whose place
             in memory is not as aligned as in the file, go through memory of the reader's then,
-            which halves what the disk gives (2.6 to 3.2 GB/s became 1.4 to 2.1 on the virtual disk
-            of `_MOSTLY_RESIDENT`); a map that is dropped behind gave as much there, and needs no
-            memory.
+            which halves what the disk gives (2.6 to 3.2 GB/s became 1.4 to 2.1 on a virtual disk);
+            a map that is dropped behind gave as much there, and needs no memory.
 
     Raises:
         ValueError: there is no such kind, or not for such a shard.
@@ -324,7 +188,11 @@ def _choose(
     whole_slots: bool,
 ) -> ReaderChoice:
     """The same, whether or not the file can be mapped now."""
-    _check_kind(path, kind)
+    remote = isinstance(path, Url)
+    if kind not in get_args(ReaderKind) and not (kind == "http" and remote):
+        raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
+    if kind in ("mmap", "direct") and remote:
+        raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
     if isinstance(path, Url):
         return ReaderChoice("http", f"from {path.host}")
     if kind != "auto":
@@ -355,22 +223,11 @@ def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind
     Raises:
         ValueError: there is no such kind, or not for such a shard.
     """
-    _check_kind(path, kind)
-    if isinstance(path, Url):
-        return "http"
-    return reader_for(*filesystem_and_length(path)) if kind == "auto" else kind
-
-
-def _check_kind(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> None:
-    remote = isinstance(path, Url)
-    if kind not in get_args(ReaderKind) and not (kind == "http" and remote):
-        raise ValueError(f"unknown reader {kind!r}; known: {', '.join(get_args(ReaderKind))}")
-    if kind in ("mmap", "direct") and remote:
-        raise ValueError(f'reader="{kind}" is for files, and {path} is read over HTTP')
+    return _choose(path, kind, "auto", whole_slots=False).kind
 
 
 def fingerprint(header: Header) -> dict[str, str | int]:
-    """What tells a shard from what it was, as far as can be told without reading it; for JSON.
+    """A fingerprint that changes when the file does, for JSON; the file is not read for it.
 
     Of a file its length, time and inode when its header was read; of a URL its length and the
     version whose header was read.
@@ -454,16 +311,13 @@ def filesystem_of(path: str, mountinfo: str) -> str:
     return found
 
 
-class _Shard:
-    """An open file of a known length and state, read by pread."""
+class PreadReader(Reader):
+    """Reads by pread. `view` allocates the bytes that it gives out; `read_into` nothing."""
 
-    alignment = 1
     has_file = True
-    fallback = ""
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
-        self.path = path
-        self.nbytes = file_nbytes
+        super().__init__(path, file_nbytes)
         self._file = open_regular(path)
         try:
             refusal = _no_lease(filesystem_and_length(path)[0])
@@ -485,34 +339,7 @@ class _Shard:
             self._file.close()
             raise
 
-    def read_into(self, start: int, out: memoryview) -> None:
-        """See `Reader.read_into`."""
-        self._check_range(start, start + out.nbytes)
-        if not out.nbytes:  # a memoryview of nothing cannot be cast
-            return
-        with self._guard, out.cast("B") as target:
-            self._read(start, target, target.nbytes)
-
-    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """See `Reader.read_aligned`."""
-        valid = min(stop, self.nbytes) - start
-        self._check_range(start, start + valid)
-        if out.nbytes < stop - start or stop - start - valid >= self.alignment:
-            raise ValueError(
-                f"{self.path}: bytes {start} to {stop} of its {self.nbytes} "
-                f"cannot be read into {out.nbytes}"
-            )
-        if valid:
-            with (
-                self._guard,
-                out.cast("B") as target,
-                target[: round_up(stop, self.alignment) - start] as part,
-            ):
-                self._read(start, part, valid)
-        return valid
-
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read ``nbytes`` from ``start`` on; all of ``target`` may be overwritten."""
         self._read_buffered(start, target, nbytes)
 
     def _read_buffered(self, start: int, target: memoryview, nbytes: int) -> None:
@@ -535,30 +362,10 @@ class _Shard:
         """See `Reader.unchanged`."""
         return self._guard
 
-    def stop(self) -> None:
-        """See `Reader.stop`."""
-
     def close(self) -> None:
         """See `Reader.close`."""
         self._guard.close()
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _check_range(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.nbytes:
-            raise ValueError(
-                f"{self.path}: bytes {start} to {stop} are not within its {self.nbytes}"
-            )
 
     def _found_nbytes(self) -> int:
         try:
@@ -575,18 +382,7 @@ class _Shard:
         )
 
 
-class PreadReader(_Shard):
-    """Reads by pread. `view` allocates the bytes that it gives out; `read_into` nothing."""
-
-    mapped = False
-
-    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """See `Reader.view`."""
-        self._check_range(start, stop)
-        return filled(self.read_into, start, stop)
-
-
-class MmapReader(_Shard):
+class MmapReader(PreadReader):
     """Maps the file. A window is populated before it is given out, and dropped behind.
 
     `read_into` is pread here as well. Without a lease `view` is, too, and `fallback` says why:
@@ -617,7 +413,7 @@ class MmapReader(_Shard):
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
         """See `Reader.view`."""
         self._check_range(start, stop)
-        return self._window(start, stop) if self.mapped else filled(self.read_into, start, stop)
+        return self._window(start, stop) if self.mapped else self._filled(start, stop)
 
     @contextmanager
     def _window(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -661,7 +457,7 @@ class MmapReader(_Shard):
                     raise unreadable(self.path, OSError(code, os.strerror(code)))
 
 
-class DirectReader(_Shard):
+class DirectReader(PreadReader):
     """Reads past the page cache (O_DIRECT), into memory that is aligned without a copy.
 
     What is not aligned goes through 1 MiB that each thread keeps for it: where the place of the
@@ -674,8 +470,6 @@ class DirectReader(_Shard):
     Raises:
         The same as the others; that a file cannot be read past the page cache is no error.
     """
-
-    mapped = False
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
         super().__init__(path, file_nbytes, state)
@@ -694,24 +488,6 @@ class DirectReader(_Shard):
             self.close()
             raise
         self.alignment = alignment
-
-    @contextmanager
-    def view(self, start: int, stop: int) -> Iterator[memoryview]:
-        """See `Reader.view`."""
-        self._check_range(start, stop)
-        if start == stop:
-            yield memoryview(b"")
-            return
-        first, last = _down(start, self.alignment), round_up(stop, self.alignment)
-        whole = direct_memory(last - first)
-        window = whole[start - first : stop - first].toreadonly()
-        try:
-            with self._guard:
-                self._read(first, whole, stop - first)
-            yield window
-        finally:
-            with suppress(BufferError):  # something of the caller's still refers to it
-                window.release()
 
     def fileno(self) -> int:
         """See `Reader.fileno`."""

@@ -35,7 +35,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from streamload.checkpoint import wire
-from streamload.checkpoint.fileless import FilelessReader
+from streamload.checkpoint.base import Reader
 from streamload.checkpoint.header import (
     PREFIX_NBYTES,
     Header,
@@ -237,15 +237,17 @@ def exists(url: Url, patience: Patience | None = None) -> bool:
     return True
 
 
-class HttpReader(FilelessReader):
-    """A shard that is read over HTTP; see `streamload.checkpoint.readers.Reader`.
+class HttpReader(Reader):
+    """A shard that is read over HTTP; see `Reader`.
 
     A call is one request, or one for each 64 MiB; many threads at once are as many connections.
     Opening it asks for nothing: each response shows whether the file is still the same.
     """
 
+    _how = "over HTTP"
+
     def __init__(self, url: Url, file_nbytes: int, patience: Patience | None = None) -> None:
-        super().__init__(url, file_nbytes, "over HTTP")
+        super().__init__(url, file_nbytes)
         self._file = _File(url, file_nbytes, patience)
         self._closed = False
         _pool.enter()
@@ -261,8 +263,8 @@ class HttpReader(FilelessReader):
             self.stop()
             _pool.leave()
 
-    def _fill(self, start: int, out: memoryview) -> None:
-        self._file.read(start, out)
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        self._file.read(start, target)
 
     def _check_range(self, start: int, stop: int) -> None:
         if self._closed:

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from streamload._system import sync
 from streamload.cast.table import CastCounts
+from streamload.digests import HEX
 from streamload.errors import CheckpointError
 from streamload.nesting import parse_json
 
 _FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
-_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
-#: Bring a file's bytes to the disk.
-sync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 _WHAT = {"options": "option", "source": "state of the source's"}
 
 
@@ -41,49 +39,38 @@ class Finished:
     digest: str
     counts: CastCounts
 
-    def to_json(self) -> list[Any]:
-        """As plain JSON values."""
-        c = self.counts
-        return [self.index, self.digest, c.overflowed, c.flushed, c.rounded]
 
+def first_line(plan: str, options: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """What a conversion is begun with, as plain JSON values.
 
-@dataclass(frozen=True, slots=True)
-class Began:
-    """What a conversion was begun with.
-
-    Attributes:
+    Args:
         plan: the plan's digest.
         options: of the conversion.
         source: the state of each file that is read, by its name.
     """
+    line = {"format": _FORMAT, "plan": plan, "options": dict(options), "source": dict(source)}
+    return plain(line)
 
-    plan: str
-    options: Mapping[str, Any]
-    source: Mapping[str, Any]
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {
-            "format": _FORMAT,
-            "plan": self.plan,
-            "options": dict(self.options),
-            "source": dict(self.source),
-        }
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as JSON has them when they are read back."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    return found
 
-    def changed_from(self, earlier: Mapping[str, Any]) -> str | None:
-        """What is not as it was in another conversion's first line, in words; None for nothing."""
-        now = json.loads(json.dumps(self.to_json()))
-        if earlier.get("format") != _FORMAT:
-            return f"format of the journal, {earlier.get('format')!r} and not {_FORMAT}"
-        for what in _WHAT:
-            before = earlier.get(what)
-            before = before if isinstance(before, dict) else {}
-            for key in dict.fromkeys((*now[what], *before)):
-                if before.get(key) != now[what].get(key):
-                    return f"{_WHAT[what]} {key!r}"
-        if earlier.get("plan") != self.plan:
-            return "layout of the files, by another version of streamload"
-        return None
+
+def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
+    """What differs between the first lines of two conversions, in words; None for nothing."""
+    if earlier.get("format") != _FORMAT:
+        return f"format of the journal, {earlier.get('format')!r} and not {_FORMAT}"
+    for what, word in _WHAT.items():
+        before = earlier.get(what)
+        before = before if isinstance(before, dict) else {}
+        for key in dict.fromkeys((*now[what], *before)):
+            if before.get(key) != now[what].get(key):
+                return f"{word} {key!r}"
+    if earlier.get("plan") != now["plan"]:
+        return "layout of the files, by another version of streamload"
+    return None
 
 
 class Journal:
@@ -105,12 +92,12 @@ class Journal:
         self._path = path
 
     @classmethod
-    def begin(cls, path: Path, began: Began, *, replaces: bool) -> Self:
+    def begin(cls, path: Path, first: Mapping[str, Any], *, replaces: bool) -> Self:
         """Make a new one; what was there is gone.
 
         Args:
             path: where.
-            began: what is begun.
+            first: see `first_line`.
             replaces: a checkpoint that is there may be replaced.
         """
         fd = os.open(
@@ -118,7 +105,7 @@ class Journal:
         )
         made = cls(fd, path)
         try:
-            made._write([began.to_json() | {"replaces": replaces}])
+            made._write([{**first, "replaces": replaces}])
             made.replaces = replaces
         except BaseException:
             made.close()
@@ -126,7 +113,7 @@ class Journal:
         return made
 
     @classmethod
-    def resume(cls, path: Path, began: Began) -> Self | None:
+    def resume(cls, path: Path, first: Mapping[str, Any]) -> Self | None:
         """Open the journal of a conversion that did not finish.
 
         Returns:
@@ -147,8 +134,7 @@ class Journal:
             if not whole:
                 made.close()
                 return None
-            changed = began.changed_from(whole[0][0])
-            if changed is not None:
+            if changed := _difference(first, whole[0][0]):
                 raise CheckpointError(
                     path.parent.parent,
                     "the unfinished conversion there cannot be continued",
@@ -175,7 +161,7 @@ class Journal:
         Raises:
             OSError: it cannot be written; what was in the journal still is.
         """
-        self._write({"tensor": one.to_json()} for one in finished)
+        self._write({"tensor": [one.index, one.digest, *astuple(one.counts)]} for one in finished)
         self.finished.update((one.index, one) for one in finished)
 
     def forget(self, indices: Sequence[int]) -> None:
@@ -210,7 +196,7 @@ class Journal:
             if not (
                 all(type(n) is int and n >= 0 for n in (index, *counts))
                 and len(counts) == len(fields(CastCounts))
-                and _DIGEST.fullmatch(digest)
+                and HEX.fullmatch(digest)
             ):
                 raise ValueError(f"not a finished tensor: {line}")
             self.finished[index] = Finished(index, digest, CastCounts(*counts))

@@ -1,4 +1,4 @@
-"""How a conversion gets along with the memory that is free: its threads and blocks, or a refusal.
+"""How many threads and blocks a conversion has memory for, or a refusal.
 
 What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
 the process, pages that are being read, and pages that are written and not yet on the disk.
@@ -14,10 +14,8 @@ from streamload.checkpoint.readers import BOUNCE_NBYTES
 from streamload.checkpoint.url import Url
 from streamload.dtypes import DType
 from streamload.plan.budget import available_cpus, first_that_fits
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES
 
-#: Of an output file, written at once; and most of a source that is read at once. Tried with 4 and 8
-#: MiB: no difference beyond the noise, with memory of two such for each thread.
-BLOCK_NBYTES = 2**22
 # More threads wait for the disk, or take memory; one would not read while it writes.
 _THREADS = range(2, 5)
 _REMOTE_THREADS = 8  # each waits for a server most of the time
@@ -26,7 +24,6 @@ _REMOTE_THREADS = 8  # each waits for a server most of the time
 _RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
 _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
-_AHEAD_NBYTES = 2**24  # pages that the kernel reads ahead of a thread: 8 MiB twice on virtual disks
 _TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
@@ -51,7 +48,7 @@ class Way:
     @property
     def nbytes(self) -> int:
         """Most memory that it takes."""
-        reading = BOUNCE_NBYTES if self.direct else _AHEAD_NBYTES
+        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
         mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
         dirty = (self.threads + self.behind) * self.block_nbytes
         return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%

@@ -13,76 +13,57 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from streamload.cast.table import OutOfRange, supported
-from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     TensorInfo,
     is_text,
     parse_header,
-    unreadable,
 )
 from streamload.checkpoint.readers import ResolvedKind
-from streamload.checkpoint.url import Location, Url
+from streamload.convert.beside import (
+    CONFIG,
+    INDEX,
+    NODE_PLAN,
+    SINGLE,
+    SmallFile,
+    document,
+    files_beside,
+    followed_config,
+)
 from streamload.digests import SIDECAR, hasher
-from streamload.dtypes import DType, parse_dtype
-from streamload.errors import CheckpointError, ShardNotFoundError, UnsupportedCastError
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.load import plan as plan_load
 from streamload.mapping import Rename, sources
-from streamload.nesting import parse_json
 from streamload.plan.partition import Node
 from streamload.plan.planner import DTypePolicy
 from streamload.selection import Selection, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-NODE_PLAN = "plan.json"
-#: In the destination: what is being written, until it is whole.
-WORK = ".streamload"
-
 _ALIGNMENT = 64
-#: What the dtype of a model is in.
-CONFIG = "config.json"
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 _BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
 _BOOK_NBYTES = 512  # of journal and sidecar, for each tensor
 
-# Beside a checkpoint, what is not copied: weights in any format, and their indexes.
-# fmt: off
-_WEIGHTS = (
-    ".safetensors", ".index.json", ".bin", ".ckpt", ".dduf", ".ggml", ".gguf", ".h5", ".keras",
-    ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth", ".tflite",
-)
-# fmt: on
-#: Longer files are left where they are: vocabularies and tables have tens of MB.
-LARGEST_COPIED_NBYTES = 2**28
-_HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
-_HTML = ("text/html", "application/xhtml+xml")
-_SPACE = b" \t\r\n"
-#: Beside a single file of any name, only what is known to belong to a model is.
-_OF_A_MODEL = re.compile(
-    r"config\.json|generation_config\.json|(.*_)?tokenizer.*|special_tokens_map\.json|"
-    r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
-    r"(.*\.)?spiece\.model"
-)
-#: Of those, what is asked for where nothing is listed.
-_USUAL = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "spiece.model"),
-    *("preprocessor_config.json", "processor_config.json"),
-)
+
+def in_folder(folder: str, name: str) -> str:
+    """The path of a file in a folder below the destination."""
+    return f"{folder}/{name}" if folder else name
+
+
+def folder_of(path: str) -> str:
+    """The folder below the destination that a path is in."""
+    return path.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,38 +195,6 @@ class OutFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """A small file that is written as it stands here.
-
-    Attributes:
-        path: where, below the destination.
-        data: its bytes.
-        mode: its permissions, or None for those of any new file.
-    """
-
-    path: str
-    data: bytes = field(repr=False)
-    mode: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A file from beside the checkpoint that is copied, with its permissions where it has any.
-
-    Attributes:
-        path: where to, below the destination.
-        source: the file.
-        nbytes: its length; of one on a server that does not say, what was seen of it.
-        mode: its permissions; None for those of any new file.
-    """
-
-    path: str
-    source: Location
-    nbytes: int
-    mode: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ConvertPlan:
     """Everything that a conversion will write.
 
@@ -253,9 +202,8 @@ class ConvertPlan:
         path: the source.
         destination: the folder that it will be in.
         files: the safetensors files, in the order in which they are written.
-        documents: config.json where its dtype changes, and the plans of nodes.
+        small: what goes with them: copies, config.json, and the plans of nodes.
         indexes: one for each folder that has several files; they are published last.
-        copied: what is copied.
         options: what was asked for, as plain JSON values.
         notes: what a user may want to know of, one sentence each.
     """
@@ -263,9 +211,8 @@ class ConvertPlan:
     path: str
     destination: Path
     files: tuple[OutFile, ...]
-    documents: tuple[Document, ...]
-    indexes: tuple[Document, ...]
-    copied: tuple[Copied, ...]
+    small: tuple[SmallFile, ...]
+    indexes: tuple[SmallFile, ...]
     options: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -282,22 +229,43 @@ class ConvertPlan:
     @property
     def needed_nbytes(self) -> int:
         """Bytes of disk that all of it takes."""
-        small = [len(d.data) for d in (*self.documents, *self.indexes)]
-        lengths = [file.nbytes for file in self.files] + small + [c.nbytes for c in self.copied]
-        tensors = sum(len(file.tensors) for file in self.files)
-        disk = sum(round_up(nbytes, _BLOCK_NBYTES) for nbytes in lengths)
-        return disk + round_up(tensors * _BOOK_NBYTES, _BLOCK_NBYTES)
+        lengths = [file.nbytes for file in self.files]
+        lengths += [file.nbytes for file in (*self.small, *self.indexes)]
+        lengths.append(self.tensor_count * _BOOK_NBYTES)
+        return sum(round_up(nbytes, _BLOCK_NBYTES) for nbytes in lengths)
 
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders of the checkpoints, below the destination: "" for itself, or the nodes'."""
         return tuple(dict.fromkeys(folder_of(file.path) for file in self.files))
 
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors are written."""
+        return sum(len(file.tensors) for file in self.files)
+
+    def tensors(self) -> Iterator[tuple[str, OutFile, OutTensor]]:
+        """Every tensor with its key and its file, in the order in which the journal counts them.
+
+        The key is its name; with nodes, that below the name of its node.
+        """
+        for file in self.files:
+            for tensor in file.tensors:
+                yield in_folder(folder_of(file.path), tensor.name), file, tensor
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every path that is published, in that order: all indexes last."""
+        lasts = tuple(index.path for index in self.indexes)
+        names = (path for folder in self.folders for path in self.names(folder))
+        return (*(path for path in names if path not in lasts), *lasts)
+
     def names(self, folder: str) -> tuple[str, ...]:
         """Every path that is published in a folder, in that order; the index is the last one."""
-        small = [*(c.path for c in self.copied), *(d.path for d in self.documents)]
-        large = [*(file.path for file in self.files), *(index.path for index in self.indexes)]
-        whole = (*small, in_folder(folder, SIDECAR), *large)
+        small = (file.path for file in self.small)
+        large = (file.path for file in self.files)
+        indexes = (file.path for file in self.indexes)
+        whole = (*small, in_folder(folder, SIDECAR), *large, *indexes)
         return tuple(path for path in whole if folder_of(path) == folder)
 
     @property
@@ -315,6 +283,7 @@ class ConvertPlan:
 
     def to_json(self) -> str:
         """Write it as JSON."""
+        written = [f for f in self.small if isinstance(f.content, bytes)]
         return json.dumps(
             {
                 "path": self.path,
@@ -343,8 +312,8 @@ class ConvertPlan:
                     }
                     for file in self.files
                 ],
-                "documents": [d.path for d in (*self.documents, *self.indexes)],
-                "copied": [c.path for c in self.copied],
+                "documents": [f.path for f in (*written, *self.indexes)],
+                "copied": [f.path for f in self.small if f not in written],
                 "notes": list(self.notes),
             }
         )
@@ -360,8 +329,7 @@ class ConvertPlan:
             for t in file.tensors
             if t.info.dtype is not t.dtype
         )
-        others = [d.path for d in (*self.indexes, *self.documents)]
-        others += [c.path for c in self.copied]
+        others = [file.path for file in (*self.indexes, *self.small)]
         return "\n".join(
             [
                 *format_table(("file", "tensors", "bytes"), rows, right=2),
@@ -374,16 +342,6 @@ class ConvertPlan:
         )
 
 
-def in_folder(folder: str, name: str) -> str:
-    """The path of a file in a folder below the destination."""
-    return f"{folder}/{name}" if folder else name
-
-
-def folder_of(path: str) -> str:
-    """The folder below the destination that a path is in."""
-    return path.rpartition("/")[0]
-
-
 def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options) -> ConvertPlan:
     """Decide a conversion.
 
@@ -394,10 +352,13 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
-    chosen = _chosen(checkpoint, options.selection)
+    options.selection.check(checkpoint.tensors)
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
+    chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
     check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
     _check_rename(options.rename, checkpoint.tensors)
-    wanted = _wanted(chosen, options.rename)
+    renamed, _, _ = sources(chosen, None, options.rename)
+    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
     if not wanted:
         raise ValueError("no tensor is left to be converted")
     for name, tensor in wanted.items():
@@ -411,48 +372,36 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
         if key not in checkpoint.metadata
     ]
-    beside = _beside(checkpoint)
-    if beside.left:
-        more = f" and {len(beside.left) - 8} more" * (len(beside.left) > 8)
-        notes.append(f"not copied: {', '.join(beside.left[:8])}{more}")
-    config = _followed(checkpoint, dtypes)
+    beside, left = files_beside(checkpoint)
+    if left:
+        more = f" and {len(left) - 8} more" * (len(left) > 8)
+        notes.append(f"not copied: {', '.join(left[:8])}{more}")
+    if (config := followed_config(checkpoint, dtypes)) is not None:
+        mode = beside[CONFIG].mode if CONFIG in beside else None
+        beside[CONFIG] = document(CONFIG, config, mode)
     parts, node_plans = _parts(chosen, options, wanted)
     files: list[OutFile] = []
-    documents: list[Document] = []
-    indexes: list[Document] = []
-    copied: list[Copied] = []
+    small: list[SmallFile] = []
+    indexes: list[SmallFile] = []
     metadata = {"format": "pt", **checkpoint.metadata}
-    for folder, tensors in parts.items():
-        if not tensors:
+    for folder, names in parts.items():
+        if not names:
             notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
             continue
-        infos = [(name, checkpoint.tensors[t], dtypes[t]) for name, t in tensors.items()]
+        infos = [(name, checkpoint.tensors[t], dtypes[t]) for name, t in names.items()]
         mine = _files(folder, infos, metadata, options.max_shard_nbytes)
         files += mine
         if len(mine) > 1:
             indexes.append(_index(folder, mine))
-        if config is not None:
-            mode = beside.copied[CONFIG].mode if CONFIG in beside.copied else None
-            documents.append(Document(in_folder(folder, CONFIG), config, mode))
-        documents += [
-            Document(in_folder(folder, name), data)
-            for name, data in beside.held.items()
-            if name != CONFIG or config is None
-        ]
-        copied += [
-            replace(found, path=in_folder(folder, name))
-            for name, found in beside.copied.items()
-            if name != CONFIG or config is None
-        ]
+        small += [replace(f, path=in_folder(folder, name)) for name, f in beside.items()]
         if folder in node_plans:
-            documents.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
+            small.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
     return ConvertPlan(
         path=str(checkpoint.path),
         destination=destination,
         files=tuple(files),
-        documents=tuple(documents),
+        small=tuple(small),
         indexes=tuple(indexes),
-        copied=tuple(copied),
         options=MappingProxyType(options.to_json()),
         notes=tuple(notes),
     )
@@ -475,19 +424,6 @@ def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
         unmatched = next((name for name in rename if name not in names), None)
     if unmatched is not None:
         raise ValueError(f"rename: no tensor's name matches {unmatched!r}")
-
-
-def _wanted(chosen: Checkpoint, rename: Rename | None) -> dict[str, str]:
-    """The tensors that are left, by their new names."""
-    renamed, _, _ = sources(chosen, None, rename)
-    return {name: source.rows[0].tensor for name, source in renamed.items()}
-
-
-def _chosen(checkpoint: Checkpoint, selection: Selection) -> Checkpoint:
-    """The checkpoint with those tensors alone that are meant."""
-    selection.check(checkpoint.tensors)
-    tensors = {name: info for name, info in checkpoint.tensors.items() if name in selection}
-    return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
@@ -536,7 +472,7 @@ def _parts(
 
 def _node_plan(
     folder: str, files: Sequence[OutFile], destination: Path, options: Options, held: Any
-) -> Document:
+) -> SmallFile:
     """The plan of a load of a node's folder, with the layers that it has of the whole."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
     node = next(node for node in options.nodes if node.name == folder)
@@ -547,7 +483,7 @@ def _node_plan(
     pread: ResolvedKind = "pread"
     readers = tuple(pread for _ in files)
     made = replace(made, path=".", devices=(device,), readers=readers, reader_reasons=())
-    return Document(in_folder(folder, NODE_PLAN), made.to_json().encode() + b"\n")
+    return document(in_folder(folder, NODE_PLAN), made.to_json().encode() + b"\n")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -582,7 +518,7 @@ def _most(
     How long a header is depends on the digits of all offsets, and so on the order that the tensors
     have in the file. Where bounds on that do not decide, headers are made to see.
     """
-    header_nbytes = len(_header((), metadata))
+    header_nbytes = len(_file("", (), metadata).header)
     data_nbytes = sure = count = 0
     for i in range(first, len(tensors)):
         name, info, dtype = tensors[i]
@@ -598,49 +534,32 @@ def _most(
             sure = count
 
     def too_long(number: int) -> bool:
-        ordered = _ordered(tensors[first : first + number])
-        header = _header(ordered, metadata)
-        nbytes = len(header) + sum(dtype.nbytes(info.numel) for _, info, dtype in ordered)
-        return nbytes > max_nbytes or len(header) - 8 > MAX_HEADER_NBYTES
+        file = _file("", tensors[first : first + number], metadata)
+        return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
 
     return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
 
 
-def _ordered(tensors: Sequence[_Wanted]) -> list[_Wanted]:
-    """The order that tensors have in a file."""
+def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
+    """A file with these tensors, one after the other."""
     # stable: but for the few of odd lengths, in the order in which they are read
-    return sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
-
-
-def _header(ordered: Iterable[_Wanted], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with these tensors, one after the other."""
+    ordered = sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
+    stops = list(accumulate((d.nbytes(info.numel) for _, info, d in ordered), initial=0))
+    places = list(zip(ordered, pairwise(stops), strict=True))
     entries = [b'"__metadata__":' + _json(dict(metadata))]
-    start = 0
-    for name, info, dtype in ordered:
-        stop = start + dtype.nbytes(info.numel)
-        entries.append(_entry(name, dtype, info.shape, start, stop))
-        start = stop
+    entries += [_entry(name, d, info.shape, *place) for (name, info, d), place in places]
     text = b"{" + b",".join(entries) + b"}"
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    at = len(header)
+    out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
+    return OutFile(path, header, at + stops[-1], tuple(out))
 
 
 def _entry(name: str, dtype: DType, shape: Sequence[int], start: int, stop: int) -> bytes:
     """What a header says of a tensor."""
     said = {"dtype": dtype.code, "shape": list(shape), "data_offsets": [start, stop]}
     return _json(name) + b":" + _json(said)
-
-
-def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
-    ordered = _ordered(tensors)
-    header = _header(ordered, metadata)
-    out = []
-    start = len(header)
-    for name, info, dtype in ordered:
-        stop = start + dtype.nbytes(info.numel)
-        out.append(OutTensor(name, info, dtype, start, stop))
-        start = stop
-    return OutFile(path, header, start, tuple(out))
 
 
 def _divisor(nbytes: int) -> int:
@@ -655,145 +574,8 @@ def _json(document: object) -> bytes:
     return _encoder.encode(document).encode()
 
 
-def _index(folder: str, files: Sequence[OutFile]) -> Document:
-    document = {
-        "metadata": {"total_size": sum(t.nbytes for file in files for t in file.tensors)},
-        "weight_map": {
-            t.name: file.path.rpartition("/")[2] for file in files for t in file.tensors
-        },
-    }
-    return Document(in_folder(folder, INDEX), json.dumps(document, indent=2).encode() + b"\n")
-
-
-# --- beside the checkpoint ------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Beside:
-    """What lies beside a checkpoint.
-
-    Attributes:
-        copied: files to be copied, by name.
-        held: the bytes of small files that are not on this machine, by name.
-        left: names of what is not copied and might have been expected.
-    """
-
-    copied: dict[str, Copied] = field(default_factory=dict)
-    held: dict[str, bytes] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
-
-
-def _beside(checkpoint: Checkpoint) -> _Beside:
-    path = checkpoint.path
-    if isinstance(path, Url):
-        return _served(path.parent) if checkpoint.config else _Beside()
-    belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
-    try:
-        is_folder = path.is_dir()
-        folder = path if is_folder else path.parent
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if is_folder or path.name in (SINGLE, INDEX):
-        belongs = bool  # the folder is the model's own
-    found = _Beside()
-    if belongs is not bool and CONFIG not in names:
-        return found
-    for name in names:
-        if name.startswith(".") or name in (SIDECAR, NODE_PLAN) or name.endswith(_WEIGHTS):
-            continue
-        if not belongs(name):
-            continue
-        try:
-            status = os.stat(folder / name)
-        except OSError:  # a symlink that leads nowhere
-            found.left.append(name)
-            continue
-        if stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
-            mode = stat.S_IMODE(status.st_mode)
-            found.copied[name] = Copied(name, folder / name, status.st_size, mode)
-        else:
-            found.left.append(name + "/" * stat.S_ISDIR(status.st_mode))
-    return found
-
-
-def _served(folder: Url) -> _Beside:
-    """What a server has of the files that models have: it does not list its folders.
-
-    Some answer with a page where there is no file, and say that all is well: what cannot be the
-    file is left.
-    """
-    found = _Beside()
-    with remote.connections():
-        for name in _USUAL:
-            try:
-                seen = remote.look(folder / name, _HELD_NBYTES)
-            except ShardNotFoundError:
-                continue
-            nbytes = seen.nbytes or len(seen.head)
-            if seen.content_type in _HTML:
-                found.left.append(f"{name} (the server sends a page of HTML)")
-            elif name.endswith(".json") and not _is_json(seen.head, whole=seen.whole):
-                found.left.append(f"{name} (the server sends something else than JSON)")
-            elif nbytes > LARGEST_COPIED_NBYTES:
-                found.left.append(name)
-            elif seen.whole:
-                found.held[name] = seen.head
-            else:
-                found.copied[name] = Copied(name, seen.url, nbytes)
-    return found
-
-
-def _is_json(head: bytes, *, whole: bool) -> bool:
-    """Whether a file is JSON; of a longer one, whether it begins as such."""
-    if not whole:
-        return head.lstrip(_SPACE)[:1] in (b"{", b"[")
-    try:
-        parse_json(head)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _followed(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | None:
-    """config.json with the dtypes that the tensors will have, or None where none changes."""
-    became: dict[str, Counter[str]] = {}
-    overall: Counter[str] = Counter()
-    for name, dtype in dtypes.items():
-        info = checkpoint.tensors[name]
-        if dtype.kind == "float":
-            became.setdefault(info.dtype.name, Counter())[dtype.name] += dtype.nbytes(info.numel)
-            overall[dtype.name] += dtype.nbytes(info.numel)
-    if all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes.items()):
-        return None
-    (main, _), *_ = overall.most_common(1)
-
-    def follow(value: object) -> object:
-        try:
-            stated = parse_dtype(value) if isinstance(value, str) else None
-        except ValueError:
-            stated = None
-        if stated is None or stated.kind != "float":
-            return value  # "auto", or nothing that a tensor has
-        counts = became.get(stated.name)
-        return counts.most_common(1)[0][0] if counts else main
-
-    def section(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: follow(v) if k in _DTYPE_KEYS else v for k, v in values.items()}
-
-    config = section(checkpoint.config)
-    for key, value in config.items():
-        # the parts of a model with several: text_config, vision_config; not how it is quantised
-        if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
-            config[key] = section(value)
-    if config == dict(checkpoint.config):
-        return None
-    return json.dumps(config, indent=2).encode() + b"\n"
-
-
-def all_paths(plan: ConvertPlan) -> Iterator[str]:
-    """Every path that will be published, in that order: all indexes last."""
-    lasts = {index.path for index in plan.indexes}
-    names = [path for folder in plan.folders for path in plan.names(folder)]
-    yield from (path for path in names if path not in lasts)
-    yield from lasts
+def _index(folder: str, files: Sequence[OutFile]) -> SmallFile:
+    weight_map = {t.name: file.path.rpartition("/")[2] for file in files for t in file.tensors}
+    total_nbytes = sum(t.nbytes for file in files for t in file.tensors)
+    index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
+    return document(in_folder(folder, INDEX), json.dumps(index, indent=2).encode() + b"\n")

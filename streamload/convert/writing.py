@@ -3,38 +3,34 @@
 A few threads take one block of an output file after the other: its bytes are read and cast into
 memory of the thread's own, digested in the order of each tensor, and written at their place. The
 calling thread brings what is finished to the disk and into the journal, and tells how far it is.
-
-Written bytes leave memory behind the cursor: the disk begins with them at once, and is waited for a
-few blocks later. So dirty pages never fill a small machine, and the last fsync has little to do.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.page_cache import PageCache, ShardCache
-from streamload.checkpoint.readers import Reader, ReaderKind, direct_memory, open_reader
+from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.readers import direct_memory
 from streamload.checkpoint.url import Location
-from streamload.convert.journal import Finished, Journal, sync
-from streamload.convert.memory import BLOCK_NBYTES, Way
-from streamload.convert.planning import ConvertPlan, OutFile, OutTensor
-from streamload.digests import Hasher, hasher
+from streamload.convert.destination import Destination
+from streamload.convert.disk import Output, writing_to
+from streamload.convert.journal import Finished, Journal
+from streamload.convert.memory import Way
+from streamload.convert.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
+from streamload.digests import Hasher, digest_of, hasher
 from streamload.dtypes import DType
-from streamload.errors import CheckpointError, DeviceError, OutOfRangeError
+from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.plan.budget import available_host_nbytes
+from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
@@ -43,39 +39,38 @@ _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 
-# Source: sync_file_range(2).
-_WRITE = 2
-_WRITE_AND_WAIT = 1 | 2 | 4
-
-# Of errors of writing: the disk, or what one may have of it, is full.
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+# --- blocks ---------------------------------------------------------------------------------------
 
 
-def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    """What stands in the way of writing to a path, as one of our errors."""
-    if error.errno in _NO_ROOM:
-        problem = "no room is left; what is finished is kept, and resume continues"
-        return CheckpointError(path, problem, found=error.strerror)
-    expected = "a smaller maximum for files" if error.errno == errno.EFBIG else None
-    return CheckpointError(path, "cannot be written", expected=expected, found=error.strerror)
+@dataclass(slots=True, eq=False)
+class _File:
+    """A file that is being written."""
+
+    out: OutFile
+    left_nbytes: int = 0
+    tensors: list[_Tensor] = field(default_factory=list)  # until they are cut into blocks
+    output: Output | None = None  # while it is open
 
 
-# --- what is done at once -------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor that is being written."""
+
+    index: int  # among all of the plan
+    file: _File
+    out: OutTensor
+    digested: int  # up to this byte of the file
+    left_nbytes: int
+    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
+    digest: str = ""
+    counts: CastCounts = ZERO
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of one tensor, in the source and in its output file.
+    """Bytes of one tensor: ``read`` to ``read_stop`` of its shard, ``start`` to ``stop`` here."""
 
-    Attributes:
-        index: of the tensor, among all of the plan.
-        read: first byte, counted from the start of the source file.
-        read_stop: last byte, exclusive.
-        start: first byte, counted from the start of the output file.
-        stop: last byte, exclusive.
-    """
-
-    index: int
+    tensor: _Tensor
     read: int
     read_stop: int
     start: int
@@ -83,293 +78,55 @@ class Part:
 
 
 @dataclass(slots=True)
-class Window:
-    """Contiguous bytes of one source file, and the parts that they are.
-
-    Attributes:
-        shard: the file.
-        start: first byte.
-        stop: last byte, exclusive.
-        parts: one after the other, without a gap.
-    """
-
-    shard: Location
-    start: int
-    stop: int
-    parts: list[Part] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Block:
     """What is written at once: within a multiple of a block's length.
 
     Attributes:
-        file: index of the output file.
+        file: the output file.
         start: first byte of the block in the file, a multiple of a block's length.
         runs: (first byte, last byte exclusive) of what is written of it.
-        windows: what is read for it.
+        windows: what is read for it: each is parts that follow each other in one shard.
     """
 
-    file: int
+    file: _File
     start: int
     runs: list[tuple[int, int]] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    windows: list[list[Part]] = field(default_factory=list)
+
+    def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
+        """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
+        if self.runs and self.runs[-1][1] == start:
+            self.runs[-1] = (self.runs[-1][0], stop)
+        else:
+            self.runs.append((start, stop))
+        if tensor is None:
+            return
+        info, dtype = tensor.out.info, tensor.out.dtype
+        # where nothing is cast bytes are bytes, also of dtypes below one
+        src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
+        for first, last in _cut(start, stop, start, block_nbytes // src * dst):
+            read = info.start + (first - tensor.out.start) // dst * src
+            part = Part(tensor, read, read + (last - first) // dst * src, first, last)
+            window = self.windows[-1] if self.windows else [part]
+            if (
+                window[-1].tensor.out.info.shard == info.shard
+                and window[-1].read_stop == read
+                and part.read_stop - window[0].read <= block_nbytes
+            ):
+                window.append(part)
+            else:
+                self.windows.append([part])
 
 
-def cut(
-    plan: ConvertPlan, finished: Mapping[int, Finished], block_nbytes: int = BLOCK_NBYTES
-) -> Iterator[Block]:
-    """Cut what is not finished into blocks, in the order in which it is written.
-
-    Headers are written in any case: they are in no journal.
-    """
-    index = 0
-    for number, file in enumerate(plan.files):
-        block = Block(number, 0)
-        for first, stop in _steps(0, len(file.header), block_nbytes):
-            if first // block_nbytes * block_nbytes != block.start:
-                yield block
-                block = Block(number, first)
-            block.runs.append((first, stop))
-        for tensor in file.tensors:
-            if index not in finished:
-                for first, stop in _steps(tensor.start, tensor.stop, block_nbytes):
-                    base = first // block_nbytes * block_nbytes
-                    if base != block.start:
-                        yield block
-                        block = Block(number, base)
-                    _add(block, tensor, index, first, stop, block_nbytes)
-            index += 1
-        yield block
-
-
-def _steps(start: int, stop: int, block_nbytes: int) -> Iterator[tuple[int, int]]:
-    """A range of a file, cut where blocks end."""
+def _cut(start: int, stop: int, base: int, step: int) -> Iterator[tuple[int, int]]:
+    """A range, cut at ``base`` and every ``step`` after it."""
     while start < stop:
-        end = min(stop, (start // block_nbytes + 1) * block_nbytes)
+        end = min(stop, start + step - (start - base) % step)
         yield start, end
         start = end
 
 
-def _add(
-    block: Block, tensor: OutTensor, index: int, first: int, stop: int, block_nbytes: int
-) -> None:
-    """Add bytes of a tensor to a block."""
-    if block.runs and block.runs[-1][1] == first:
-        block.runs[-1] = (block.runs[-1][0], stop)
-    else:
-        block.runs.append((first, stop))
-    info = tensor.info
-    # where nothing is cast bytes are bytes, also of dtypes below one
-    same = info.dtype is tensor.dtype
-    src, dst = (1, 1) if same else (info.dtype.itemsize, tensor.dtype.itemsize)
-    step = block_nbytes // src * dst
-    for start in range(first, stop, step):
-        end = min(start + step, stop)
-        read = info.start + (start - tensor.start) // dst * src
-        read_stop = read + (end - start) // dst * src
-        last = block.windows[-1] if block.windows else None
-        if (
-            last is None
-            or last.shard != info.shard
-            or last.stop != read
-            or read_stop - last.start > block_nbytes
-        ):
-            last = Window(info.shard, read, read)
-            block.windows.append(last)
-        last.stop = read_stop
-        last.parts.append(Part(index, read, read_stop, start, end))
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-class _Output:
-    """A file that is written at known places by several threads.
-
-    Raises:
-        OSError: from each method, as the system said it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._lock = threading.Lock()
-        self._lost: OSError | None = None
-
-    def write(self, start: int, data: memoryview) -> None:
-        """Write, and let the disk begin with it."""
-        nbytes = data.nbytes
-        done = 0
-        while done < nbytes:
-            with data[done:] as rest:
-                done += os.pwrite(self._fd, rest, start + done)
-        if _can_write_behind():
-            _sync_file_range(self._fd, start, nbytes, _WRITE)
-
-    def drop(self, start: int, nbytes: int) -> None:
-        """Wait for what was written a while ago, and take it out of the page cache."""
-        with self._lock:
-            if self._fd < 0 or not _can_write_behind():  # whole and closed, or left to the system
-                return
-            self._told(lambda: _sync_file_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
-            with suppress(OSError):  # only advice
-                os.posix_fadvise(self._fd, start, nbytes, os.POSIX_FADV_DONTNEED)
-
-    def sync(self) -> None:
-        """Bring all that was written to the disk.
-
-        After an error always the same one: the system tells that pages were lost once, and the
-        next time says that all is well.
-        """
-        self._told(lambda: sync(self._fd))
-
-    def _told(self, bring: Callable[[], None]) -> None:
-        if self._lost is None:
-            try:
-                bring()
-            except OSError as error:
-                self._lost = error
-        if self._lost is not None:
-            raise OSError(self._lost.errno, self._lost.strerror)
-
-    def close(self) -> None:
-        """Close it; may be called twice."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        try:
-            if _can_write_behind():
-                with suppress(OSError):  # only advice
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
-def _can_write_behind() -> bool:
-    return _range_syncer() is not None and hasattr(os, "posix_fadvise")
-
-
-@cache
-def _range_syncer() -> Callable[[int, int, int, int], int] | None:
-    """Linux's call that brings a part of a file to the disk; drops the GIL."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "sync_file_range"):
-        return None
-    call = library.sync_file_range
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    call.restype = ctypes.c_int
-    found: Callable[[int, int, int, int], int] = call
-    return found
-
-
-def _sync_file_range(fd: int, start: int, nbytes: int, flags: int) -> None:
-    call = _range_syncer()
-    if call is None or call(fd, start, nbytes, flags) == 0:
-        return
-    code = ctypes.get_errno()
-    # a filesystem that does not know of it; an error of the disk is not to be lost: it is told once
-    if code not in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP):
-        raise OSError(code, os.strerror(code))
-
-
-class _Sources:
-    """The files that are read, each open from its first window to its last."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, left_nbytes: Mapping[Location, int], *, direct: bool
-    ) -> None:
-        self._kind: ReaderKind = "direct" if direct else "auto"
-        self._headers = {header.path: header for header in checkpoint.shards}
-        self._left = dict(left_nbytes)
-        self._open: dict[Location, tuple[Reader, ShardCache | None]] = {}
-        self._stopped = False
-        self._lock = threading.Lock()
-        self._cache = PageCache(
-            "auto", to_read_nbytes=sum(left_nbytes.values()), available=_available_nbytes
-        )
-
-    @contextmanager
-    def window(self, window: Window, raw: Callable[[], memoryview]) -> Iterator[memoryview]:
-        """The bytes of a window, valid inside the with.
-
-        Args:
-            window: which.
-            raw: gives memory to read them into, where they are not mapped.
-        """
-        reader, pages = self._reader(window.shard)
-        if reader.mapped:
-            with reader.view(window.start, window.stop) as view:
-                yield view
-        else:
-            with raw()[: window.stop - window.start] as view:
-                reader.read_into(window.start, view)
-                yield view
-        if pages is not None:
-            pages.done(window.start, window.stop)
-        with self._lock:
-            self._left[window.shard] -= window.stop - window.start
-            if not self._left[window.shard]:
-                self._close(window.shard)
-
-    def stop(self) -> None:
-        """Let nobody wait for a server any longer."""
-        with self._lock:
-            self._stopped = True
-            for reader, _ in self._open.values():
-                reader.stop()
-
-    def close(self) -> None:
-        """Close all."""
-        with self._lock:
-            for shard in list(self._open):
-                self._close(shard)
-
-    def _reader(self, shard: Location) -> tuple[Reader, ShardCache | None]:
-        with self._lock:
-            if shard not in self._open:
-                pages = self._cache.open(shard) if isinstance(shard, Path) else None
-                try:
-                    kind = self._kind if isinstance(shard, Path) else "auto"
-                    header = self._headers[shard]
-                    reader = open_reader(shard, header.file_nbytes, kind, header.state)
-                except BaseException:
-                    if pages is not None:
-                        pages.close()
-                    raise
-                self._open[shard] = (reader, pages)
-                if self._stopped:  # by a thread that did not know of this one
-                    reader.stop()
-            return self._open[shard]
-
-    def _close(self, shard: Location) -> None:
-        reader, pages = self._open.pop(shard)
-        reader.close()
-        if pages is not None:
-            pages.close()
-
-
-def _available_nbytes() -> int | None:
-    try:
-        return available_host_nbytes()
-    except DeviceError:
-        return None
-
-
 # --- the pass -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that is being written."""
-
-    file: int
-    tensor: OutTensor
-    digested: int  # up to this byte of the file
-    left_nbytes: int
-    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
-    digest: str = ""
-    counts: CastCounts = ZERO
 
 
 class Writer:
@@ -383,10 +140,9 @@ class Writer:
         self,
         plan: ConvertPlan,
         checkpoint: Checkpoint,
-        out: Path,
+        destination: Destination,
         journal: Journal,
         out_of_range: OutOfRange,
-        reserve: Path,
         way: Way,
     ) -> None:
         """Prepare.
@@ -394,60 +150,71 @@ class Writer:
         Args:
             plan: what is written.
             checkpoint: what is read.
-            out: the folder that the plan's paths are in until they are published.
+            destination: where it is written.
             journal: what is finished.
             out_of_range: what becomes of values that do not fit.
-            reserve: a file that is given up for the journal where the disk is full.
             way: how many threads there are, and how much each does at once.
 
         Raises:
             UnsupportedCastError: this machine cannot do a cast.
         """
         self.read_nbytes = 0
-        self._plan = plan
-        self._out = out
+        self._destination = destination
         self._journal = journal
-        self._reserve = reserve
         self._out_of_range = out_of_range
         self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
         }
-        self._tensors: dict[int, _Tensor] = {}
-        self._unread: dict[Location, int] = {}
-        self._unwritten: dict[int, int] = {}
-        index = 0
-        for number, file in enumerate(plan.files):
-            self._unwritten[number] = len(file.header)
-            for t in file.tensors:
-                if index not in journal.finished:
-                    self._unwritten[number] += t.nbytes
-                    self._tensors[index] = _Tensor(number, t, t.start, t.nbytes)
-                    shard = t.info.shard
-                    self._unread[shard] = self._unread.get(shard, 0) + t.info.nbytes
-                index += 1
-        self._sources = _Sources(checkpoint, self._unread, direct=way.direct)
-        self._blocks = cut(plan, journal.finished, way.block_nbytes)
-        # output file, first byte and length of what the disk is busy with
-        self._behind: deque[tuple[int, _Output, int, int]] = deque()
-        self._outputs: dict[int, _Output] = {}
-        self._whole: list[int] = []  # files with nothing left to be written
+        self._files = [_File(out, len(out.header)) for out in plan.files]
+        self._unread: Counter[Location] = Counter()
+        self._written: list[_Tensor] = []
+        tensors = ((file, t) for file in self._files for t in file.out.tensors)
+        for index, (file, t) in enumerate(tensors):
+            if index in journal.finished:
+                continue
+            tensor = _Tensor(index, file, t, t.start, t.nbytes)
+            file.tensors.append(tensor)
+            file.left_nbytes += t.nbytes
+            self._unread[t.info.shard] += t.info.nbytes
+            if not t.nbytes:
+                tensor.digest = hasher().hexdigest()
+                self._written.append(tensor)
+        #: Bytes of the source that are to be read, before anything was.
+        self.unread_nbytes = self._unread.total()
+        self._shards = Shards(
+            checkpoint.shards,
+            lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
+            cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
+        )
+        self._blocks = self._cut()
+        # file, first byte and length of what the disk is busy with
+        self._behind: deque[tuple[Output, int, int]] = deque()
+        self._whole: list[_File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
         self._running = 0
-        self._written: list[int] = []
-        for i, state in self._tensors.items():
-            if not state.left_nbytes:
-                state.digest = hasher().hexdigest()
-                self._written.append(i)
         self._next_commit = time.monotonic()
 
-    @property
-    def unread_nbytes(self) -> int:
-        """Bytes of the source that are to be read, before anything was."""
-        return sum(self._unread.values())
+    def _cut(self) -> Iterator[Block]:
+        """Cut what is not finished into blocks, in the order in which it is written.
+
+        Headers are written in any case: they are in no journal.
+        """
+        nbytes = self._way.block_nbytes
+        for file in self._files:
+            block = Block(file, 0)
+            tensors, file.tensors = file.tensors, []  # they go as they are written
+            ranges = ((t, t.out.start, t.out.stop) for t in tensors)
+            for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
+                for first, last in _cut(start, stop, 0, nbytes):
+                    if first >= block.start + nbytes:
+                        yield block
+                        block = Block(file, first // nbytes * nbytes)
+                    block.add(tensor, first, last, nbytes)
+            yield block
 
     def run(self, tell: Callable[[int], None]) -> None:
         """Write; when this returns, all is on the disk and in the journal.
@@ -467,7 +234,6 @@ class Writer:
             threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
             for i in range(count)
         ]
-        failed = True
         with deferred_interrupt() as interrupt:
             try:
                 tell(0)
@@ -482,39 +248,33 @@ class Writer:
                     # files are closed there: a process may have 1,024, and this one others too
                     if time.monotonic() >= self._next_commit or len(self._whole) >= _MOST_WHOLE:
                         self._commit()
-                failed = False
+                if self._error is not None:
+                    raise self._error
+                self._commit()
+            except BaseException:
+                self._stop(threads)
+                with suppress(OSError):  # room for the journal, where the disk is full
+                    self._destination.reserve.unlink()
+                with suppress(CheckpointError):  # the first error is the one to be told
+                    self._commit()
+                raise
             finally:
-                with self._changed:
-                    self._stopped = True
-                    self._changed.notify_all()
-                if failed or self._error is not None:
-                    self._sources.stop()
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
-                try:
-                    self._end(failed)
-                finally:
-                    self._sources.close()
-                    for output in self._outputs.values():
-                        output.close()
+                self._stop(threads)
+                self._shards.close_all()
+                for file in self._files:
+                    self._close(file)
             tell(self.read_nbytes)
 
-    def _end(self, failed: bool) -> None:
-        """Bring the rest to the disk, and raise what a thread met.
-
-        Args:
-            failed: an error of the calling thread is on its way: nothing else is raised.
-        """
-        if failed or self._error is not None:
-            with suppress(OSError):  # room for the journal, where the disk is full
-                self._reserve.unlink()
-            with suppress(CheckpointError):  # the first error is the one to be told
-                self._commit()
-            if not failed and self._error is not None:
-                raise self._error
-            return
-        self._commit()
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the threads to end, soon."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._running:
+            self._shards.stop()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
     def _commit(self) -> None:
         """Bring what was finished to the disk, and then into the journal."""
@@ -524,60 +284,40 @@ class Writer:
             self._changed.notify_all()
         if not batch and not whole:
             return
+        begun = time.monotonic()
+        batch.sort(key=lambda tensor: tensor.index)
         try:
-            self._keep(batch, whole)
+            for file in dict.fromkeys((*whole, *(tensor.file for tensor in batch))):
+                if file.output is not None:  # not where its tensors have no bytes
+                    file.output.sync()
+            with writing_to(self._destination.path):
+                self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
         except BaseException:
             with self._changed:
                 self._written += batch  # there may be room for it later
             raise
-
-    def _keep(self, batch: Sequence[int], whole: Sequence[int]) -> None:
-        begun = time.monotonic()
-        for number in dict.fromkeys((*whole, *(self._tensors[i].file for i in batch))):
-            if number in self._outputs:  # not where its tensors have no bytes
-                self._at(number, self._output(number).sync)
-        finished = [
-            Finished(i, self._tensors[i].digest, self._tensors[i].counts) for i in sorted(batch)
-        ]
-        try:
-            self._journal.add(finished)
-        except OSError as error:
-            raise unwritable(self._plan.destination, error) from error
-        with self._changed:
-            for i in batch:  # there may be very many
-                del self._tensors[i]
-        for number in whole:
-            with self._changed:
-                output = self._outputs.pop(number)
-            output.close()
+        for file in whole:
+            self._close(file)
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _at(self, number: int, do: Callable[[], None]) -> None:
-        """Do something to an output file."""
-        try:
-            do()
-        except OSError as error:
-            path = self._plan.destination / self._plan.files[number].path
-            raise unwritable(path, error) from error
-
-    def _output(self, number: int) -> _Output:
+    def _output(self, file: _File) -> Output:
         with self._changed:
-            if number not in self._outputs:
-                path = self._out / self._plan.files[number].path
-                self._outputs[number] = _Output(path)
-            return self._outputs[number]
+            if file.output is None:
+                to, path = self._destination, file.out.path
+                file.output = Output(to.out / path, to.path / path)
+            return file.output
+
+    def _close(self, file: _File) -> None:
+        with self._changed:
+            output, file.output = file.output, None
+        if output is not None:
+            output.close()
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
-        block_memory = direct_memory(self._way.block_nbytes)
-        raw_memory: list[memoryview] = []
-
-        def raw() -> memoryview:
-            if not raw_memory:
-                raw_memory.append(direct_memory(self._way.block_nbytes))
-            return raw_memory[0]
-
+        memory = direct_memory(self._way.block_nbytes)
+        room = Room(self._way.block_nbytes)
         try:
             while not self._stopped:
                 with self._changed:
@@ -586,8 +326,8 @@ class Writer:
                     block = next(self._blocks, None)
                 if block is None:
                     return
-                self._fill(block, block_memory, raw)
-                self._put(block, block_memory)
+                self._fill(block, memory, room)
+                self._put(block, memory)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
@@ -597,33 +337,31 @@ class Writer:
                 self._running -= 1
                 self._changed.notify_all()
 
-    def _fill(self, block: Block, memory: memoryview, raw: Callable[[], memoryview]) -> None:
-        header = self._plan.files[block.file].header
+    def _fill(self, block: Block, memory: memoryview, room: Room) -> None:
+        header = block.file.out.header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
         for window in block.windows:
-            at = window.parts[0]
-            try:
-                with self._sources.window(window, raw) as view:
-                    for at in window.parts:
-                        with (
-                            view[at.read - window.start : at.read_stop - window.start] as data,
-                            memory[at.start - block.start : at.stop - block.start] as out,
-                        ):
-                            self._cast(at, data, out)
-            except CheckpointError as error:
-                if error.tensor is None:
-                    name = self._tensors[at.index].tensor.info.name
-                    raise error.of_tensor(name) from error
-                raise
+            info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
+            with self._shards.block(info.shard, start, stop, room, info.name) as view:
+                for part in window:
+                    with (
+                        view[part.read - start : part.read_stop - start] as data,
+                        memory[part.start - block.start : part.stop - block.start] as out,
+                    ):
+                        self._cast(part.tensor, data, out)
+            with self._changed:
+                self._unread[info.shard] -= stop - start
+                unread = self._unread[info.shard]
+            if not unread:
+                self._shards.close(info.shard)
         for window in block.windows:
-            for part in window.parts:
+            for part in window:
                 with memory[part.start - block.start : part.stop - block.start] as out:
                     self._digest(part, out)
 
-    def _cast(self, part: Part, data: memoryview, out: memoryview) -> None:
-        state = self._tensors[part.index]
-        info, dtype = state.tensor.info, state.tensor.dtype
+    def _cast(self, tensor: _Tensor, data: memoryview, out: memoryview) -> None:
+        info, dtype = tensor.out.info, tensor.out.dtype
         counts = self._casts[info.dtype, dtype](data, out)
         if counts is ZERO:
             return
@@ -632,27 +370,28 @@ class Writer:
                 info.name, info.shard, info.dtype.name, dtype.name, counts.overflowed
             )
         with self._changed:
-            state.counts += counts
+            tensor.counts += counts
 
     def _digest(self, part: Part, out: memoryview) -> None:
         """Add to a tensor's digest when what comes before was added.
 
-        Blocks are handed out in their order, so whoever has that is not waiting for this one.
+        Blocks are handed out in their order, so the thread that has it is not waiting for this one.
         """
-        state = self._tensors[part.index]
-        if state.digested != part.start:
+        tensor = part.tensor
+        if tensor.digested != part.start:
             with self._changed:
-                while state.digested != part.start:
+                while tensor.digested != part.start:
                     if self._stopped:
                         raise _StoppedError
                     self._changed.wait()
-        running = state.hasher = state.hasher or hasher()
+        running = tensor.hasher = tensor.hasher or hasher()
         running.update(out)
-        if part.stop == state.tensor.stop:
-            state.digest, state.hasher = running.hexdigest(), None
+        last = part.stop == tensor.out.stop
+        if last:
+            tensor.digest, tensor.hasher = running.hexdigest(), None
         with self._changed:
-            state.digested = part.stop
-            if part.stop != state.tensor.stop:
+            tensor.digested = part.stop
+            if not last:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
@@ -661,33 +400,27 @@ class Writer:
                 self._write(block.file, start, data)
         with self._changed:
             for window in block.windows:
-                self.read_nbytes += window.stop - window.start
-                for part in window.parts:
-                    state = self._tensors[part.index]
-                    state.left_nbytes -= part.stop - part.start
-                    if not state.left_nbytes:
-                        self._written.append(part.index)
-            self._unwritten[block.file] -= sum(stop - start for start, stop in block.runs)
-            if not self._unwritten[block.file]:
+                self.read_nbytes += window[-1].read_stop - window[0].read
+                for part in window:
+                    part.tensor.left_nbytes -= part.stop - part.start
+                    if not part.tensor.left_nbytes:
+                        self._written.append(part.tensor)
+            block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
+            if not block.file.left_nbytes:
                 self._whole.append(block.file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
-    def _write(self, number: int, start: int, data: memoryview) -> None:
-        nbytes = data.nbytes
-
-        def write() -> None:
-            output = self._output(number)
-            output.write(start, data)
-            with self._changed:
-                self._behind.append((number, output, start, nbytes))
-
-        self._at(number, write)
+    def _write(self, file: _File, start: int, data: memoryview) -> None:
+        output = self._output(file)
+        output.write(start, data)
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
-            old = self._behind.popleft() if len(self._behind) > self._way.behind else None
-        if old is not None:
-            self._at(old[0], lambda: old[1].drop(*old[2:]))
+            self._behind.append((output, start, data.nbytes))
+            late = self._behind.popleft() if len(self._behind) > self._way.behind else None
+        if late is not None:
+            output, start, nbytes = late
+            output.drop(start, nbytes)
 
 
 class _StoppedError(Exception):
@@ -698,41 +431,43 @@ def check_written(
     file: OutFile,
     path: Path,
     digests: Mapping[str, str],
-    tell: Callable[[int], None],
+    tell: Callable[[int], None] = lambda done: None,
+    done: int = 0,
     block_nbytes: int = BLOCK_NBYTES,
-) -> None:
+) -> int:
     """Read a file that was written, past the page cache where that can be, and compare.
 
     Args:
         file: what was planned.
         path: where it is now.
-        digests: by tensor.
-        tell: told how many bytes were read so far.
+        digests: by the key that a tensor has in the plan.
+        tell: told how many bytes of data were read so far.
+        done: how many were before.
         block_nbytes: most bytes that are read at once.
+
+    Returns:
+        How many bytes of data are read after this.
 
     Raises:
         CheckpointError: a tensor has not the digest that its bytes had, or cannot be read.
     """
-    done = 0
-    with open_reader(path, file.nbytes, "direct") as reader:
-        memory = direct_memory(block_nbytes)
-        with memory[: min(len(file.header), block_nbytes)] as head:
-            reader.read_into(0, head)
-            if head != file.header[: head.nbytes]:
-                raise CheckpointError(path, "the header on the disk is not the one written")
-        for tensor in file.tensors:
-            digest = hasher()
-            for start in range(tensor.start, tensor.stop, block_nbytes):
-                with memory[: min(block_nbytes, tensor.stop - start)] as data:
-                    reader.read_into(start, data)
-                    digest.update(data)
-                    done += data.nbytes
-                tell(done)
-            if digest.hexdigest() != digests[tensor.name]:
+    header = Header(path, file.nbytes, len(file.header), (), {})
+    room = Room(block_nbytes, ahead=True)
+    with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
+        nbytes = min(len(file.header), block_nbytes)
+        if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
+            raise CheckpointError(path, "the header on the disk is not the one written")
+        for t in file.tensors:
+            info = TensorInfo(t.name, t.dtype, t.info.shape, path, t.start, t.stop)
+            found = digest_of(shards.blocks(info, room), tell, done)
+            done += info.nbytes
+            expected = digests[in_folder(folder_of(file.path), t.name)]
+            if found != expected:
                 raise CheckpointError(
                     path,
                     "the bytes on the disk are not those that were written",
-                    tensor=tensor.name,
-                    expected=f"digest {digests[tensor.name]}",
-                    found=digest.hexdigest(),
+                    tensor=info.name,
+                    expected=f"digest {expected}",
+                    found=found,
                 )
+    return done

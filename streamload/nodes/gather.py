@@ -4,9 +4,6 @@ Storage that is behind one wire sends the model once instead of once for each ra
 each other in the order of the files, on every rank the same; the reading of the next one goes on
 while one is exchanged. A rank takes bytes out of a few blocks that are held, and a block makes
 room when this rank has taken all that it needs of it.
-
-Measured with 14 hosts behind 1 Gbit/s, 260 MB: every rank reads all 30.5 s, rank 0 reads and
-broadcasts 9.3 s, this 3.1 s.
 """
 
 from __future__ import annotations
@@ -18,16 +15,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import TracebackType
 from typing import Self
 
+from streamload.checkpoint.base import Reader
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.fileless import FilelessReader
 from streamload.checkpoint.header import Header
-from streamload.checkpoint.readers import Reader, ResolvedKind, open_reader
+from streamload.checkpoint.readers import ResolvedKind
 from streamload.checkpoint.url import Location
 from streamload.nodes.group import Group
 from streamload.plan.plan import Placement, whole
+from streamload.reading import Shards, open_shard
 
 BLOCK_NBYTES = 4 * 2**20
 LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer ones
@@ -35,11 +32,7 @@ LEAST_BLOCK_NBYTES = 2**20  # where the host's budget has no room for longer one
 BLOCKS = 8
 
 _JOIN_S = 0.5  # for what is under way; what waits for a lost rank ends by the group's timeout
-# 1 GB to 4 hosts behind 1 Gbit/s, as is the storage (8.0 s), medians of three in turn, seconds with
-# (readers, under way, blocks): (2, 2, 6) 9.67, (2, 4, 8) 9.53, (1, 2, 6) 9.51, (1, 4, 8) 9.35. A
-# second reader takes more of the wire from what is exchanged, for which all wait; but one alone
-# waits for each answer, which from storage that is far away takes longer than the bytes. With 12
-# blocks and more (behind 200 Mbit/s) it took longer again.
+# One alone waits for each answer; more take the wire from exchanges (docs/measurements.md).
 _READERS = 2
 UNDER_WAY = 4
 
@@ -125,8 +118,7 @@ class Gatherer:
             block_nbytes: most bytes of a block.
         """
         self._group = group
-        self._shards = {header.path: header for header in checkpoint.shards}
-        self._kinds = kinds
+        self._shards = Shards(checkpoint.shards, kinds.__getitem__)
         most = _most(group.size, block_nbytes)
         self._blocks: dict[Location, list[_Block]] = {}
         for shard, ranges in shared.items():
@@ -142,7 +134,6 @@ class Gatherer:
         order = list(chain.from_iterable(self._blocks.values()))
         self._to_read = iter(enumerate(order))
         self._left = Counter(block.shard for block in order)  # blocks to be read, of each file
-        self._readers: dict[Location, Reader] = {}  # of the files that are read
         self._read: dict[int, tuple[_Block, memoryview]] = {}  # by this rank, to be exchanged
         self._changed = threading.Condition()
         self.read_nbytes = 0  #: file bytes that this rank has read by itself
@@ -166,22 +157,15 @@ class Gatherer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def stop(self) -> None:
-        """Have who waits for a block wait no longer."""
+        """Wake all waiters, and end all waits for a server."""
         with self._changed:
             self._stopped = True
-            readers = list(self._readers.values())
             self._changed.notify_all()
-        for reader in readers:
-            reader.stop()
+        self._shards.stop()
 
     def close(self) -> None:
         """End; an exchange that waits for a rank that is lost ends by the group's own timeout."""
@@ -189,8 +173,7 @@ class Gatherer:
         until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
-        for reader in list(self._readers.values()):  # of files that were not read to their end
-            reader.close()
+        self._shards.close_all()  # files that were not read to their end
         with self._changed:  # the traceback of an error may refer to this for long
             self._free.clear()
             self._read.clear()
@@ -289,11 +272,11 @@ class Gatherer:
             part = -(-(block.stop - block.start) // size)
             first = min(block.start + rank * part, block.stop)
             last = min(first + part, block.stop)
-            try:
-                reader.read_into(first, room[rank * part : rank * part + last - first])
-            finally:
-                self._has_read(block.shard)
+            reader.read_into(first, room[rank * part : rank * part + last - first])
             with self._changed:
+                self._left[block.shard] -= 1
+                if not self._left[block.shard]:
+                    self._shards.close(block.shard)
                 self.read_nbytes += last - first
                 if self._stopped:
                     return
@@ -310,19 +293,7 @@ class Gatherer:
             index, block = next(self._to_read, (0, None))
             if block is None or self._stopped:
                 return None
-            shard = block.shard
-            if shard not in self._readers:
-                header, kind = self._shards[shard], self._kinds[shard]
-                self._readers[shard] = open_reader(shard, header.file_nbytes, kind, header.state)
-            return index, block, self._free.pop(), self._readers[shard]
-
-    def _has_read(self, shard: Location) -> None:
-        """A block of a file has been read, or could not be: the last one closes the file."""
-        with self._changed:
-            self._left[shard] -= 1
-            reader = self._readers.pop(shard) if not self._left[shard] else None
-        if reader is not None:
-            reader.close()
+            return index, block, self._free.pop(), self._shards.reader(block.shard)
 
     def _exchange_all(self) -> None:
         """Exchange one block after the other, a few at once: a wire waits for none of them."""
@@ -369,13 +340,15 @@ def _overlap(ranges: Ranges, start: int, stop: int) -> int:
     return total
 
 
-class GatheredReader(FilelessReader):
+class GatheredReader(Reader):
     """A shard whose bytes come from the blocks of a `Gatherer`; see `Reader`."""
 
+    _how = "by several ranks together"
+
     def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
-        super().__init__(header.path, header.file_nbytes, "by several ranks together")
+        super().__init__(header.path, header.file_nbytes)
         self._gatherer = gatherer
-        self._beside = open_reader(header.path, header.file_nbytes, kind, header.state)
+        self._beside = open_shard(header, kind)
 
     def stop(self) -> None:
         """See `Reader.stop`."""
@@ -386,5 +359,5 @@ class GatheredReader(FilelessReader):
         """See `Reader.close`."""
         self._beside.close()
 
-    def _fill(self, start: int, out: memoryview) -> None:
-        self._gatherer.take(self.path, start, out, self._beside)
+    def _read(self, start: int, target: memoryview, nbytes: int) -> None:
+        self._gatherer.take(self.path, start, target, self._beside)

@@ -1,0 +1,192 @@
+"""What goes with the tensors of a conversion: small files from beside the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamload.checkpoint import remote
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.url import Location, Url
+from streamload.digests import SIDECAR
+from streamload.dtypes import DType, parse_dtype
+from streamload.errors import ShardNotFoundError
+from streamload.nesting import parse_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+NODE_PLAN = "plan.json"
+#: What the dtype of a model is in.
+CONFIG = "config.json"
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
+
+# Beside a checkpoint, what is not copied: weights in any format, and their indexes.
+# fmt: off
+_WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".ckpt", ".dduf", ".ggml", ".gguf", ".h5", ".keras",
+    ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth", ".tflite",
+)
+# fmt: on
+#: Longer files are left where they are: vocabularies and tables have tens of MB.
+LARGEST_COPIED_NBYTES = 2**28
+_HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
+_HTML = ("text/html", "application/xhtml+xml")
+_SPACE = b" \t\r\n"
+#: Beside a single file of any name, only what is known to belong to a model is.
+_OF_A_MODEL = re.compile(
+    r"config\.json|generation_config\.json|(.*_)?tokenizer.*|special_tokens_map\.json|"
+    r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
+    r"(.*\.)?spiece\.model"
+)
+#: Of those, what is asked for where nothing is listed.
+_USUAL = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "spiece.model"),
+    *("preprocessor_config.json", "processor_config.json"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A small file that is written beside the tensors.
+
+    Attributes:
+        path: where, below the destination; with "/" on any system.
+        content: its bytes, or the file that is copied.
+        nbytes: its length; of a file on a server that does not say, what was seen of it.
+        mode: its permissions; None for those of any new file.
+    """
+
+    path: str
+    content: bytes | Location = field(repr=False)
+    nbytes: int
+    mode: int | None = None
+
+
+def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
+    """A small file of these bytes."""
+    return SmallFile(path, data, len(data), mode)
+
+
+def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
+    """What lies beside a checkpoint.
+
+    Returns:
+        The files that go with it, by name; and names of what is not copied and might be expected.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    path = checkpoint.path
+    if isinstance(path, Url):
+        return _served(path.parent) if checkpoint.config else ({}, [])
+    belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
+    try:
+        is_folder = path.is_dir()
+        folder = path if is_folder else path.parent
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if is_folder or path.name in (SINGLE, INDEX):
+        belongs = bool  # the folder is the model's own
+    elif CONFIG not in names:
+        return {}, []
+    found: dict[str, SmallFile] = {}
+    left: list[str] = []
+    for name in names:
+        if name.startswith(".") or name in (SIDECAR, NODE_PLAN) or name.endswith(_WEIGHTS):
+            continue
+        if not belongs(name):
+            continue
+        try:
+            status = os.stat(folder / name)
+        except OSError:  # a symlink that leads nowhere
+            left.append(name)
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
+            mode = stat.S_IMODE(status.st_mode)
+            found[name] = SmallFile(name, folder / name, status.st_size, mode)
+        else:
+            left.append(name + "/" * stat.S_ISDIR(status.st_mode))
+    return found, left
+
+
+def _served(folder: Url) -> tuple[dict[str, SmallFile], list[str]]:
+    """What a server has of the files that models have: it does not list its folders.
+
+    Some answer with a page where there is no file, and say that all is well: what cannot be the
+    file is left.
+    """
+    found: dict[str, SmallFile] = {}
+    left: list[str] = []
+    with remote.connections():
+        for name in _USUAL:
+            try:
+                seen = remote.look(folder / name, _HELD_NBYTES)
+            except ShardNotFoundError:
+                continue
+            nbytes = seen.nbytes or len(seen.head)
+            if seen.content_type in _HTML:
+                left.append(f"{name} (the server sends a page of HTML)")
+            elif name.endswith(".json") and not _is_json(seen.head, whole=seen.whole):
+                left.append(f"{name} (the server sends something else than JSON)")
+            elif nbytes > LARGEST_COPIED_NBYTES:
+                left.append(name)
+            else:
+                found[name] = SmallFile(name, seen.head if seen.whole else seen.url, nbytes)
+    return found, left
+
+
+def _is_json(head: bytes, *, whole: bool) -> bool:
+    """Whether a file is JSON; of a longer one, whether it begins as such."""
+    if not whole:
+        return head.lstrip(_SPACE)[:1] in (b"{", b"[")
+    try:
+        parse_json(head)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def followed_config(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | None:
+    """config.json with the dtypes that the tensors will have, or None where none changes."""
+    became: dict[str, Counter[str]] = {}
+    overall: Counter[str] = Counter()
+    for name, dtype in dtypes.items():
+        info = checkpoint.tensors[name]
+        if dtype.kind == "float":
+            became.setdefault(info.dtype.name, Counter())[dtype.name] += dtype.nbytes(info.numel)
+            overall[dtype.name] += dtype.nbytes(info.numel)
+    if all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes.items()):
+        return None
+    (main, _), *_ = overall.most_common(1)
+
+    def follow(value: object) -> object:
+        try:
+            stated = parse_dtype(value) if isinstance(value, str) else None
+        except ValueError:
+            stated = None
+        if stated is None or stated.kind != "float":
+            return value  # "auto", or nothing that a tensor has
+        counts = became.get(stated.name)
+        return counts.most_common(1)[0][0] if counts else main
+
+    def section(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: follow(v) if k in _DTYPE_KEYS else v for k, v in values.items()}
+
+    config = section(checkpoint.config)
+    for key, value in config.items():
+        # the parts of a model with several: text_config, vision_config; not how it is quantised
+        if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
+            config[key] = section(value)
+    if config == dict(checkpoint.config):
+        return None
+    return json.dumps(config, indent=2).encode() + b"\n"

@@ -1,0 +1,287 @@
+"""The folder that a conversion is written to: what is in it, and how files get their names.
+
+Everything is written below ``.streamload`` there. When all is whole, old files go and new ones are
+named, the index last: at no time is there a checkpoint of old files and new.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from streamload._system import sync_folder
+from streamload.convert.beside import CONFIG
+from streamload.convert.disk import WORK, exists, writing_to
+from streamload.convert.planning import ConvertPlan, in_folder
+from streamload.digests import SIDECAR, Digests
+from streamload.errors import CheckpointError, PlanInfeasibleError
+
+# Of a checkpoint in a folder, whoever wrote it.
+_OF_A_CHECKPOINT = re.compile(
+    rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
+)
+# The reserve is given up where the disk is full, so that what is finished can still be journaled.
+_RESERVE_NBYTES = 2**14
+_LINE_NBYTES = 128
+_LISTED = 8
+
+
+class Destination:
+    """The destination of a plan.
+
+    Attributes:
+        path: the folder.
+        work: what is in it until all is whole.
+        out: where the files are written; they have their planned paths below it.
+        journal: the file of the journal.
+        reserve: a file that is given up for the journal where the disk is full.
+        reserve_nbytes: its length.
+    """
+
+    def __init__(self, plan: ConvertPlan) -> None:
+        """Touch nothing."""
+        self.path = plan.destination
+        self.work = self.path / WORK
+        self.out = self.work / "out"
+        self.journal = self.work / "journal"
+        self.reserve = self.work / "reserve"
+        self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
+        self._plan = plan
+        self._emptied: list[str] = []
+
+    # --- before anything is written ---------------------------------------------------------------
+
+    def check_apart(self, shards: Collection[Path]) -> None:
+        """Refuse a destination that is where the source is.
+
+        Args:
+            shards: the source's files, those that are not read among them: what is old goes.
+
+        Raises:
+            CheckpointError: it is.
+        """
+        for shard in shards:
+            if Path(os.path.realpath(self.work)) in Path(os.path.realpath(shard)).parents:
+                raise CheckpointError(self.work, "the source is in the folder that would be made")
+        # the folder that a file is in by its name, and the one that it is in by its links
+        read = {os.path.realpath(path.parent) for path in shards}
+        read |= {os.path.dirname(os.path.realpath(path)) for path in shards}
+        read_ids = {_identity(folder) for folder in read} - {None}
+        nodes = (self.path / folder for folder in self._plan.folders if folder)
+        for folder in (self.path, self.work, self.out, *nodes):
+            if os.path.realpath(folder) in read or _identity(folder) in read_ids:
+                raise CheckpointError(folder, "the source is in the folder that would be written")
+        beside = [f.content for f in self._plan.small if isinstance(f.content, Path)]
+        own = {_identity(path): path for path in (*shards, *beside)}
+        own.pop(None, None)  # a file that is gone: reading it will tell
+        for name in dict.fromkeys((*self._plan.paths, *self._old())):
+            if found := own.get(_identity(self.path / name)):
+                raise CheckpointError(
+                    self.path / name, "a file of the source would be written", found=found
+                )
+
+    def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
+        """Refuse a destination that holds what is not to be touched.
+
+        Args:
+            resume: an unfinished conversion is to be continued.
+            overwrite: what is there is to be replaced.
+            finished: this very conversion was finished before.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        for folder in filter(None, self._plan.folders):
+            if exists(self.path / folder / WORK / "journal"):
+                raise CheckpointError(
+                    self.path / folder,
+                    "holds an unfinished conversion of its own",
+                    expected=f"a folder without one ({WORK} is what there is of it)",
+                )
+        if exists(self.journal):
+            if not (resume or overwrite):
+                raise CheckpointError(
+                    self.path,
+                    "holds an unfinished conversion",
+                    expected="resume, which continues it, or overwrite, which begins again",
+                )
+            return
+        for path in self._plan.paths:
+            if self._is_folder(path):
+                raise CheckpointError(
+                    self.path / path, "a file would be written there", found="a folder"
+                )
+        planned = (path for path in self._plan.paths if exists(self.path / path))
+        there = list(dict.fromkeys((*planned, *self._old())))
+        if there and not overwrite and not (resume and finished):
+            problem = "holds a checkpoint already"
+            if resume:
+                problem = "holds a checkpoint that is not of this source and these options"
+            more = f" and {len(there) - _LISTED} more" * (len(there) > _LISTED)
+            raise CheckpointError(
+                self.path,
+                problem,
+                expected="overwrite, which removes it, or another destination",
+                found=", ".join(there[:_LISTED]) + more,
+            )
+
+    def check_room(self) -> None:
+        """Refuse a disk that cannot take all of it.
+
+        Raises:
+            CheckpointError: nothing may be written there.
+            PlanInfeasibleError: there is too little free space.
+        """
+        folder = self.path
+        while not exists(folder) and folder != folder.parent:
+            folder = folder.parent
+        with writing_to(folder):
+            found = os.statvfs(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(folder, "cannot be written", found="no leave to write there")
+        free_nbytes = found.f_bavail * found.f_frsize
+        # what an earlier call left is taken already
+        for root, _, names in os.walk(self.work):
+            for name in names:
+                with suppress(OSError):  # another conversion may be at its end
+                    free_nbytes += (Path(root) / name).stat().st_blocks * 512
+        needed_nbytes = self._plan.needed_nbytes + self.reserve_nbytes
+        if needed_nbytes > free_nbytes:
+            raise PlanInfeasibleError(
+                str(self.path), needed_nbytes, free_nbytes, limit="free space"
+            )
+
+    # --- what is there ----------------------------------------------------------------------------
+
+    def folders(self) -> tuple[str, ...]:
+        """Where a checkpoint counts: the destination, what is written in it, and earlier nodes.
+
+        Raises:
+            CheckpointError: the destination cannot be read.
+        """
+        earlier = []
+        for name in self._listed(""):
+            found = None if name.startswith(".") else self.sidecar(name)
+            nodes = found.options.get("nodes") if found else None
+            # a folder with a sidecar may as well be the destination of another conversion
+            if isinstance(nodes, list) and any(
+                isinstance(node, list) and node[:1] == [name] for node in nodes
+            ):
+                earlier.append(name)
+        return tuple(dict.fromkeys(("", *self._plan.folders, *earlier)))
+
+    def sidecar(self, folder: str) -> Digests | None:
+        """A folder's sidecar; None where there is none that can be read."""
+        with suppress(CheckpointError):
+            return Digests.read(self.path / folder / SIDECAR)
+        return None
+
+    def _old(self) -> list[str]:
+        """Files of a checkpoint in the destination, in the order in which they may go.
+
+        An index comes first, so that no set of shards looks whole, and what belongs to weights not
+        before them; a sidecar last, which says what else there is.
+        """
+        found = []
+        for folder in self.folders():
+            names = self._listed(folder)
+            sidecar = self.sidecar(folder) if SIDECAR in names else None
+            written = sidecar.files if sidecar else ()
+            found += [
+                in_folder(folder, name)
+                for name in names
+                if (name in written or _OF_A_CHECKPOINT.fullmatch(name))
+                and not self._is_folder(in_folder(folder, name))
+            ]
+        ends = (".index.json", ".safetensors", "")
+
+        def place(path: str) -> tuple[bool, int]:
+            kind = next(i for i, end in enumerate(ends) if path.endswith(end))
+            return path.endswith(SIDECAR), kind
+
+        return sorted(found, key=place)
+
+    def _listed(self, folder: str) -> list[str]:
+        where = self.path / folder
+        with writing_to(where), suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(os.listdir(where))
+        return []
+
+    def _is_folder(self, path: str) -> bool:
+        """Whether there is a folder of that name; not where a link leads to one."""
+        where = self.path / path
+        return exists(where) and where.is_dir() and not where.is_symlink()
+
+    # --- publishing -------------------------------------------------------------------------------
+
+    def waiting(self, published: Iterable[str]) -> list[str]:
+        """What of these paths has not got its name yet."""
+        return [path for path in published if exists(self.out / path)]
+
+    def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
+        """Give every file its name; again, where that was begun before.
+
+        An old checkpoint goes first, its index before all.
+
+        Args:
+            published: all that get their names, in order.
+            replaces: an old checkpoint may be removed.
+
+        Raises:
+            CheckpointError: there is one, and it may not.
+            OSError: the disk said so.
+        """
+        waiting = self.waiting(published)
+        done = published.keys() - waiting
+        old = [path for path in self._old() if path not in done]
+        there = old or [path for path in waiting if exists(self.path / path)]
+        if there and not replaces:
+            raise CheckpointError(
+                self.path,
+                "holds a checkpoint that was not there before",
+                expected="its own files only",
+                found=", ".join(there[:_LISTED]),
+            )
+        folders = self._plan.folders
+        self._emptied = [f for f in self.folders() if f not in ("", *folders)]
+        for path in old:
+            (self.path / path).unlink()
+        self._sync(("", *self._emptied))
+        for folder in folders:
+            (self.path / folder).mkdir(exist_ok=True)
+            sync_folder(self.path / folder)
+        lasts = {index.path for index in self._plan.indexes}
+        for last in (False, True):
+            for path in waiting:
+                if (path in lasts) == last:
+                    os.replace(self.out / path, self.path / path)
+            self._sync(("", *folders))
+
+    def _sync(self, folders: Iterable[str]) -> None:
+        for folder in dict.fromkeys(folders):
+            sync_folder(self.path / folder)
+
+    def clean(self) -> None:
+        """Remove what only an unfinished conversion has; the journal goes last."""
+        with writing_to(self.work):
+            shutil.rmtree(self.out, ignore_errors=True)
+            self.reserve.unlink(missing_ok=True)
+            self.journal.unlink(missing_ok=True)
+
+    def remove_empty_folders(self) -> None:
+        """Remove what is left of the folders of nodes that there are no more."""
+        for folder in self._emptied:
+            with suppress(OSError):  # it holds something that is not ours
+                (self.path / folder).rmdir()
+
+
+def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode of what a path leads to; None where that is nothing, or cannot be seen."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None

@@ -1,0 +1,294 @@
+"""Blocks of shards: each file is opened once, and threads share it.
+
+Loads, gathered loads, conversions and comparisons open their files here. A block is a window of a
+map, or it is read into a `Room` of the thread that asks for it: memory is bounded by the rooms.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.page_cache import PageCache, PageCacheKind, ShardCache
+from streamload.checkpoint.readers import (
+    Reader,
+    ReaderKind,
+    ResolvedKind,
+    direct_memory,
+    open_reader,
+    resolve_reader,
+)
+from streamload.checkpoint.url import Location
+from streamload.errors import CheckpointError, DeviceError
+from streamload.plan.budget import available_host_nbytes
+from streamload.units import round_up
+
+#: Most bytes that a thread reads, or writes, at once (docs/measurements.md).
+BLOCK_NBYTES = 2**22
+#: Pages that the kernel reads ahead of a thread: 8 MiB twice on virtual disks.
+AHEAD_NBYTES = 2**24
+
+_WINDOW_NBYTES = 2**16  # below, a read costs less than a window of a map
+_PAGE = 4096  # no reader's alignment is larger than a page
+
+#: Opens a shard in the way that was chosen for it.
+Opener = Callable[[Header, ResolvedKind], Reader]
+
+
+def open_shard(header: Header, kind: ResolvedKind) -> Reader:
+    """Open a shard's file by itself."""
+    return open_reader(header.path, header.file_nbytes, kind, header.state)
+
+
+def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
+    """How a shard is read where ``kind`` is asked for; of a URL there is one way only."""
+    return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
+
+
+def page_cache(
+    kind: PageCacheKind, *, to_read_nbytes: int, to_allocate_nbytes: int = 0
+) -> PageCache:
+    """What becomes of the page cache on this host; see `PageCache`."""
+    return PageCache(
+        kind,
+        to_read_nbytes=to_read_nbytes,
+        to_allocate_nbytes=to_allocate_nbytes,
+        available=_available_nbytes,
+    )
+
+
+def _available_nbytes() -> int | None:
+    """What the host has left for page cache; None where no file says."""
+    try:
+        return available_host_nbytes()
+    except DeviceError:
+        return None
+
+
+class Room:
+    """One thread's memory for blocks that no map shows; allocated by the first of them.
+
+    Attributes:
+        block_nbytes: most bytes of a block.
+    """
+
+    def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            block_nbytes: most bytes of a block.
+            ahead: where blocks follow each other, fill the room and take the next ones from it: a
+                request over HTTP and a direct read cost the same for a few bytes as for many.
+        """
+        self.block_nbytes = block_nbytes
+        self._ahead = ahead
+        self._memory: memoryview | None = None
+        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # of which file, which bytes
+        self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
+
+    def read(self, reader: Reader, start: int, stop: int) -> memoryview:
+        """Bytes of a file, read-only; valid until the next call.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        shard, first, last = self._held
+        if shard != reader.path or not first <= start <= stop <= last:
+            most = stop
+            if self._ahead and self._last == (reader.path, start):
+                most = min(max(start + self.block_nbytes, stop), reader.nbytes)
+            try:
+                self._fill(reader, start, most)
+            except CheckpointError:
+                if most == stop:
+                    raise
+                self._fill(reader, start, stop)  # the rest may be of another tensor
+        self._last = (reader.path, stop)
+        assert self._memory is not None, "after it was filled"
+        first = self._held[1]
+        return self._memory[start - first : stop - first].toreadonly()
+
+    def _fill(self, reader: Reader, start: int, stop: int) -> None:
+        if self._memory is None:
+            self._memory = direct_memory(self.block_nbytes + 2 * _PAGE)
+        first = start // reader.alignment * reader.alignment
+        last = round_up(stop, reader.alignment)
+        self._held = (None, 0, 0)  # until it is read whole
+        valid = reader.read_aligned(first, last, self._memory[: last - first])
+        self._held = (reader.path, first, first + valid)
+
+
+class Shards:
+    """The files of a checkpoint while they are read; safe for threads.
+
+    Attributes:
+        fallbacks: why closed files were not read in the way that was asked for, and how many.
+        page_cache: what becomes of the page cache, and why; "" where none was used.
+    """
+
+    def __init__(
+        self,
+        headers: Iterable[Header],
+        kind: Callable[[Location], ResolvedKind],
+        *,
+        opener: Opener = open_shard,
+        cache: PageCache | None = None,
+        most_open: int | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            headers: of the files.
+            kind: how a file is read; asked once for each, before it is opened first.
+            opener: opens a file.
+            cache: the page cache that `done` tells; None where nothing is dropped.
+            most_open: files that are open at once: one more closes the one that was used longest
+                ago. None for any number.
+        """
+        self.fallbacks: Counter[str] = Counter()
+        self.page_cache = ""
+        self._headers = {header.path: header for header in headers}
+        self._kind = kind
+        self._kinds: dict[Location, ResolvedKind] = {}
+        self._opener = opener
+        self._cache = cache
+        self._most_open = most_open
+        self._open: dict[Location, Reader] = {}  # the one that was used last is the last
+        self._caches: dict[Location, ShardCache] = {}
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close_all()
+
+    def reader(self, shard: Location) -> Reader:
+        """The open file; opens it where it is not.
+
+        Raises:
+            CheckpointError: it cannot be opened, or has changed since its header was read.
+        """
+        with self._lock:
+            reader = self._open.pop(shard, None)
+            if reader is None:
+                if self._most_open is not None and len(self._open) >= self._most_open:
+                    self._close(next(iter(self._open)))
+                reader = self._opened(shard)
+            self._open[shard] = reader
+            return reader
+
+    def _opened(self, shard: Location) -> Reader:
+        if shard not in self._kinds:
+            self._kinds[shard] = self._kind(shard)
+        kind = self._kinds[shard]
+        reader = self._opener(self._headers[shard], kind)
+        if self._stopped:  # by a thread that did not know of this file
+            reader.stop()
+        # what is read past the page cache, or by others, leaves nothing in it
+        through_cache = reader.has_file and (kind != "direct" or reader.fallback)
+        if self._cache is not None and through_cache and isinstance(shard, Path):
+            self._caches[shard] = self._cache.open(shard)
+            self.page_cache = self._cache.reason
+        return reader
+
+    @contextmanager
+    def block(
+        self, shard: Location, start: int, stop: int, room: Room, tensor: str
+    ) -> Iterator[memoryview]:
+        """Bytes of a file, read-only, valid inside the with.
+
+        Args:
+            shard: the file.
+            start: first byte, counted from the start of the file.
+            stop: last byte, exclusive; at most a block after the first.
+            room: the calling thread's; holds one block at a time.
+            tensor: name of the tensor, for errors that name none.
+
+        Raises:
+            CheckpointError: they cannot be read, or the file has changed.
+        """
+        try:
+            reader = self.reader(shard)
+            if reader.mapped and stop - start >= _WINDOW_NBYTES:
+                with reader.view(start, stop) as view:
+                    yield view
+            else:
+                yield room.read(reader, start, stop)
+        except CheckpointError as error:
+            if error.tensor is not None:
+                raise
+            raise error.of_tensor(tensor) from error
+        self.done(shard, start, stop)
+
+    def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:
+        """The bytes of a tensor, block by block; each is valid until the next one is asked for.
+
+        Raises:
+            CheckpointError: see `block`.
+        """
+        for start in range(info.start, info.stop, room.block_nbytes):
+            stop = min(start + room.block_nbytes, info.stop)
+            with self.block(info.shard, start, stop, room, info.name) as data:
+                yield data
+
+    def done(self, shard: Location, start: int, stop: int) -> None:
+        """Tell the page cache that bytes were read, and no window shows them any more."""
+        if cache := self._caches.get(shard):
+            cache.done(start, stop)
+
+    def drops(self, shard: Location) -> bool:
+        """Whether it matters to `done` which bytes of a shard were read, or only how many."""
+        cache = self._caches.get(shard)
+        return cache is not None and cache.drops
+
+    def check(self) -> None:
+        """Look whether somebody waits to change an open file, while nobody reads; any thread may.
+
+        Raises:
+            CheckpointError: somebody does, or a file has changed.
+        """
+        with self._lock:
+            for reader in self._open.values():
+                with reader.unchanged():
+                    pass
+
+    def stop(self) -> None:
+        """End all calls that wait for a server soon, with an error; any thread may."""
+        with self._lock:
+            self._stopped = True
+            for reader in self._open.values():
+                reader.stop()
+
+    def close(self, shard: Location, *, with_cache: bool = True) -> None:
+        """Close a file if it is open; nobody reads it any more.
+
+        Args:
+            shard: the file.
+            with_cache: drop its pages now: no window shows them any more. Else `close_all` does.
+        """
+        with self._lock:
+            self._close(shard, with_cache=with_cache)
+
+    def close_all(self) -> None:
+        """Close every file, and drop the rest of what is to be dropped."""
+        with self._lock:
+            for shard in {**self._open, **self._caches}:
+                self._close(shard)
+
+    def _close(self, shard: Location, *, with_cache: bool = True) -> None:
+        reader = self._open.pop(shard, None)
+        if reader is not None:
+            reader.close()
+            if reader.fallback:
+                self.fallbacks[reader.fallback] += 1
+        if with_cache and (cache := self._caches.pop(shard, None)):
+            if self._stopped:  # what threads had read, and nobody was told of
+                cache.done(0, self._headers[shard].file_nbytes)
+            cache.close()
