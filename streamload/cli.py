@@ -31,10 +31,11 @@ from streamload.convert.planning import RenamePatterns
 from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import BudgetError, DeviceNotFoundError, StreamloadError
 from streamload.interrupt import end_by_interrupts, raise_interrupts
-from streamload.load import load_state_dict
+from streamload.load import load_state_dict, split
 from streamload.load import plan as make_plan
 from streamload.mapping import MAPPINGS, Rename
 from streamload.nodes.launch import find_launch
+from streamload.options import SplitOptions
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan
@@ -305,14 +306,9 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
-    split = _names(device)
+    names = _names(device)
     over = _nodes(nodes, budget, device)
-    made = make_plan(
-        path,
-        budget=None if over else _budget(budget, split),
-        device=split[0] if len(split) == 1 else None,
-        devices=split if len(split) > 1 else None,
-        nodes=over,
+    asked = SplitOptions(
         dtype=_dtype(dtype),
         out_of_range=out_of_range.value,
         cast=cast.value,
@@ -325,6 +321,11 @@ def plan(
         batch=batch,
         cache_dtype=cache_dtype,
     )
+    if over is not None:
+        made = split(path, nodes=over, **asked)
+    else:
+        where = names if len(names) > 1 else device
+        made = make_plan(path, budget=_budget(budget, names), device=where, **asked)
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"

@@ -33,7 +33,7 @@ from streamload.checkpoint.readers import (
 )
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import SIDECAR, Digest, Digests, hasher
-from streamload.dtypes import DType
+from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import (
     CheckpointError,
     OutOfRangeError,
@@ -364,7 +364,7 @@ def diff(
     a: CheckpointLike,
     b: CheckpointLike,
     *,
-    dtype: str | DType | Mapping[str, str | DType] | None = None,
+    dtype: DTypeArgument = None,
     out_of_range: OutOfRange = "inf",
     rename: Rename | None = None,
     select: Patterns = (),

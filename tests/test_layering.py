@@ -48,6 +48,7 @@ LAYERS = (
     ("mapping",),
     ("nodes.shares",),
     ("progress", "device_casts", "interrupt", "headroom"),
+    ("options",),
     ("job",),
     ("worker",),
     ("stream",),

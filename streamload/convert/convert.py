@@ -44,7 +44,7 @@ from streamload.convert.planning import (
 )
 from streamload.convert.writing import Writer, check_written, unwritable
 from streamload.digests import SIDECAR, Digest, Digests, hasher
-from streamload.dtypes import DType
+from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.mapping import Rename
 from streamload.plan.partition import Node
@@ -154,7 +154,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    dtype: str | DType | Mapping[str, str | DType] | None = None,
+    dtype: DTypeArgument = None,
     out_of_range: OutOfRange = "inf",
     max_shard_size: float | str = DEFAULT_SHARD_SIZE,
     nodes: Sequence[Node] | None = None,
@@ -242,7 +242,7 @@ def convert(
 
 
 def _options(
-    dtype: str | DType | Mapping[str, str | DType] | None,
+    dtype: DTypeArgument,
     out_of_range: OutOfRange,
     max_shard_size: float | str,
     nodes: Sequence[Node] | None,
