@@ -162,7 +162,7 @@ def verify_checkpoint(
         ShardNotFoundError: there is no sidecar, or no checkpoint.
         CheckpointError: one of them is not valid or cannot be read.
         PlanInfeasibleError: there is too little memory.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     begun = time.monotonic()
     chosen = Selection.parse(select, exclude)
@@ -399,7 +399,7 @@ def diff(
         PlanInfeasibleError: there is too little memory.
         UnsupportedCastError: a tensor cannot be cast so.
         OutOfRangeError: under "error", a value cannot be represented.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     begun = time.monotonic()
     if out_of_range not in get_args(OutOfRange):

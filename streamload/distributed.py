@@ -116,8 +116,8 @@ def plan(
     Raises:
         PlanInfeasibleError: it does not fit.
         NodeError: another rank could not plan; see `load_state_dict`.
-        CheckpointError: the checkpoint is not what it should be.
-        ValueError: an argument is not what it should be.
+        CheckpointError: the checkpoint is invalid.
+        ValueError: an argument is invalid.
     """
 
     def read(me: Member) -> _Asked:
@@ -195,7 +195,7 @@ def load_state_dict(
     clock = Clock()
 
     def read(me: Member) -> _Asked:
-        read, strict = Options.read(**options), options["strict"]
+        strict = options["strict"]
         for name, value, choices in (
             ("verify", verify, ("crc32", "none")),
             ("strict", strict, (True, False)),
@@ -203,7 +203,7 @@ def load_state_dict(
             if value not in choices:
                 raise ValueError(f"{name} is {' or '.join(map(str, choices))}, not {value!r}")
         own = _own_device(device, me)
-        return _Asked(path, read, split, options, own, verify, strict)
+        return _Asked(path, Options.read(**options), split, options, own, verify, strict)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))

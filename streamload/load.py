@@ -143,7 +143,7 @@ def load_state_dict(
         What was done; ``print(report)`` shows it.
 
     Raises:
-        CheckpointError: the checkpoint is not what it should be; names file and tensor.
+        CheckpointError: the checkpoint is invalid; names file and tensor.
         FileChangedError: one of its files is not what it was when its header was read, or another
             process wants to write it; it is a CheckpointError.
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
@@ -153,7 +153,7 @@ def load_state_dict(
         UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: the device is not there, does not work, or failed.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
 
     After an error or Ctrl-C each parameter is loaded, untouched or invalid (it holds nothing
     readable and raises when used); the exception's notes, and the ``state`` of streamload's own

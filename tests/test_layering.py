@@ -67,6 +67,8 @@ LAYERS = (
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
     ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
+    ("cli.output", "cli.flags"),
+    ("cli.looking", "cli.loading", "cli.benching", "cli.checking", "cli.converting"),
     ("cli",),
     ("__main__",),
 )
@@ -83,7 +85,7 @@ FRAMEWORKS = {
     "httpcore2": ("checkpoint.wire",),
 }
 READ_ENVIRONMENT = (
-    *("cli", "checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
+    *("checkpoint.checkpoint", "checkpoint.remote", "devices.base"),
     *("nodes.launch", "nodes.store", "nodes.torch"),
 )
 START_THREADS = (

@@ -214,7 +214,7 @@ def convert(
             hold its part.
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     clock = Clock()
     if resume and overwrite:
