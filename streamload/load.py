@@ -87,36 +87,16 @@ from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes
 
-# On one H200, 16 cores, 16 GB of bf16 in the page cache of ext4, 64 MiB of slots, GB/s from the
-# first read to the last byte: 30 with 6 threads, 51 with 8 (slots of 4 MiB), 45 with 10, 44 with
-# 12, 43 with 14 and 16; PCIe gives 54. Predicted: more threads read more. Seen: each copy costs
-# some 14 microseconds beside its bytes, so that with slots of less than 4 MiB the copies fall
-# behind; with 128 MiB of slots 12 threads reach 48. One slot for each thread instead of two: 41
-# with 12 threads, 45 with 16. Casts of the host come from a map, where threads wait for each other:
-# 16 GB/s with 8, 8 with 12.
+# Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
 _MOST_THREADS = 8
-
-# Past the page cache fewer and longer reads are better, with the same bytes under way. On that
-# machine's disk, 6 GB from it to CUDA, medians of six in turn, GB/s: 1.93 with 8 threads and slots
-# of 4 MiB, 2.16 with 4 and 8 MiB, 2.27 with 2 and 16 MiB; a plain reader 2.20 and 1.94 with 8
-# threads, 4 and 16 MiB at once. Reads leave the processor alone, so that two threads will do.
+# Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
-
-# Up to this many CPUs "auto" maps what is in the page cache. Predicted: each byte is copied once
-# less, so mapping wins where CPUs are few, as on an earlier machine (23 GB/s mapped and 9 staged
-# with one thread, 30 and 18 with two). Seen on one H200's virtual machine: 8.5 and 5.3 with one
-# CPU, 8 to 13 and 11 to 14 with two, 9 and 21 with four. There, locking and unlocking pages for the
-# driver takes most of the time (0.25 microseconds a page of 4 KiB), one thread at a time. With two
-# CPUs the 64 MiB that are not taken are worth more than what is lost; with more they are not. Nor
-# is a small host budget a reason to map: 27 GB/s staged with 16 MiB, 41 with 32 MiB.
+# Up to this many CPUs "auto" maps what is in the page cache: that copies each byte once less.
 MAPPED_MOST_CPUS = 2
-
-# Below this, a map is not used unless it is asked for: threads that fault pages in evict those of
-# each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
-# cached were killed with 8 to 38 MB free in their cgroup (8 MiB of readahead), by pread never.
+# Below this, a map is not used unless it is asked for: such loads were killed.
 _MAP_ROOM_NBYTES = 64 * 2**20
-# One thread, where a map was asked for: such loads were killed with 5 MB free, and not with 8.
+# One thread, where a map was asked for.
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 
 
