@@ -155,7 +155,7 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
         **former: arguments that the function had once, with what to write instead.
     """
 
-    def made(function: _Function) -> _Function:
+    def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
         hints = get_type_hints(function, include_extras=True)
         *own, last = signature.parameters.values()
@@ -188,7 +188,7 @@ def takes(**former: str) -> Callable[[_Function], _Function]:
         entrance.__doc__ = _described(function.__doc__, [each.name for each in shown])
         return cast(_Function, entrance)
 
-    return made
+    return decorate
 
 
 def _described(doc: str | None, names: Sequence[str]) -> str | None:
@@ -196,9 +196,14 @@ def _described(doc: str | None, names: Sequence[str]) -> str | None:
     before, own, after = _sections(doc, "Args")
     if not own:
         return doc
-    _, known, _ = _sections(LoadOptions.__doc__, "Attributes")
+    known = _option_entries()
     entries = [own.get(name) or known[name] for name in names]
     return "\n".join([*before, *(line for entry in entries for line in entry), *after])
+
+
+@functools.cache
+def _option_entries() -> Mapping[str, list[str]]:
+    return _sections(LoadOptions.__doc__, "Attributes")[1]
 
 
 def _sections(

@@ -1,6 +1,6 @@
 """The arguments that several commands take, and how their text is read."""
 
-from __future__ import annotations
+# annotations are evaluated here, once: two commands look at them
 
 from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict
