@@ -68,7 +68,7 @@ LAYERS = (
     ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
     ("cli.output", "cli.flags"),
-    ("cli.looking", "cli.loading", "cli.benching", "cli.checking", "cli.converting"),
+    ("cli.loads", "cli.files", "cli.benching"),
     ("cli",),
     ("__main__",),
 )

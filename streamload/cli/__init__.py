@@ -16,10 +16,8 @@ import typer
 
 from streamload.checkpoint.url import without_secrets
 from streamload.cli.benching import bench
-from streamload.cli.checking import diff, verify
-from streamload.cli.converting import convert
-from streamload.cli.loading import load
-from streamload.cli.looking import devices, inspect, plan
+from streamload.cli.files import convert, diff, verify
+from streamload.cli.loads import devices, inspect, load, plan
 from streamload.cli.output import complain
 from streamload.errors import BudgetError, StreamloadError
 from streamload.interrupt import end_by_interrupts, raise_interrupts

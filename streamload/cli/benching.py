@@ -8,52 +8,57 @@ from typing import Annotated
 
 import typer
 
-from streamload.cli.flags import NoProgressOption, PathArgument, option, switch
+from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
 
 
 def bench(
-    path: PathArgument,
+    path: flags.PathArgument,
     device: Annotated[
         str | None,
-        option(
+        flags.option(
             "NAME",
             "A device, as load has them. Default: STREAMLOAD_DEVICE, or the first that works "
             "of cuda:0, CL, cpu, CPU and host.",
         ),
     ] = None,
-    runs: Annotated[int, option("N", "Processes of each loader, in turn.")] = 5,
+    runs: Annotated[int, flags.option("N", "Processes of each loader, in turn.")] = 5,
     peers: Annotated[
         str | None,
-        option(
+        flags.option(
             "NAMES",
             "Loaders to compare with, separated by commas; none for none. Default: all that "
             "load to the device.",
         ),
     ] = None,
     cold: Annotated[
-        bool, switch("--cold", "Also with the files dropped from the page cache.")
+        bool, flags.switch("--cold", "Also with the files dropped from the page cache.")
     ] = False,
-    dtype: Annotated[str, option("DTYPE", "What all floats become.")] = "checkpoint",
+    dtype: Annotated[str, flags.option("DTYPE", "What all floats become.")] = "checkpoint",
     budget: Annotated[
-        str | None, option("SIZE", "Most bytes that streamload may take on the device.")
+        str | None, flags.option("SIZE", "Most bytes that streamload may take on the device.")
     ] = None,
-    cores: Annotated[int, option("N", "CPUs that each process may use; 0 for all.")] = 0,
+    cores: Annotated[int, flags.option("N", "CPUs that each process may use; 0 for all.")] = 0,
     site: Annotated[
         list[str] | None,
-        option(
+        flags.option(
             "NAME=FOLDER",
             "Import a loader from a folder, to compare another version of it; repeatable.",
         ),
     ] = None,
-    timeout: Annotated[float, option("SECONDS", "Most time for one load.")] = 600.0,
+    timeout: Annotated[float, flags.option("SECONDS", "Most time for one load.")] = 600.0,
     seconds: Annotated[
-        float | None, option("SECONDS", "Begin no further round after so long, warm and cold each.")
+        float | None,
+        flags.option("SECONDS", "Begin no further round after so long, warm and cold each."),
     ] = None,
-    limits: Annotated[bool, option(None, "Measure what the machine could do at most, too.")] = True,
-    json_file: Annotated[str | None, option("FILE", "Write all figures there.", "--json")] = None,
-    svg_file: Annotated[str | None, option("FILE", "Draw a chart there.", "--svg")] = None,
-    no_progress: NoProgressOption = False,
+    limits: Annotated[
+        bool, flags.option(None, "Measure what the machine could do at most, too.")
+    ] = True,
+    json_file: Annotated[
+        str | None, flags.option("FILE", "Write all figures there.", "--json")
+    ] = None,
+    svg_file: Annotated[str | None, flags.option("FILE", "Draw a chart there.", "--svg")] = None,
+    no_progress: flags.NoProgressOption = False,
 ) -> None:
     """Compare loaders on one checkpoint and device.
 

@@ -1,40 +1,34 @@
-"""Commands that look: inspect, plan, devices."""
+"""Commands about loads: inspect, plan, load, devices."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import typer
 
-from streamload import load
 from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.cli.flags import (
-    JsonOption,
-    LoadFlags,
-    PathArgument,
-    option,
-    read_flags,
-    read_nodes,
-    read_place,
-    switch,
-)
-from streamload.cli.output import print_json, print_lines, printable
+from streamload.cli import flags
+from streamload.cli.output import complain, print_json, print_lines, printable
 from streamload.devices.base import framework, installed, probe, spelled_as, split_name
 from streamload.errors import DeviceNotFoundError
+from streamload.load import load_state_dict, split
+from streamload.load import plan as plan_load
+from streamload.nodes.launch import find_launch
 from streamload.options import takes
 from streamload.plan.budget import available_host_nbytes
 from streamload.plan.plan import Plan
 from streamload.units import format_bytes, format_table
 
 
-def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
+def inspect(path: flags.PathArgument, as_json: flags.JsonOption = False) -> None:
     """Show what a checkpoint holds. Reads headers only."""
     checkpoint = open_checkpoint(path)
     if as_json:
@@ -89,11 +83,11 @@ def _print_inspection(checkpoint: Checkpoint) -> None:
 
 @takes()
 def plan(
-    path: PathArgument,
+    path: flags.PathArgument,
     *,
     nodes: Annotated[
         str | None,
-        option(
+        flags.option(
             "N|NAMES",
             "Split the layers over nodes: how many, or their names separated by commas. With "
             "--budget one size for all, or one for each.",
@@ -101,22 +95,22 @@ def plan(
     ] = None,
     bars: Annotated[
         bool | None,
-        switch(
+        flags.switch(
             "--bars/--no-bars",
             "Draw a bar for each device or node. Default: where stdout is a terminal.",
         ),
     ] = None,
-    plot: Annotated[str | None, option("FILE", "Draw an SVG chart there.")] = None,
-    as_json: JsonOption = False,
-    **flags: Unpack[LoadFlags],
+    plot: Annotated[str | None, flags.option("FILE", "Draw an SVG chart there.")] = None,
+    as_json: flags.JsonOption = False,
+    **given: Unpack[flags.LoadFlags],
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
-    asked = read_flags(flags)
-    over = read_nodes(nodes, flags["budget"], flags["device"])
+    asked = flags.read_flags(given)
+    over = flags.read_nodes(nodes, given["budget"], given["device"])
     if over is not None:
-        made = load.split(path, nodes=over, **asked)
+        made = split(path, nodes=over, **asked)
     else:
-        made = load.plan(path, **read_place(flags), **asked)
+        made = plan_load(path, **flags.read_place(given), **asked)
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
@@ -156,12 +150,78 @@ def _marks() -> str:
     return BLOCKS
 
 
+@takes()
+def load(
+    path: flags.PathArgument,
+    *,
+    verify: Annotated[
+        bool,
+        flags.switch(
+            "--verify", "Read every tensor back and compare it with plain reads and the numpy cast."
+        ),
+    ] = False,
+    split: Annotated[
+        Literal["layers", "replicate", "balanced"],
+        flags.option(None, "Over nodes: layers to each, everything to all, or by bytes alone."),
+    ] = "layers",
+    timeout: Annotated[
+        float, flags.option("SECONDS", "Over nodes: how soon the loss of one is known.")
+    ] = 60.0,
+    no_progress: flags.NoProgressOption = False,
+    as_json: flags.JsonOption = False,
+    **given: Unpack[flags.LoadFlags],
+) -> None:
+    """Load a checkpoint onto a device, and report what that took.
+
+    Under torchrun, mpirun or srun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+    environment, each rank loads its part, and rank 0 reports for all.
+    """
+    asked = {**flags.read_flags(given), **flags.read_place(given)}
+    asked["progress"] = False if no_progress else "auto"
+    launch = find_launch()
+    silent = False
+    if launch is not None and launch.size != 1:
+        if isinstance(asked["device"], list):
+            raise ValueError("over nodes, each rank loads to one device: start a rank for each")
+        from streamload import distributed  # its engines are not always installed
+
+        report = distributed.load_state_dict(
+            None,
+            path,
+            split=split,
+            timeout=timeout,
+            verify="none" if verify else "crc32",  # every byte is compared below
+            **asked,
+        )
+        silent = launch.rank > 0
+    else:
+        report = load_state_dict(None, path, **asked)
+    problems: list[str] = []
+    if verify:
+        from streamload.verify import verify as compare
+
+        problems = [str(m) for m in compare(report, open_checkpoint(path))]
+    if as_json and not silent:
+        data = json.loads(report.to_json())
+        if verify:
+            data["verified"] = not problems
+            data["mismatches"] = problems
+        print_json(data)
+    elif not silent:
+        print_lines(*str(report).splitlines())
+        if verify and not problems:
+            print_lines(f"verified: {len(report.plan.placements)} tensors, byte by byte")
+    if problems:
+        complain(f"{len(problems)} tensors differ from the checkpoint: {'; '.join(problems[:3])}")
+        raise typer.Exit(1)
+
+
 def devices(
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME...", help="Devices to look at.  [default: all]"),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: flags.JsonOption = False,
 ) -> None:
     """Compute on every device and show what works. Takes seconds for each."""
     found = []
