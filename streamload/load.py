@@ -315,10 +315,10 @@ class Options:
         """Read the options; raises ValueError for one that is invalid."""
         options: LoadOptions = {**DEFAULTS, **given}
         return cls(
-            Budget.parse(options["budget"]),
-            DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
-            Knobs.read(options),
-            Room.read(options),
+            room=Room.read(options),
+            knobs=Knobs.read(options),
+            budget=Budget.parse(options["budget"]),
+            policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
         )
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
