@@ -22,7 +22,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, Verification, diff, verify_checkpoint
 from streamload.convert.convert import ConvertReport
 from streamload.convert.convert import convert as _convert
-from streamload.load import load_state_dict
+from streamload.load import load_state_dict, split
 from streamload.load import plan as _plan
 from streamload.plan.budget import Budget
 from streamload.plan.partition import Node
@@ -65,5 +65,6 @@ __all__ = [
     "load_state_dict",
     "open_checkpoint",
     "plan",
+    "split",
     "verify_checkpoint",
 ]

@@ -25,7 +25,7 @@ from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
-from streamload.dtypes import DType
+from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import (
     CheckpointError,
     OutOfRangeError,
@@ -351,7 +351,7 @@ def diff(
     a: CheckpointLike,
     b: CheckpointLike,
     *,
-    dtype: str | DType | Mapping[str, str | DType] | None = None,
+    dtype: DTypeArgument = None,
     out_of_range: OutOfRange = "inf",
     rename: Rename | None = None,
     select: Patterns = (),

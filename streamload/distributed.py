@@ -28,14 +28,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Unpack
 
-from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
-from streamload.checkpoint.page_cache import PageCacheKind
-from streamload.checkpoint.readers import ReaderKind, resolve_reader
+from streamload.checkpoint.readers import resolve_reader
 from streamload.devices.names import framework, spelled_as, split_name
-from streamload.dtypes import DType
 from streamload.errors import (
     LoadState,
     NodeError,
@@ -45,10 +42,9 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.interrupt import deferred_interrupt
-from streamload.load import DTypeArgument, Load, Options, Place, TransferArgument, uncollected
-from streamload.load import plan as plan_load
-from streamload.lookup import CastArgument, bf16_is_undecided
-from streamload.mapping import MappingArgument, Rename
+from streamload.load import Load, Options, Place, uncollected
+from streamload.load import split as split_by_layers
+from streamload.lookup import bf16_is_undecided
 from streamload.nodes.gather import (
     BLOCK_NBYTES,
     BLOCKS,
@@ -62,8 +58,8 @@ from streamload.nodes.index import Index, check_present, write_index
 from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Share, Split, make_shares
+from streamload.options import NameOptions, SplitOptions, WeightOptions, takes
 from streamload.plan.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
-from streamload.plan.kv_cache import CacheRequest
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan
 from streamload.progress import Progress, reporting
@@ -79,21 +75,29 @@ _LISTED = 8  # names shown in a message
 _PARTS = 256  # that are compared at once, where a tensor is looked for
 
 
+class ClusterPlanOptions(WeightOptions, NameOptions, total=False):
+    """The options of `plan`; see `streamload.options.LoadOptions`."""
+
+    budget: BudgetLike
+
+
+class ClusterLoadOptions(SplitOptions, total=False):
+    """The options of `load_state_dict`; see `streamload.options.LoadOptions`."""
+
+    budget: BudgetLike
+    strict: bool
+    progress: Progress
+
+
+@takes()
 def plan(
     path: str | os.PathLike[str],
     *,
-    budget: BudgetLike = None,
+    device: str | None = None,
     group: object = None,
     split: Split = "layers",
-    device: str | None = None,
-    dtype: DTypeArgument = None,
-    rename: Rename | None = None,
-    mapping: MappingArgument | None = None,
-    reserve: float | str = 0,
-    context: int | None = None,
-    batch: int = 1,
-    cache_dtype: str | DType | None = None,
     timeout: float = 60.0,
+    **options: Unpack[ClusterPlanOptions],
 ) -> ClusterPlan:
     """Plan a load across nodes; all ranks call it, and get the same plan.
 
@@ -102,67 +106,40 @@ def plan(
 
     Args:
         path: as in `load_state_dict`.
-        budget: as in `load_state_dict`; with bytes, no device is looked at.
+        device: as in `load_state_dict`.
         group: as in `load_state_dict`.
         split: as in `load_state_dict`.
-        device: as in `load_state_dict`.
-        dtype: as in `load_state_dict`.
-        rename: as in `load_state_dict`.
-        mapping: as in `load_state_dict`.
-        reserve: as in `load_state_dict`.
-        context: as in `load_state_dict`.
-        batch: as in `load_state_dict`.
-        cache_dtype: as in `load_state_dict`.
         timeout: as in `load_state_dict`.
+        budget: as in `load_state_dict`; with bytes, no device is looked at.
+        **options: see `ClusterPlanOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
         NodeError: another rank could not plan; see `load_state_dict`.
-        CheckpointError: the checkpoint is not what it should be.
-        ValueError: an argument is not what it should be.
+        CheckpointError: the checkpoint is invalid.
+        ValueError: an argument is invalid.
     """
 
     def read(me: Member) -> _Asked:
-        options = Options.read(
-            budget,
-            dtype,
-            *("inf", "auto", "auto", "auto", "auto", None, None),
-            reserve,
-            CacheRequest.read(context, batch, cache_dtype),
-        )
-        return _Asked(path, options, split, rename, mapping, _own_device(device, me))
+        own = _own_device(device, me)
+        return _Asked(path, Options.read(**options), split, options, own)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
         return _Agreed.reach(session, asked, None).plan
 
 
+@takes()
 def load_state_dict(
     model: Any,
     path: str | os.PathLike[str],
     *,
-    budget: BudgetLike = None,
+    device: str | None = None,
     group: object = None,
     split: Split = "layers",
     verify: Verify = "crc32",
     timeout: float = 60.0,
-    device: str | None = None,
-    dtype: DTypeArgument = None,
-    out_of_range: OutOfRange = "inf",
-    cast: CastArgument = "auto",
-    reader: ReaderKind = "auto",
-    page_cache: PageCacheKind = "auto",
-    transfer: TransferArgument = "auto",
-    rename: Rename | None = None,
-    mapping: MappingArgument | None = None,
-    strict: bool = True,
-    progress: Progress = "auto",
-    reserve: float | str = 0,
-    context: int | None = None,
-    batch: int = 1,
-    cache_dtype: str | DType | None = None,
-    chunk_nbytes: int | None = None,
-    threads: int | None = None,
+    **options: Unpack[ClusterLoadOptions],
 ) -> LoadReport:
     """Stream a checkpoint into a model that is spread over several nodes; all ranks call it.
 
@@ -174,10 +151,9 @@ def load_state_dict(
             `plan` said; None for a ``state_dict`` of the part.
         path: the checkpoint, where this rank finds it; it may lie elsewhere on each, and needs
             only the files that a rank reads. Rank 0 reads the headers.
-        budget: most bytes on this rank's device; each rank may have another. Host staging is
-            divided by the ranks that share a host (8 MiB at least), and so is free memory that no
-            one stated. What "replicate" exchanges takes 8 to 32 MiB more of the host for each
-            rank, or is part of the staging where ``Budget(..., host=...)`` stated it.
+        device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
+            is for each the GPU of its number there, if there are as many. Ranks that share a GPU
+            each need a budget in bytes.
         group: who loads together. None: what the launcher says (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
@@ -189,26 +165,20 @@ def load_state_dict(
             checksums (of ranks with the same dtype); "none" compares names and bytes alone.
         timeout: seconds within which the loss of a rank is known to all. What all do together must
             not take longer either: under "replicate", to read a block of 4 MiB.
-        device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
-            is for each the GPU of its number there, if there are as many. Ranks that share a GPU
-            each need a budget in bytes.
-        dtype: as there; it must decide what devices that differ would do differently.
-        out_of_range: as there.
-        cast: as there.
-        reader: as there.
-        page_cache: as there.
-        transfer: as there.
-        rename: as there.
-        mapping: as there.
+        budget: most bytes on this rank's device; each rank may have another. Host staging is
+            divided by the ranks that share a host (8 MiB at least), and so is free memory that no
+            one stated. What "replicate" exchanges takes 8 to 32 MiB more of the host for each
+            rank, or is part of the staging where ``Budget(..., host=...)`` stated it.
+        dtype: as in `streamload.load_state_dict`; it must decide what devices that differ would do
+            differently.
         strict: every parameter of the part must be in the model, and every parameter of the model
             in the checkpoint.
-        progress: as there, on rank 0, for all ranks together; the others show nothing.
-        reserve: as there.
-        context: as there, of the layers that each rank has.
-        batch: as there.
-        cache_dtype: as there.
-        chunk_nbytes: as there.
-        threads: as there; None: the CPUs are divided by the ranks that share a host.
+        progress: as in `streamload.load_state_dict`, on rank 0, for all ranks together; the others
+            show nothing.
+        context: as in `streamload.load_state_dict`, of the layers that each rank has.
+        threads: as in `streamload.load_state_dict`; None: the CPUs are divided by the ranks that
+            share a host.
+        **options: see `ClusterLoadOptions`.
 
     Returns:
         What this rank did; ``report.nodes`` says what each did.
@@ -225,19 +195,7 @@ def load_state_dict(
     clock = Clock()
 
     def read(me: Member) -> _Asked:
-        options = Options.read(
-            budget,
-            dtype,
-            out_of_range,
-            cast,
-            reader,
-            page_cache,
-            transfer,
-            chunk_nbytes,
-            threads,
-            reserve,
-            CacheRequest.read(context, batch, cache_dtype),
-        )
+        strict = options["strict"]
         for name, value, choices in (
             ("verify", verify, ("crc32", "none")),
             ("strict", strict, (True, False)),
@@ -245,13 +203,13 @@ def load_state_dict(
             if value not in choices:
                 raise ValueError(f"{name} is {' or '.join(map(str, choices))}, not {value!r}")
         own = _own_device(device, me)
-        return _Asked(path, options, split, rename, mapping, own, verify, strict)
+        return _Asked(path, Options.read(**options), split, options, own, verify, strict)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
         agreed, load = _prepared(session, asked, _Agreed.reach(session, asked, model))
         with _gathered(session, agreed, load) as gatherer:
-            report = _loaded(session, agreed.plan, load, gatherer, progress, clock)
+            report = _loaded(session, agreed.plan, load, gatherer, options["progress"], clock)
             read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
         with _stated(load):
             nodes = _verified(session, asked, agreed.plan, load, report, read_nbytes, model)
@@ -285,15 +243,14 @@ class _Asked:
     path: str | os.PathLike[str]
     options: Options
     split: Split
-    rename: Rename | None
-    mapping: MappingArgument | None
+    given: ClusterPlanOptions
     device: str | None
     verify: Verify = "crc32"
     strict: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what is not an argument of these functions."""
-        if self.options.cache is not None and self.split not in ("layers", "replicate"):
+        """Validate the arguments."""
+        if self.options.room.cache is not None and self.split not in ("layers", "replicate"):
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
@@ -315,8 +272,8 @@ class _Asked:
         """What must be the same on every rank, as text, beside what a plan's digest is of."""
         said = {
             "dtype": self.rules,
-            "out_of_range": self.options.out_of_range,
-            "context": self.options.cache,
+            "out_of_range": self.options.knobs.out_of_range,
+            "context": self.options.room.cache,
             "split": self.split if isinstance(self.split, str) else "a function",
             "verify": self.verify,
             "strict": self.strict,
@@ -396,11 +353,11 @@ def _offer(
     said = {"room": _block_room(options.budget, session.me.local_size)}
     undecided = bf16_is_undecided(options.policy, checkpoint, checkpoint.tensors)
     if model is None and not undecided and options.budget.is_stated(name):
-        nbytes = options.budget.resolve(name, None) - options.reserve_nbytes
+        nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
         return said | {"budget": max(nbytes, 0), "bf16": None}, None
     place = _one_device(model, options, asked.device)
     (spec,) = place.specs(options, bf16_undecided=undecided)
-    nbytes, reserved = spec.budget_nbytes, options.reserve_nbytes
+    nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
     if not options.budget.is_stated(spec.name) and spec.shared_memory:
         # all ranks of this host found the same memory free, and each keeps some of it so
         nbytes = max((nbytes + reserved) // session.me.local_size - reserved, 0)
@@ -472,16 +429,16 @@ def _mine(
     )
     stated = options.budget.host_stated
     staging, held = options.budget.host_nbytes // sharing, 0
-    nbytes = max(budgets[session.me.rank] + options.reserve_nbytes, 1)
+    nbytes = max(budgets[session.me.rank] + options.room.reserve_nbytes, 1)
     names = place.devices.opened if place is not None else {}
-    reader, reserve_nbytes = options.reader, options.reserve_nbytes
+    reader, reserve_nbytes = options.knobs.reader, options.room.reserve_nbytes
     if asked.split == "replicate" and session.group.size > 1:
-        if options.reader in ("mmap", "direct") or options.transfer == "mapped":
+        if options.knobs.reader in ("mmap", "direct") or options.knobs.transfer == "mapped":
             raise ValueError(
                 'split="replicate" reads files by pread, for all ranks together, and not with '
-                f'reader="{reader}", transfer="{options.transfer}"'
+                f'reader="{reader}", transfer="{options.knobs.transfer}"'
             )
-        if options.page_cache == "drop":
+        if options.knobs.page_cache == "drop":
             raise ValueError('split="replicate" leaves the page cache: page_cache="drop" is not')
         reader = "pread"  # what is exchanged is read into memory
         held = held_nbytes(checkpoint, session.group.size, block_nbytes)
@@ -500,8 +457,8 @@ def _mine(
     return replace(
         options,
         budget=budget,
-        reader=reader,
-        reserve_nbytes=reserve_nbytes,
+        knobs=replace(options.knobs, reader=reader),
+        room=replace(options.room, reserve_nbytes=reserve_nbytes),
         cpus=max(available_cpus() // sharing, 1),
         host_held_nbytes=held,
     )
@@ -511,19 +468,19 @@ def _planned(
     session: Session, asked: _Asked, checkpoint: Checkpoint, budgets: Sequence[int]
 ) -> ClusterPlan:
     """Plan, and see that all planned the same."""
-    cache = asked.options.cache
+    given = asked.given
 
     def planned(nodes: Sequence[Node]) -> Plan:
-        return plan_load(
+        return split_by_layers(
             checkpoint,
             nodes=nodes,
-            dtype=asked.rules or None,
-            out_of_range=asked.options.out_of_range,
-            rename=asked.rename,
-            mapping=asked.mapping,
-            context=cache.context if cache else None,
-            batch=cache.batch if cache else 1,
-            cache_dtype=cache.dtype if cache else None,
+            dtype=given["dtype"],
+            out_of_range=asked.options.knobs.out_of_range,
+            rename=given["rename"],
+            mapping=given["mapping"],
+            context=given["context"],
+            batch=given["batch"],
+            cache_dtype=given["cache_dtype"],
         )
 
     made: list[ClusterPlan] = []
@@ -627,7 +584,8 @@ def _own_load(agreed: _Agreed, place: Place, strict: bool) -> Load:
     ]
     options = agreed.options
     if plan.split == "layers" and not plan.mine.layers:
-        options = replace(options, cache=None)  # of no layers: the names here tell of none
+        # of no layers: the names here tell of none
+        options = replace(options, room=replace(options.room, cache=None))
     return Load.prepare(
         replace(place, parameters=parameters), part, options, (fill, [], {}), strict
     )
@@ -642,7 +600,7 @@ def _gathered(session: Session, agreed: _Agreed, load: Load) -> Iterator[Gathere
     whole, part = agreed.index.checkpoint, load.checkpoint
     shared = shared_ranges(whole, agreed.plan.placements.values())
     mine = shared_ranges(part, load.plan.placements)
-    reader = agreed.options.reader
+    reader = agreed.options.knobs.reader
     kinds = {header.path: resolve_reader(header.path, reader) for header in whole.shards}
     with Gatherer(session.group, whole, shared, mine, kinds, agreed.block_nbytes) as gatherer:
         yield gatherer

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 Kind = Literal["bool", "uint", "int", "float", "complex"]
 
@@ -59,6 +59,20 @@ class DType:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return parse_dtype, (self.name,)  # one object for each, also after pickling
+
+
+class ForeignDType(Protocol):
+    """A dtype of numpy, torch or tinygrad, which prints as its name."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+
+
+#: What names one dtype; see `parse_dtype`.
+DTypeLike: TypeAlias = str | DType | type[Any] | ForeignDType
+#: What names the dtypes of all tensors; see `LoadOptions`.
+DTypeArgument: TypeAlias = DTypeLike | Mapping[str, DTypeLike] | None
 
 
 _ALL = (

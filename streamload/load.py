@@ -9,21 +9,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Unpack
 
 from streamload._pages import reusable_nbytes
-from streamload.cast.table import OutOfRange, cast_engine, supported
+from streamload.cast.table import cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import (
     ReaderChoice,
-    ReaderKind,
     choose_reader,
     not_mapped,
 )
 from streamload.devices.base import Framework, Parameter
 from streamload.devices.names import environment_fp16_cast, framework, framework_of
-from streamload.dtypes import DType
 from streamload.errors import (
     LoadState,
     PlanInfeasibleError,
@@ -34,25 +31,32 @@ from streamload.headroom import Headroom, process_nbytes
 from streamload.interrupt import deferred_interrupt
 from streamload.job import Opener, open_shard
 from streamload.lookup import (
-    CastArgument,
     Devices,
     bf16_is_undecided,
     host_room_nbytes,
     open_devices,
     unseen_spec,
 )
-from streamload.mapping import MappingArgument, Rename, Source, Unchanged, sources
+from streamload.mapping import Source, Unchanged, sources
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
+from streamload.options import (
+    DEFAULTS,
+    Knobs,
+    LoadOptions,
+    PlanOptions,
+    Room,
+    SplitOptions,
+    takes,
+)
 from streamload.plan.budget import (
     STAGING,
     Budget,
-    BudgetLike,
     Ledger,
     available_cpus,
     canonical_device,
 )
-from streamload.plan.kv_cache import CacheRequest, KvCache
+from streamload.plan.kv_cache import KvCache
 from streamload.plan.partition import Node
 from streamload.plan.plan import Plan, Transfer
 from streamload.plan.planner import (
@@ -76,68 +80,26 @@ from streamload.report import (
 )
 from streamload.stream import stream
 from streamload.target import ModelTarget
-from streamload.units import format_bytes, parse_bytes
+from streamload.units import format_bytes
 
-TransferArgument = Literal["auto", "staged", "mapped"]
-DTypeArgument = None | str | DType | Mapping[str, str | DType]
-
-# On one H200, 16 cores, 16 GB of bf16 in the page cache of ext4, 64 MiB of slots, GB/s from the
-# first read to the last byte: 30 with 6 threads, 51 with 8 (slots of 4 MiB), 45 with 10, 44 with
-# 12, 43 with 14 and 16; PCIe gives 54. Predicted: more threads read more. Seen: each copy costs
-# some 14 microseconds beside its bytes, so that with slots of less than 4 MiB the copies fall
-# behind; with 128 MiB of slots 12 threads reach 48. One slot for each thread instead of two: 41
-# with 12 threads, 45 with 16. Casts of the host come from a map, where threads wait for each other:
-# 16 GB/s with 8, 8 with 12.
+# Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
 _MOST_THREADS = 8
-
-# Past the page cache fewer and longer reads are better, with the same bytes under way. On that
-# machine's disk, 6 GB from it to CUDA, medians of six in turn, GB/s: 1.93 with 8 threads and slots
-# of 4 MiB, 2.16 with 4 and 8 MiB, 2.27 with 2 and 16 MiB; a plain reader 2.20 and 1.94 with 8
-# threads, 4 and 16 MiB at once. Reads leave the processor alone, so that two threads will do.
+# Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
-
-# Up to this many CPUs "auto" maps what is in the page cache. Predicted: each byte is copied once
-# less, so mapping wins where CPUs are few, as on an earlier machine (23 GB/s mapped and 9 staged
-# with one thread, 30 and 18 with two). Seen on one H200's virtual machine: 8.5 and 5.3 with one
-# CPU, 8 to 13 and 11 to 14 with two, 9 and 21 with four. There, locking and unlocking pages for the
-# driver takes most of the time (0.25 microseconds a page of 4 KiB), one thread at a time. With two
-# CPUs the 64 MiB that are not taken are worth more than what is lost; with more they are not. Nor
-# is a small host budget a reason to map: 27 GB/s staged with 16 MiB, 41 with 32 MiB.
+# Up to this many CPUs "auto" maps what is in the page cache: that copies each byte once less.
 MAPPED_MOST_CPUS = 2
-
-# Below this, a map is not used unless it is asked for: threads that fault pages in evict those of
-# each other, and those under readahead cannot be reclaimed. Loads in place of a file that was not
-# cached were killed with 8 to 38 MB free in their cgroup (8 MiB of readahead), by pread never.
+# Below this, a map is not used unless it is asked for: such loads were killed.
 _MAP_ROOM_NBYTES = 64 * 2**20
 # To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
 _WIDER_NBYTES = 64 * 2**20
-# One thread, where a map was asked for: such loads were killed with 5 MB free, and not with 8.
+# One thread, where a map was asked for.
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 
 
+@takes()
 def load_state_dict(
-    model: Any,
-    path: str | os.PathLike[str] | Checkpoint,
-    *,
-    budget: BudgetLike = None,
-    device: str | Sequence[str] | None = None,
-    dtype: DTypeArgument = None,
-    out_of_range: OutOfRange = "inf",
-    cast: CastArgument = "auto",
-    reader: ReaderKind = "auto",
-    page_cache: PageCacheKind = "auto",
-    transfer: TransferArgument = "auto",
-    rename: Rename | None = None,
-    mapping: MappingArgument | None = None,
-    strict: bool = True,
-    progress: Progress = "auto",
-    reserve: float | str = 0,
-    context: int | None = None,
-    batch: int = 1,
-    cache_dtype: str | DType | None = None,
-    chunk_nbytes: int | None = None,
-    threads: int | None = None,
+    model: Any, path: str | os.PathLike[str] | Checkpoint, **options: Unpack[LoadOptions]
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model, under a budget in bytes.
 
@@ -152,58 +114,13 @@ def load_state_dict(
         path: a ``.safetensors`` file, a folder, an index, the URL of one of these (see
             `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
             `Checkpoint`.
-        budget: most bytes on the device when the load is done and meanwhile: a number, "3GB",
-            "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
-            free, less a reserve. Staging and scratch count too where the device shares the host's
-            memory; elsewhere staging counts against ``Budget(host=...)``.
-        device: "cuda:0", "cpu", "torch:xpu:0" (torch's), "CL", "CPU", "CPU:1", "tinygrad:CUDA"
-            (tinygrad's), "host" (numpy's), a list of devices that the layers are split over, or
-            "auto" for the first that works. None: where the model's parameters are, else
-            ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
-            tinygrad's.
-        dtype: a dtype's name, "checkpoint", or patterns by name, the first that matches deciding:
-            ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes unchanged.
-            None: what holds memory in a torch model keeps its dtype; otherwise bfloat16 stays
-            where the device computes in it natively and becomes float16 elsewhere, and everything
-            else stays as it is in the checkpoint.
-        out_of_range: finite values beyond the target dtype become infinite ("inf", with a
-            warning), the largest finite value ("clamp"), or an error ("error").
-        cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
-        reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
-            each file: "direct" for what is on a local disk, not in the page cache, and staged;
-            else "mmap", or "pread" on network filesystems. What would be mapped is read by pread
-            where others cannot be kept from truncating it: another user's file, or one that is open
-            for writing.
-        page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
-            next load; "drop" gives it back behind what is read; "auto" does that where memory is
-            short. What was in it before stays.
-        transfer: how bytes get to a device that the CPU does not write to: "staged" through host
-            memory, or "mapped" straight from the page cache; "auto" maps files that are in the page
-            cache, for CUDA, with few CPUs or a small ``Budget(host=...)``.
-        rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
-            None to skip the tensor.
-        mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
-            or a dict from parameter names to the tensors or `RowRange` s that they consist of.
-        strict: every parameter must be in the checkpoint and the other way round. With False,
-            what matches is loaded and the report names the rest.
-        progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
-        reserve: bytes, or a size, that stay free on each device beside what is loaded: for
-            activations, other parameters. Taken off its budget and of what is free.
-        context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
-            each device for the layers that it holds, as ``config.json`` tells. Nothing is allocated
-            for it, and until the load is done its bytes may be the load's own.
-        batch: how many sequences of ``context`` tokens the cache is for.
-        cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
-        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped, and
-            past the page cache to CUDA.
-        threads: most streaming threads; None: the CPUs that this process may use (affinity, and
-            the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
+        **options: see `LoadOptions`.
 
     Returns:
         What was done; ``print(report)`` shows it.
 
     Raises:
-        CheckpointError: the checkpoint is not what it should be; names file and tensor.
+        CheckpointError: the checkpoint is invalid; names file and tensor.
         FileChangedError: one of its files is not what it was when its header was read, or another
             process wants to write it; it is a CheckpointError.
         StateDictMismatchError: model and checkpoint do not match; before any data is read.
@@ -213,38 +130,26 @@ def load_state_dict(
         UnsupportedCastError: a dtype cannot be cast or held; before any data is read.
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: the device is not there, does not work, or failed.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
 
     After an error or Ctrl-C each parameter is loaded, untouched or invalid (it holds nothing
     readable and raises when used); the exception's notes, and the ``state`` of streamload's own
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    options = Options.read(
-        budget,
-        dtype,
-        out_of_range,
-        cast,
-        reader,
-        page_cache,
-        transfer,
-        chunk_nbytes,
-        threads,
-        reserve,
-        CacheRequest.read(context, batch, cache_dtype),
-    )
+    read, strict = Options.read(**options), options["strict"]
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
     with uncollected():
         checkpoint = opened_checkpoint(path)
-        found = sources(checkpoint, mapping, rename)
+        found = sources(checkpoint, options["mapping"], options["rename"])
         if model is not None:
             host_room_nbytes(len(checkpoint.tensors))  # a short look, before memory is taken
-        place = Place.look(model, options, device)
-        load = Load.prepare(place, checkpoint, options, found, strict)
+        place = Place.look(model, read, options["device"])
+        load = Load.prepare(place, checkpoint, read, found, strict)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
-                return load.run(progress, clock)
+                return load.run(options["progress"], clock)
         except (KeyboardInterrupt, Warning) as error:
             if not hasattr(error, "__notes__"):  # it came when all was done
                 names = tuple(p.name for p in load.plan.placements)
@@ -270,29 +175,12 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+@takes(
+    devices='device=["cuda:0", "cpu"]',
+    nodes="streamload.split(path, nodes=[...]), without a budget or a device",
+)
 @uncollected()
-def plan(
-    path: str | os.PathLike[str] | Checkpoint,
-    *,
-    budget: BudgetLike = None,
-    device: str | Sequence[str] | None = None,
-    devices: Sequence[str] | None = None,
-    nodes: Sequence[Node] | None = None,
-    dtype: DTypeArgument = None,
-    out_of_range: OutOfRange = "inf",
-    cast: CastArgument = "auto",
-    reader: ReaderKind = "auto",
-    page_cache: PageCacheKind = "auto",
-    transfer: TransferArgument = "auto",
-    rename: Rename | None = None,
-    mapping: MappingArgument | None = None,
-    reserve: float | str = 0,
-    context: int | None = None,
-    batch: int = 1,
-    cache_dtype: str | DType | None = None,
-    chunk_nbytes: int | None = None,
-    threads: int | None = None,
-) -> Plan:
+def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a load of all of a checkpoint, without a model and without reading any data.
 
     With a budget in bytes and a dtype, no device is looked at.
@@ -300,89 +188,93 @@ def plan(
     Args:
         path: as in `load_state_dict`, or an open checkpoint.
         budget: as in `load_state_dict`; for several devices one for each, or a dict.
-        device: the device; None is as in `load_state_dict`, or "device" where none is looked at.
-        devices: devices to split the layers over, each under its budget.
-        nodes: nodes to split the layers over, each with its own budget. None is looked at:
-            without a dtype, bfloat16 is planned as float16, which takes as many bytes.
-        dtype: as in `load_state_dict`.
-        out_of_range: as in `load_state_dict`.
-        cast: as in `load_state_dict`.
-        reader: as in `load_state_dict`.
-        page_cache: as in `load_state_dict`.
-        transfer: as in `load_state_dict`.
-        rename: as in `load_state_dict`.
-        mapping: as in `load_state_dict`.
-        reserve: as in `load_state_dict`; of the budget of each node, too.
-        context: as in `load_state_dict`.
-        batch: as in `load_state_dict`.
-        cache_dtype: as in `load_state_dict`.
-        chunk_nbytes: as in `load_state_dict`.
-        threads: as in `load_state_dict`.
+        device: as in `load_state_dict`; None is "device" where none is looked at.
+        **options: see `PlanOptions`.
 
     Raises:
         PlanInfeasibleError: it does not fit.
-        CheckpointError: the checkpoint is not what it should be.
+        CheckpointError: the checkpoint is invalid.
         UnsupportedCastError: a dtype cannot be cast or held.
         DeviceNotFoundError: a device had to be looked at and does not work.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
-    if sum(given is not None for given in (device, devices, nodes)) > 1:
-        raise ValueError("device, devices and nodes exclude each other")
-    options = Options.read(
-        budget,
-        dtype,
-        out_of_range,
+    read, device = Options.read(**options), options["device"]
+    cast, reserved = read.knobs.cast, read.room.reserve_nbytes
+    checkpoint = opened_checkpoint(path)
+    names = [device or "device"] if isinstance(device, str) or device is None else list(device)
+    _check_names(read.budget, names, device)
+    _check_distinct(names)
+    undecided = bf16_is_undecided(read.policy, checkpoint, checkpoint.tensors)
+    if all(map(read.budget.is_stated, names)) and cast != "device" and not undecided:
+        unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
+        return _planned(checkpoint, read, _less_reserve(unseen, reserved), options)
+    specs = open_devices(device, None, {}).specs(
+        read.budget,
+        read.policy,
         cast,
-        reader,
-        page_cache,
-        transfer,
-        chunk_nbytes,
-        threads,
-        reserve,
-        CacheRequest.read(context, batch, cache_dtype),
+        {},
+        bf16_undecided=undecided,
+        reserve_nbytes=reserved,
     )
-    parsed, policy = options.budget, options.policy
-    if isinstance(devices, str):
-        raise ValueError(f"devices is a list of names, not {devices!r}")
-    if nodes is not None and (budget is not None or not all(isinstance(n, Node) for n in nodes)):
+    return _planned(checkpoint, read, specs, options)
+
+
+@takes()
+@uncollected()
+def split(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    nodes: Sequence[Node],
+    **options: Unpack[SplitOptions],
+) -> Plan:
+    """Plan to split all of a checkpoint over nodes, by layers, without reading any data.
+
+    No device is looked at: without a dtype, bfloat16 is planned as float16, which takes as many
+    bytes.
+
+    Args:
+        path: as in `load_state_dict`, or an open checkpoint.
+        nodes: the nodes in the order of the layers, each with its own budget.
+        **options: see `SplitOptions`.
+
+    Raises:
+        PlanInfeasibleError: it does not fit.
+        CheckpointError: the checkpoint is invalid.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        ValueError: an argument is invalid.
+    """
+    read = Options.read(**options)
+    if not all(isinstance(node, Node) for node in nodes):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     checkpoint = opened_checkpoint(path)
-    if nodes is not None:
-        names = [node.name for node in nodes]
-    else:
-        given = devices if devices is not None else device
-        names = [given or "device"] if isinstance(given, str) or given is None else list(given)
-        _check_names(parsed, names, device)
+    _check_distinct([node.name for node in nodes])
+    specs = [DeviceSpec(node.name, node.budget, own_host=True) for node in nodes]
+    return _planned(checkpoint, read, _less_reserve(specs, read.room.reserve_nbytes), options)
+
+
+def _check_distinct(names: Sequence[str]) -> None:
     if not names or len({canonical_device(name) for name in names}) < len(names):
         raise ValueError(f"expected devices or nodes of different names, found {names}")
-    stated = nodes is not None or all(parsed.is_stated(name) for name in names)
-    undecided = bf16_is_undecided(policy, checkpoint, checkpoint.tensors)
-    if nodes is not None or (stated and cast != "device" and not undecided):
-        sizes = {n.name: n.budget for n in nodes or ()}
-        reserved = options.reserve_nbytes
-        specs = [
-            DeviceSpec(name, max(sizes[name] - reserved, 0), own_host=True)
-            if name in sizes
-            else unseen_spec(name, max(parsed.resolve(name, None) - reserved, 0))
-            for name in names
-        ]
-        if reserved:
-            kept = f"budget less {format_bytes(reserved)} kept free"
-            specs = [replace(spec, limit=kept) for spec in specs]
-    else:
-        found = open_devices(device or devices, None, {})
-        specs = found.specs(
-            parsed,
-            policy,
-            cast,
-            {},
-            bf16_undecided=undecided,
-            reserve_nbytes=options.reserve_nbytes,
-        )
-    fill, _, tied = sources(checkpoint, mapping, rename)
-    engine: CastChoice = "llvm" if cast == "auto" else cast
-    specs = options.casting(specs)
-    return options.plan(checkpoint, _wants(checkpoint, fill), specs, tied, engine)
+
+
+def _less_reserve(specs: Sequence[DeviceSpec], reserve_nbytes: int) -> Sequence[DeviceSpec]:
+    """Devices that nobody looks at, with what stays free taken off their budgets."""
+    if not reserve_nbytes:
+        return specs
+    limit = f"budget less {format_bytes(reserve_nbytes)} kept free"
+    return [
+        replace(spec, budget_nbytes=max(spec.budget_nbytes - reserve_nbytes, 0), limit=limit)
+        for spec in specs
+    ]
+
+
+def _planned(
+    checkpoint: Checkpoint, read: Options, specs: Iterable[DeviceSpec], options: SplitOptions
+) -> Plan:
+    """Plan a load of everything onto these devices."""
+    fill, _, tied = sources(checkpoint, options["mapping"], options["rename"])
+    engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
+    return read.plan(checkpoint, _wants(checkpoint, fill), read.casting(specs), tied, engine)
 
 
 def opened_checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -410,67 +302,25 @@ class Options:
 
     budget: Budget
     policy: DTypePolicy
-    out_of_range: OutOfRange
-    cast: CastArgument
-    reader: ReaderKind
-    page_cache: PageCacheKind
-    transfer: TransferArgument
-    chunk_nbytes: int | None
-    threads: int | None
-    reserve_nbytes: int
-    cache: CacheRequest | None = None
+    knobs: Knobs
+    room: Room
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
     @classmethod
-    def read(
-        cls,
-        budget: BudgetLike,
-        dtype: DTypeArgument,
-        out_of_range: OutOfRange,
-        cast: CastArgument,
-        reader: ReaderKind,
-        page_cache: PageCacheKind,
-        transfer: TransferArgument,
-        chunk_nbytes: int | None,
-        threads: int | None,
-        reserve: float | str = 0,
-        cache: CacheRequest | None = None,
-    ) -> Options:
-        """Read the arguments; raises ValueError for one that is not what it should be."""
-        for name, value, choices in (
-            ("out_of_range", out_of_range, get_args(OutOfRange)),
-            ("cast", cast, get_args(CastArgument)),
-            ("reader", reader, get_args(ReaderKind)),
-            ("page_cache", page_cache, get_args(PageCacheKind)),
-            ("transfer", transfer, get_args(TransferArgument)),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
-        for name, count in (("chunk_nbytes", chunk_nbytes), ("threads", threads)):
-            if count is not None and (type(count) is not int or count < 1):
-                raise ValueError(f"{name} is a whole number of at least 1, not {count!r}")
-        if transfer == "mapped" and reader in ("pread", "direct"):
-            raise ValueError(
-                f'transfer="mapped" copies from maps of the files, and reader="{reader}" makes none'
-            )
+    def read(cls, **given: Unpack[LoadOptions]) -> Options:
+        """Read the options; raises ValueError for one that is invalid."""
+        options: LoadOptions = {**DEFAULTS, **given}
         return cls(
-            Budget.parse(budget),
-            DTypePolicy.parse(dtype, environment_fp16_cast()),
-            out_of_range,
-            cast,
-            reader,
-            page_cache,
-            transfer,
-            chunk_nbytes,
-            threads,
-            parse_bytes(reserve),
-            cache,
+            room=Room.read(options),
+            knobs=Knobs.read(options),
+            budget=Budget.parse(options["budget"]),
+            policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
         )
 
     def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
         """The devices, of which none casts where the host is asked to, with what stays free."""
-        casts, reserved = self.cast in ("auto", "device"), self.reserve_nbytes
+        casts, reserved = self.knobs.cast in ("auto", "device"), self.room.reserve_nbytes
         return [
             replace(spec, casts=spec.casts and casts, reserve_nbytes=reserved) for spec in specs
         ]
@@ -489,18 +339,21 @@ class Options:
         Raises:
             ValueError: ``transfer="mapped"`` and a device or a file that cannot be.
         """
+        knobs = self.knobs
         staged = not any(spec.host_visible for spec in specs)
         choices = [
             # only whole slots: see `choose_reader` for what it costs elsewhere
-            choose_reader(header.path, self.reader, page_cache=self.page_cache, whole_slots=staged)
+            choose_reader(
+                header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=staged
+            )
             for header in checkpoint.shards
         ]
         transfer = self._transfer(checkpoint, specs, choices)
-        if self.transfer == "mapped" and self.reader == "auto":
+        if knobs.transfer == "mapped" and knobs.reader == "auto":
             choices = [ReaderChoice("mmap", 'transfer="mapped" was asked for')] * len(choices)
         planned = partial(self._plan, checkpoint, wants, specs, tied, cast, host_free_nbytes)
         made = planned(choices, transfer)
-        if self.transfer == "auto" and made.transfer == "mapped" and _host_moves(made, specs):
+        if knobs.transfer == "auto" and made.transfer == "mapped" and _host_moves(made, specs):
             made = planned(choices, "staged")  # it needs slots anyhow
         kinds = {choice.kind for choice in choices}
         if host_free_nbytes is None:
@@ -512,7 +365,7 @@ class Options:
             return made
         if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
             return made
-        if self.reader == "mmap" or self.transfer == "mapped":
+        if knobs.reader == "mmap" or knobs.transfer == "mapped":
             if host_free_nbytes - taken >= _LEAST_MAP_ROOM_NBYTES:
                 note = "one thread: files are mapped, and the host has little memory"
                 return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -521,7 +374,7 @@ class Options:
                 taken + _MAP_ROOM_NBYTES,
                 host_free_nbytes,
                 limit="free memory",
-                would_fit=['reader="pread"' if self.reader == "mmap" else 'transfer="staged"'],
+                would_fit=['reader="pread"' if knobs.reader == "mmap" else 'transfer="staged"'],
             )
         left = format_bytes(max(host_free_nbytes - taken, 0))
         reason = "not mapped: the host has little memory"
@@ -539,11 +392,12 @@ class Options:
         choices: Sequence[ReaderChoice],
     ) -> Transfer:
         """How bytes get to the devices that are staged."""
-        if self.transfer == "staged":
+        knobs = self.knobs
+        if knobs.transfer == "staged":
             return "staged"
         staged = [spec for spec in specs if not spec.host_visible]
         unable = [spec.name for spec in staged or specs if not spec.maps_host_memory]
-        if self.transfer == "mapped":
+        if knobs.transfer == "mapped":
             if unable:
                 raise ValueError(
                     f'transfer="mapped" is for CUDA devices that copy from page-locked files: '
@@ -555,7 +409,7 @@ class Options:
                         f'transfer="mapped" needs files that can be mapped: {header.path}: {why}'
                     )
             return "mapped"
-        if unable or (self.threads or self.cpus or available_cpus()) > MAPPED_MOST_CPUS:
+        if unable or (knobs.threads or self.cpus or available_cpus()) > MAPPED_MOST_CPUS:
             return "staged"
         # not where it has to be read first: mapping waits for the disk, and reads it no faster
         resident = all(c.kind == "mmap" and c.resident == 1 for c in choices)
@@ -579,24 +433,24 @@ class Options:
         most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
         if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
-        asked, path = self.cache, checkpoint.path
+        asked, path = self.room.cache, checkpoint.path
         cache = None if asked is None else KvCache.of(checkpoint.config, asked, path=path)
         return make_plan(
             checkpoint,
             wants=wants,
             devices=specs,
             dtype=self.policy,
-            out_of_range=self.out_of_range,
+            out_of_range=self.knobs.out_of_range,
             cast=cast,
             readers=[choice.kind for choice in choices],
             tied=tied,
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
-            chunk_nbytes=self.chunk_nbytes or most_nbytes,
+            chunk_nbytes=self.knobs.chunk_nbytes or most_nbytes,
             transfer=transfer,
-            page_cache=self.page_cache,
+            page_cache=self.knobs.page_cache,
             reader_reasons=[choice.reason for choice in choices],
-            threads=self.threads or threads,
+            threads=self.knobs.threads or threads,
             cache=cache,
         )
 
@@ -678,10 +532,10 @@ class Place:
             (over or self.devices).specs(
                 options.budget,
                 options.policy,
-                options.cast,
+                options.knobs.cast,
                 self.held,
                 bf16_undecided=bf16_undecided,
-                reserve_nbytes=options.reserve_nbytes,
+                reserve_nbytes=options.room.reserve_nbytes,
                 of_model=self.owner is not None,
             )
         )
@@ -767,8 +621,8 @@ class Load:
                 distinct,
                 checkpoint,
                 options.policy,
-                clamp=options.out_of_range == "clamp",
-                required=options.cast == "device",
+                clamp=options.knobs.out_of_range == "clamp",
+                required=options.knobs.cast == "device",
             )
             on_host = options.policy.fp16_cast == "llvm"  # some of it, whatever casts
             native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
@@ -968,8 +822,8 @@ def _host_cast(
         native_bf16: what the devices that do not cast themselves say of themselves; kernels that
             none needs are not compiled.
     """
-    if options.cast in ("numpy", "device"):
-        return options.cast, []
+    if options.knobs.cast in ("numpy", "device"):
+        return options.knobs.cast, []
     pairs = {}  # by their names: a dtype's own hash takes ten times as long
     for want in wants:
         name = want.source[0].tensor
@@ -980,6 +834,6 @@ def _host_cast(
     for _, (src, dst) in sorted(pairs.items()):
         if not supported(src, dst):
             continue  # the planner names the tensor
-        if cast_engine(src, dst, "llvm" if options.cast == "llvm" else "auto") == "numpy":
+        if cast_engine(src, dst, "llvm" if options.knobs.cast == "llvm" else "auto") == "numpy":
             return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
     return "llvm", []

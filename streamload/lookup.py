@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal
 
 from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from streamload.errors import (
     PlanInfeasibleError,
     UnsupportedCastError,
 )
+from streamload.options import CastArgument
 from streamload.plan.allocators import AllocatorKind
 from streamload.plan.budget import (
     OVERHEAD_NBYTES,
@@ -37,8 +37,6 @@ from streamload.plan.budget import (
 from streamload.plan.plan import Plan
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
-
-CastArgument = Literal["auto", "llvm", "numpy", "device"]
 
 # By framework: how a device of CUDA that nobody looks at has its memory.
 _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {

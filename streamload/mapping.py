@@ -19,8 +19,6 @@ from streamload.errors import CheckpointError
 from streamload.plan.plan import RowRange, RowTranspose, all_rows, whole
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
-Sources: TypeAlias = "str | RowRange | Sequence[str | RowRange] | Source"
-MappingArgument: TypeAlias = str | Mapping[str, Sources]
 
 _HF_TO_META = (
     (r"model\.embed_tokens\.(.+)", r"tok_embeddings.\1"),
@@ -84,6 +82,10 @@ class Source:
     rows: tuple[RowRange, ...]
     transpose: RowTranspose | None = None
     shape: tuple[int, ...] | None = None
+
+
+Sources: TypeAlias = str | RowRange | Sequence[str | RowRange] | Source
+MappingArgument: TypeAlias = str | Mapping[str, Sources]
 
 
 class Unchanged(Mapping[str, Source]):

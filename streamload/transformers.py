@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -29,18 +29,16 @@ import transformers
 from torch import nn
 from transformers import initialization
 
-from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.page_cache import PageCacheKind
-from streamload.checkpoint.readers import ReaderKind
 from streamload.checkpoint.url import Url
 from streamload.devices.names import environment_fp16_cast, framework
-from streamload.dtypes import BF16, F16, DType, parse_dtype
+from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
-from streamload.load import DTypeArgument, TransferArgument, load_state_dict, on_unstored
-from streamload.lookup import CastArgument, Devices, open_devices
+from streamload.load import load_state_dict, on_unstored
+from streamload.lookup import Devices, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
+from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
 from streamload.plan.allocators import taken
 from streamload.plan.budget import Budget, BudgetLike
 from streamload.plan.plan import RowRange
@@ -89,28 +87,23 @@ _SEED = 0x5EED
 _COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes as its default
 
 
+class ModelOptions(WeightOptions, StreamOptions, total=False):
+    """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | Sequence[str] | None
+    strict: bool
+    progress: Progress
+
+
+@takes()
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
-    budget: BudgetLike = None,
-    device: str | Sequence[str] | None = None,
-    dtype: DTypeArgument | torch.dtype = None,
     model_class: Any = None,
     config: Any = None,
     attn_implementation: str | None = None,
-    out_of_range: OutOfRange = "inf",
-    cast: CastArgument = "auto",
-    reader: ReaderKind = "auto",
-    page_cache: PageCacheKind = "auto",
-    transfer: TransferArgument = "auto",
-    strict: bool = True,
-    progress: Progress = "auto",
-    reserve: float | str = 0,
-    context: int | None = None,
-    batch: int = 1,
-    cache_dtype: str | DType | torch.dtype | None = None,
-    chunk_nbytes: int | None = None,
-    threads: int | None = None,
+    **options: Unpack[ModelOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
 
@@ -128,9 +121,9 @@ def from_pretrained(
             the first accelerator, else the CPU. In a list of GPUs and "cpu", accelerate keeps the
             CPU's share in host memory, and brings it to the first GPU a layer at a time to compute
             there: when the model runs, that layer takes memory of the GPU beyond the budget.
-        dtype: a dtype's name, "checkpoint" (each weight as it is stored), a ``torch.dtype``, or
-            patterns by the checkpoint's names, the first that matches deciding. None, and for what
-            no pattern matches: what ``config.json`` says, or where it does not, the dtype of the
+        dtype: a dtype or its name, "checkpoint" (each weight as it is stored), or patterns by the
+            checkpoint's names, the first that matches deciding. None, and for what no pattern
+            matches: what ``config.json`` says, or where it does not, the dtype of the
             checkpoint's first float, as transformers' ``dtype="auto"`` has it; bfloat16 becomes
             float16 where a device does not compute in it. What transformers keeps in float32 in a
             16-bit model stays so, except under "checkpoint" and patterns other than ``"*"``.
@@ -138,22 +131,13 @@ def from_pretrained(
             that ``config.json`` names.
         config: a configuration to use in place of ``config.json``; it is copied.
         attn_implementation: "eager", "sdpa", ...; None lets transformers choose.
-        out_of_range: as in `streamload.load_state_dict`.
-        cast: as in `streamload.load_state_dict`.
-        reader: as in `streamload.load_state_dict`.
-        page_cache: as in `streamload.load_state_dict`.
-        transfer: as in `streamload.load_state_dict`.
         strict: missing and unexpected names and other shapes are an error, except for names that
             the model's class says may be ignored. With False, what matches is loaded, the rest is
             initialised as transformers does it, at random, and the report names it. What is
             initialised counts against the budget.
-        progress: as in `streamload.load_state_dict`.
         reserve: as in `streamload.load_state_dict`; beside what the model has of its own.
         context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
-        batch: as in `streamload.load_state_dict`.
-        cache_dtype: as in `streamload.load_state_dict`.
-        chunk_nbytes: as in `streamload.load_state_dict`.
-        threads: as in `streamload.load_state_dict`.
+        **options: see `ModelOptions`.
 
     Returns:
         The model, a ``transformers.PreTrainedModel``; its ``streamload_report`` is the
@@ -161,7 +145,7 @@ def from_pretrained(
 
     Raises:
         CheckpointError: there is no configuration or no class for it, the checkpoint is quantised
-            or needs code of its own, or it is not what it should be.
+            or needs code of its own, or is invalid.
         StateDictMismatchError: names or shapes do not match, or transformers makes a parameter of
             the checkpoint's tensors in a way that is not a choice of rows; before any data is
             loaded.
@@ -174,8 +158,9 @@ def from_pretrained(
         OutOfRangeError: under ``out_of_range="error"``.
         DeviceError: a device is not there, does not work or failed, or there are several and
             accelerate is not installed.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
+    device, strict = options["device"], options["strict"]
     if not isinstance(strict, bool):
         raise ValueError(f"strict is True or False, not {strict!r}")
     if not isinstance(path, (str, os.PathLike)):
@@ -189,35 +174,23 @@ def from_pretrained(
     found = checkpoint.path
     config.name_or_path = str(found) if isinstance(found, Url) else os.fsdecode(path)
     devices = open_devices(device, framework("torch"), {})
-    chosen = _Dtypes.choose(checkpoint, config, _by_name(dtype), budget, devices, cast)
+    chosen = _Dtypes.choose(checkpoint, config, options, devices)
     model = _on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)
     names = _Names.of(model, checkpoint)
     names.check(model, checkpoint, strict)
     _untie(model, checkpoint, names, _stored_otherwise)
 
     def load() -> LoadReport:
-        return load_state_dict(
-            model,
-            checkpoint,
-            budget=budget,
-            device=device,
-            dtype=chosen.rules(model, checkpoint, names),
-            out_of_range=out_of_range,
-            cast=cast,
-            reader=reader,
-            page_cache=page_cache,
-            transfer=transfer,
-            rename=lambda name: name if name in names.fill else None,
-            mapping=names.fill,
-            strict=False,  # `names.check` knows what may be ignored
-            progress=progress,
-            reserve=parse_bytes(reserve) + _beside_nbytes(model, names, devices),
-            context=context,
-            batch=batch,
-            cache_dtype=None if cache_dtype is None else parse_dtype(cache_dtype),
-            chunk_nbytes=chunk_nbytes,
-            threads=threads,
-        )
+        beside = _beside_nbytes(model, names, devices)
+        asked: LoadOptions = {
+            **options,
+            "dtype": chosen.rules(model, checkpoint, names),
+            "rename": lambda name: name if name in names.fill else None,
+            "mapping": names.fill,
+            "strict": False,  # `names.check` knows what may be ignored
+            "reserve": parse_bytes(options["reserve"]) + beside,
+        }
+        return load_state_dict(model, checkpoint, **asked)
 
     try:
         report = load()
@@ -364,16 +337,6 @@ def _is_model_class(value: object) -> bool:
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
-def _by_name(dtype: DTypeArgument | torch.dtype) -> DTypeArgument:
-    """Dtypes of torch by their names."""
-    if isinstance(dtype, Mapping):
-        return {
-            pattern: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            for pattern, value in dtype.items()
-        }
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
 @dataclass(frozen=True, slots=True)
 class _Dtypes:
     """Which dtype the weights get.
@@ -391,12 +354,11 @@ class _Dtypes:
         cls,
         checkpoint: Checkpoint,
         config: Any,
-        asked: DTypeArgument,
-        budget: BudgetLike,
+        options: ModelOptions,
         devices: Devices,
-        cast: CastArgument,
     ) -> _Dtypes:
         """Settle the model's dtype; computes on the devices where it depends on them."""
+        asked = options["dtype"]
         policy = DTypePolicy.parse(asked, environment_fp16_cast())
         rules = dict(policy.rules)
         rest = rules.get("*")
@@ -411,7 +373,8 @@ class _Dtypes:
         if main is None:  # no floats
             main = parse_dtype(_name(torch.get_default_dtype()))
         if main is BF16 and "*" not in rules:
-            specs = devices.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
+            budget, cast = Budget.parse(options["budget"]), options["cast"]
+            specs = devices.specs(budget, policy, cast, {}, bf16_undecided=True)
             if policy.fp16_cast is not None or not all(spec.native_bf16 for spec in specs):
                 main = F16
         return cls(asked, main)
@@ -425,7 +388,7 @@ class _Dtypes:
         rest = given.pop("*", self.main)
         if rest == "checkpoint":
             return {**given, "*": rest}
-        out: dict[str, str | DType] = dict(given)
+        out = dict(given)
         kept = _kept(model, getattr(torch, self.main.name))
         state = model.state_dict()
         for tensor, parameter in names.first.items():

@@ -320,7 +320,7 @@ def test_nodes(source: Path, tmp_path: Path) -> None:
     """One folder for each node, each tensor in one, with a plan that a load of it follows."""
     nodes = [Node("a", "1MB"), Node("b", "2MB"), Node("c", "1MB")]
     report = quiet(source, tmp_path / "out", nodes=nodes, dtype="float16")
-    whole = streamload.plan(source, nodes=nodes, dtype="float16")
+    whole = streamload.split(source, nodes=nodes, dtype="float16")
     before = tensors_of(source)
     names: list[str] = []
     for node in nodes:

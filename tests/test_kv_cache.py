@@ -374,7 +374,7 @@ ROW_NBYTES = 2 * 2 * 16 * 2
 def test_each_node_has_room_for_the_cache_of_its_layers(saved: Saved) -> None:
     """As many bytes as the layers that it holds take; none for embedding and head."""
     nodes = [Node(name, "1MB") for name in "abc"]
-    made = streamload.plan(saved(), nodes=nodes, context=100, batch=3)
+    made = streamload.split(saved(), nodes=nodes, context=100, batch=3)
     sizes = {d.device: (d.layers, d.cache_nbytes) for d in made.devices}
     for layers, nbytes in sizes.values():
         assert layers is not None
@@ -388,7 +388,7 @@ def test_the_cut_knows_the_cache(saved: Saved) -> None:
     """Without one the ends, which are heavy, hold fewer layers; a long context evens that out."""
     nodes = [Node(name, 10**9) for name in "abc"]
     for context, most in ((None, 3), (10**4, 2)):
-        layers = layers_of(streamload.plan(saved(), nodes=nodes, context=context))
+        layers = layers_of(streamload.split(saved(), nodes=nodes, context=context))
         assert max(stop - start for start, stop in layers) == most
         assert [layers[0][0], layers[-1][1]] == [0, 4]
 
@@ -400,20 +400,20 @@ def test_what_does_not_fit_says_what_context_would(saved: Saved) -> None:
     weights = 16384
     most = (10**5 - weights) // (4 * ROW_NBYTES)
     with pytest.raises(PlanInfeasibleError) as raised:
-        streamload.plan(path, nodes=nodes, context=1000)
+        streamload.split(path, nodes=nodes, context=1000)
     error = raised.value
     assert error.needed_nbytes == weights + 4 * 1000 * ROW_NBYTES
     assert error.largest[0] == ("the KV cache", 4 * 1000 * ROW_NBYTES)
     assert f"context={most}" in error.would_fit
-    assert streamload.plan(path, nodes=nodes, context=most).devices[0].cache_nbytes
+    assert streamload.split(path, nodes=nodes, context=most).devices[0].cache_nbytes
     with pytest.raises(PlanInfeasibleError):
-        streamload.plan(path, nodes=nodes, context=most + 1)
+        streamload.split(path, nodes=nodes, context=most + 1)
 
 
 def test_a_small_cache_is_named_too(saved: Saved) -> None:
     """It is among the contributors where all weights are larger."""
     with pytest.raises(PlanInfeasibleError) as raised:
-        streamload.plan(saved(), nodes=[Node("a", 10**4)], context=1)
+        streamload.split(saved(), nodes=[Node("a", 10**4)], context=1)
     assert ("the KV cache", 4 * ROW_NBYTES) in raised.value.largest
     assert not any("context" in one for one in raised.value.would_fit)
 
@@ -422,25 +422,25 @@ def test_how_many_nodes_would_do_counts_the_cache(saved: Saved) -> None:
     """As many as are proposed hold it, where the weights alone would need fewer."""
     path = saved()
     with pytest.raises(PlanInfeasibleError) as raised:
-        streamload.plan(path, nodes=[Node("a", 30_000)], context=100)
+        streamload.split(path, nodes=[Node("a", 30_000)], context=100)
     (count,) = [int(one.split()[0]) for one in raised.value.would_fit if "nodes" in one]
     assert count > 1
     nodes = [Node(str(i), 30_000) for i in range(count)]
-    assert streamload.plan(path, nodes=nodes, context=100).devices
+    assert streamload.split(path, nodes=nodes, context=100).devices
     with pytest.raises(PlanInfeasibleError):
-        streamload.plan(path, nodes=nodes[1:], context=100)
+        streamload.split(path, nodes=nodes[1:], context=100)
 
 
 def test_bytes_in_reserve_on_nodes(saved: Saved) -> None:
     """They are of the budget of each node; the error and the table tell them."""
     path = saved()
-    made = streamload.plan(path, nodes=[Node("a", 20_000)], reserve=3616)
+    made = streamload.split(path, nodes=[Node("a", 20_000)], reserve=3616)
     (a,) = made.devices
     assert (a.reserve_nbytes, a.budget_nbytes, a.stated_nbytes) == (3616, 16384, 20_000)
     assert str(made).splitlines()[0].split()[-3:] == ["reserve", "budget", "share"]
     assert str(made).splitlines()[1].endswith("3.62 kB  20.00 kB   100%")
     with pytest.raises(PlanInfeasibleError, match="kept free"):
-        streamload.plan(path, nodes=[Node("a", 20_000)], reserve=3617)
+        streamload.split(path, nodes=[Node("a", 20_000)], reserve=3617)
 
 
 def test_the_load_itself_may_use_the_bytes_of_the_cache(saved: Saved) -> None:
@@ -469,7 +469,7 @@ def test_the_dtype_is_that_of_the_weights(
     saved: Saved, arguments: dict[str, Any], dtype: object
 ) -> None:
     """After the cast, where most bytes are; or the one that was asked for."""
-    made = streamload.plan(saved(), nodes=[Node("a", "1MB")], context=10, **arguments)
+    made = streamload.split(saved(), nodes=[Node("a", "1MB")], context=10, **arguments)
     assert made.cache is not None
     assert made.cache.dtype is dtype
 
@@ -487,10 +487,10 @@ def test_quantised_weights_leave_the_dtype_to_the_configuration(saved: Saved) ->
     """What nobody computes in is not the cache's dtype; without another, it is asked for."""
     nodes = [Node("a", "1MB")]
     path = saved({**LLAMA, "torch_dtype": "bfloat16"}, "I8")
-    made = streamload.plan(path, nodes=nodes, context=10)
+    made = streamload.split(path, nodes=nodes, context=10)
     assert made.cache == CacheRequest(10, 1, BF16)
     with pytest.raises(CheckpointError, match="cache_dtype="):
-        streamload.plan(saved(LLAMA, "I8"), nodes=nodes, context=10)
+        streamload.split(saved(LLAMA, "I8"), nodes=nodes, context=10)
 
 
 def test_a_checkpoint_without_its_configuration(saved: Saved) -> None:
@@ -499,8 +499,8 @@ def test_a_checkpoint_without_its_configuration(saved: Saved) -> None:
     (path / "config.json").unlink()
     nodes = [Node("a", "1MB")]
     with pytest.raises(CheckpointError, match="reserve="):
-        streamload.plan(path, nodes=nodes, context=10)
-    assert streamload.plan(path, nodes=nodes).cache is None
+        streamload.split(path, nodes=nodes, context=10)
+    assert streamload.split(path, nodes=nodes).cache is None
 
 
 def test_tensors_that_belong_to_no_layer(tmp_path: Path) -> None:
@@ -508,7 +508,7 @@ def test_tensors_that_belong_to_no_layer(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"w": ("F16", [2], bytes(4))})
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(CheckpointError, match=r"model\.layers\.0"):
-        streamload.plan(tmp_path, nodes=[Node("a", "1MB")], context=10)
+        streamload.split(tmp_path, nodes=[Node("a", "1MB")], context=10)
 
 
 def test_layers_that_have_a_place_have_their_cache_there(saved: Saved) -> None:
@@ -523,7 +523,7 @@ def test_layers_that_have_a_place_have_their_cache_there(saved: Saved) -> None:
 
 def test_the_end_of_a_model_needs_no_cache(saved: Saved) -> None:
     """Where what is loaded has no layers, and the checkpoint has."""
-    made = streamload.plan(
+    made = streamload.split(
         saved(),
         nodes=[Node("a", "1MB")],
         context=10**6,
@@ -538,8 +538,8 @@ def test_a_smaller_dtype_makes_the_cache_smaller_too(saved: Saved) -> None:
     half = 16384 + 4 * 100 * ROW_NBYTES
     nodes = [Node("a", half)]
     with pytest.raises(PlanInfeasibleError, match=r'would fit: dtype="float16"'):
-        streamload.plan(path, nodes=nodes, context=100)
-    made = streamload.plan(path, nodes=nodes, context=100, dtype="float16")
+        streamload.split(path, nodes=nodes, context=100)
+    made = streamload.split(path, nodes=nodes, context=100, dtype="float16")
     assert made.devices[0].run_nbytes == half
 
 

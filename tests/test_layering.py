@@ -51,6 +51,7 @@ LAYERS = (
     ("mapping",),
     ("nodes.shares",),
     ("progress", "device_casts", "interrupt", "headroom"),
+    ("options",),
     ("job",),
     ("worker",),
     ("stream",),
@@ -71,6 +72,8 @@ LAYERS = (
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
     ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
+    ("cli.output", "cli.flags"),
+    ("cli.loads", "cli.files", "cli.benching"),
     ("cli",),
     ("__main__",),
 )
@@ -87,7 +90,7 @@ FRAMEWORKS = {
     "httpcore2": ("checkpoint.wire",),
 }
 READ_ENVIRONMENT = (
-    *("cli", "checkpoint.checkpoint", "checkpoint.remote"),
+    *("checkpoint.checkpoint", "checkpoint.remote"),
     *("_kept", "devices.names", "devices.probing"),
     *("nodes.launch", "nodes.store", "nodes.torch"),
 )

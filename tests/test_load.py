@@ -333,7 +333,7 @@ def test_a_budget_for_another_device(small: Path) -> None:
     with pytest.raises(ValueError, match=r"budget names cl.*host"):
         load(small, budget={"CL": "1MB"})
     with pytest.raises(ValueError, match="budget names"):
-        streamload.plan(small, devices=["CL"], budget={"CL": "1MB", "CPU": "1MB"}, dtype="float16")
+        streamload.plan(small, device=["CL"], budget={"CL": "1MB", "CPU": "1MB"}, dtype="float16")
 
 
 @pytest.mark.parametrize("name", ["host", "CL", "CPU"])
@@ -463,17 +463,23 @@ def test_plans_for_nodes_look_at_no_device(small: Path) -> None:
     """Each node has its own budget; bfloat16 is planned as float16, which takes as many bytes."""
     code = (
         "import sys, streamload\n"
-        f"plan = streamload.plan({str(small)!r}, nodes=[streamload.Node('a', '1GB')])\n"
+        f"plan = streamload.split({str(small)!r}, nodes=[streamload.Node('a', '1GB')])\n"
         "assert plan.devices[0].budget_nbytes == 10**9\n"
         "assert 'tinygrad' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'budget'"):
+        streamload.split(small, nodes=[Node("a", "1GB")], budget="1GB")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="budget of its own"):
-        streamload.plan(small, nodes=[Node("a", "1GB")], budget="1GB")
-    with pytest.raises(ValueError, match="budget of its own"):
-        streamload.plan(small, nodes=[("a", "1GB")])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="list of names"):
-        streamload.plan(small, devices="CL,CPU")
+        streamload.split(small, nodes=[("a", "1GB")])  # type: ignore[list-item]
+
+
+def test_former_arguments_of_plan(small: Path) -> None:
+    """An error says what to write in their place."""
+    with pytest.raises(TypeError, match=r"'devices': write device=\["):
+        streamload.plan(small, devices=["CL", "CPU"])  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'nodes': write streamload.split\(path, nodes="):
+        streamload.plan(small, nodes=[Node("a", "1GB")])  # type: ignore[call-arg]
 
 
 def test_the_tensor_that_overflowed_is_named(tmp_path: Path) -> None:
@@ -677,27 +683,18 @@ def test_several_devices(tmp_path: Path, names: list[str]) -> None:
     assert where == [names[0]] * 2 + [names[1]] * 4
     assert all(raw(report.state_dict[n]) == a.tobytes() for n, a in LAYERS.items())
     assert all(report.held_nbytes[n] <= report.predicted_nbytes[n] <= budgets[n] for n in names)
-    planned = streamload.plan(path, devices=names, budget=budgets, dtype="float32")
+    planned = streamload.plan(path, device=names, budget=budgets, dtype="float32")
     assert [p.device for p in planned.placements] == where
 
 
 def test_devices_twice_and_none(small: Path) -> None:
     """One device under two spellings, or no node at all, is no split."""
     with pytest.raises(ValueError, match="different names"):
-        streamload.plan(small, devices=["CPU", "cpu:0"], budget="1MB", dtype="float16")
+        streamload.plan(small, device=["CPU", "cpu:0"], budget="1MB", dtype="float16")
     with pytest.raises(ValueError, match="different names"):
-        streamload.plan(small, nodes=[], dtype="float16")
-    with pytest.raises(ValueError, match="exclude"):
-        streamload.plan(small, nodes=[Node("a", 1)], device="CPU", dtype="float16")
-
-
-def test_plan_takes_devices_as_load_does(small: Path) -> None:
-    """A list is a list of devices for either argument."""
-    made = [
-        streamload.plan(small, budget="1MB", dtype="float16", **{argument: ["CL", "CPU"]})  # type: ignore[arg-type]
-        for argument in ("device", "devices")
-    ]
-    assert made[0] == made[1]
+        streamload.split(small, nodes=[], dtype="float16")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        streamload.split(small, nodes=[Node("a", 1)], device="CPU")  # type: ignore[call-arg]
 
 
 # --- progress -------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_chec
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BY_CODE
 from streamload.errors import NodeError, PlanInfeasibleError
-from streamload.load import plan
 from streamload.nodes.session import Member
 from streamload.nodes.shares import ClusterPlan, Split, make_shares
 from streamload.plan.partition import Node
@@ -55,7 +54,7 @@ def made(
     """The plan of these nodes, ranks in the order given."""
 
     def planned(nodes: Sequence[Node]) -> Plan:
-        return plan(checkpoint, nodes=nodes, dtype="checkpoint", **options)
+        return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint", **options)
 
     return make_shares(
         str(checkpoint.path), rank, members(list(nodes)), list(nodes.values()), split, planned
@@ -103,7 +102,7 @@ def test_the_digest_tells_plans_apart(change: dict[str, Any], tmp_path: Path) ->
     for options in ({"dtype": "float64"}, change, {"dtype": "checkpoint"}):
 
         def planned(nodes: Sequence[Node], options: dict[str, Any] = options) -> Plan:
-            return plan(checkpoint, nodes=nodes, **options)
+            return streamload.split(checkpoint, nodes=nodes, **options)
 
         one = make_shares("", 0, members(["a", "b"]), [9000, 9000], "layers", planned)
         digests.add(one.digest)
@@ -117,7 +116,7 @@ def test_float16_and_bfloat16_are_not_the_same_plan(tmp_path: Path) -> None:
     for dtype in ("float16", "bfloat16"):
 
         def planned(nodes: Sequence[Node], dtype: str = dtype) -> Plan:
-            return plan(checkpoint, nodes=nodes, dtype=dtype)
+            return streamload.split(checkpoint, nodes=nodes, dtype=dtype)
 
         found.append(make_shares("", 0, members(["a"]), [9000], "layers", planned))
     assert [s.nbytes for s in found[0].shares] == [s.nbytes for s in found[1].shares]

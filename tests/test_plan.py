@@ -244,8 +244,8 @@ def test_stated_budget_and_dtype_probe_nothing(tmp_path: Path) -> None:
         "import sys, streamload\n"
         "a = streamload.plan(sys.argv[1], budget='20GB', dtype='float16')\n"
         "n = [streamload.Node('a', '9GB'), streamload.Node('b', '9GB')]\n"
-        "b = streamload.plan(sys.argv[1], nodes=n, dtype='checkpoint')\n"
-        "c = streamload.plan(sys.argv[1], devices=['CL', 'CPU'], budget='9GB', dtype='float16')\n"
+        "b = streamload.split(sys.argv[1], nodes=n, dtype='checkpoint')\n"
+        "c = streamload.plan(sys.argv[1], device=['CL', 'CPU'], budget='9GB', dtype='float16')\n"
         "print(len(a.devices), len(b.devices), len(c.devices))\n"
         "print([m for m in ('tinygrad', 'torch') if m in sys.modules])\n"
     )
@@ -812,7 +812,7 @@ def test_llama_3_8b_over_14_nodes(tmp_path: Path) -> None:
 
     def split(count: int) -> Plan:
         nodes = [streamload.Node(f"n{i}", "3GB") for i in range(count)]
-        return streamload.plan(path, nodes=nodes, dtype="checkpoint")
+        return streamload.split(path, nodes=nodes, dtype="checkpoint")
 
     made = split(14)
     assert max(d.resident_nbytes for d in made.devices) <= 1_310_000_000

@@ -577,7 +577,7 @@ def test_each_node_has_buffers_of_its_own(tmp_path: Path) -> None:
     """What workers read into before they cast is on every node, not on the first alone."""
     tensors = {f"model.layers.{i}.w": ("BF16", (1024, 1024), bytes(2**21)) for i in range(6)}
     write_safetensors(tmp_path / "x.safetensors", tensors)
-    made = streamload.plan(
+    made = streamload.split(
         tmp_path,
         nodes=[streamload.Node(name, "100MB") for name in "abc"],
         reader="pread",

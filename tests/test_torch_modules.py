@@ -789,7 +789,14 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     spec = unseen_spec("cuda:0", 10**9)
 
     def threads(dtype: str, count: int | None, cast: Any = "llvm") -> int:
-        options = Options.read(None, dtype, "inf", cast, "pread", "auto", "staged", 2**23, count)
+        options = Options.read(
+            dtype=dtype,
+            cast=cast,
+            reader="pread",
+            transfer="staged",
+            chunk_nbytes=2**23,
+            threads=count,
+        )
         specs = options.casting([spec])
         return options.plan(checkpoint, wants, specs, {}, "llvm").threads
 

@@ -39,7 +39,7 @@ def by_streamload(path: str) -> Result:
         {
             "open": lambda: streamload.open_checkpoint(path),
             "plan": lambda: streamload.plan(path, device=device, **stated),
-            "plan for nodes": lambda: streamload.plan(path, nodes=nodes),
+            "plan for nodes": lambda: streamload.split(path, nodes=nodes),
             "load": lambda: streamload.load_state_dict(
                 None, path, device=device, dtype="checkpoint", progress=False
             ),

@@ -25,7 +25,7 @@ def main() -> None:
     args = parser.parse_args()
 
     budget = dict(zip(args.devices, args.budgets, strict=True))
-    print(streamload.plan(args.path, budget=budget, dtype=args.dtype, devices=args.devices))
+    print(streamload.plan(args.path, budget=budget, dtype=args.dtype, device=args.devices))
     try:
         report = streamload.load_state_dict(
             None,

@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
 
     budget = dict(zip(args.devices, args.budgets, strict=True))
-    plan = streamload.plan(args.path, budget=budget, dtype=args.dtype, devices=args.devices)
+    plan = streamload.plan(args.path, budget=budget, dtype=args.dtype, device=args.devices)
     print(plan)
 
     report = streamload.load_state_dict(

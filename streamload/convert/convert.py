@@ -46,7 +46,7 @@ from streamload.convert.planning import (
 )
 from streamload.convert.writing import Writer, check_written
 from streamload.digests import SIDECAR, Digest, Digests
-from streamload.dtypes import DType
+from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
 from streamload.mapping import Rename
 from streamload.plan.partition import Node
@@ -146,7 +146,7 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    dtype: str | DType | Mapping[str, str | DType] | None = None,
+    dtype: DTypeArgument = None,
     out_of_range: OutOfRange = "inf",
     max_shard_size: float | str = DEFAULT_SHARD_SIZE,
     nodes: Sequence[Node] | None = None,

@@ -44,7 +44,7 @@ from streamload.convert.beside import (
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.load import plan as plan_load
+from streamload.load import split
 from streamload.mapping import Rename, sources
 from streamload.plan.partition import Node
 from streamload.plan.planner import DTypePolicy
@@ -457,7 +457,7 @@ def _parts(
         if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
             raise ValueError(f"the node {node.name!r} cannot have a folder of that name")
     rules = {pattern: dtype or "checkpoint" for pattern, dtype in options.policy.rules}
-    split = plan_load(
+    made = split(
         chosen,
         nodes=options.nodes,
         dtype=rules | {"*": rules.get("*", "checkpoint")},
@@ -465,9 +465,9 @@ def _parts(
         rename=options.rename,
     )
     parts: dict[str, dict[str, str]] = {node.name: {} for node in options.nodes}
-    for p in split.placements:
+    for p in made.placements:
         parts[p.device][p.name] = p.source[0].tensor
-    return parts, {device.device: device for device in split.devices}
+    return parts, {device.device: device for device in made.devices}
 
 
 def _node_plan(
@@ -476,7 +476,7 @@ def _node_plan(
     """The plan of a load of a node's folder, with the layers that it has of the whole."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
     node = next(node for node in options.nodes if node.name == folder)
-    made = plan_load(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
+    made = split(from_headers(destination / folder, headers), nodes=[node], dtype="checkpoint")
     (device,) = made.devices
     device = replace(device, layers=held.layers, embedding=held.embedding, head=held.head)
     # of no machine: where it lies and how it is best read is seen where it is loaded

@@ -39,8 +39,6 @@ _PERCENT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.ASCII)
 
 _Way = TypeVar("_Way")
 
-BudgetLike: TypeAlias = "float | str | Mapping[str, float | str | None] | Budget | None"
-
 
 @cache
 def canonical_device(name: str) -> str:
@@ -207,6 +205,8 @@ class Budget:
         # str: the shortest decimal, which is what the user wrote; 0.8 as a double is a bit more
         return held_nbytes + int(Fraction(str(size.fraction)) * free_nbytes)
 
+
+BudgetLike: TypeAlias = float | str | Mapping[str, float | str | None] | Budget | None
 
 #: The least that a load leaves alone of the host's memory, in bytes.
 OVERHEAD_NBYTES = 12 * 2**20

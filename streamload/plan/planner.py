@@ -21,7 +21,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
-from streamload.dtypes import BF16, F16, DType, parse_dtype
+from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.errors import CheckpointError, PlanInfeasibleError, UnsupportedCastError
 from streamload.plan.allocators import (
     DRIVER_BLOCK_NBYTES,
@@ -229,7 +229,7 @@ class DTypePolicy:
     @classmethod
     def parse(
         cls,
-        value: str | DType | Mapping[str, str | DType] | None,
+        value: DTypeArgument,
         fp16_cast: Literal["device", "llvm"] | None = None,
     ) -> DTypePolicy:
         """Read a dtype name, "checkpoint", or patterns: ``{"*norm*": "float32", "*": "float16"}``.

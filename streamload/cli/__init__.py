@@ -1,0 +1,96 @@
+"""The commands: inspect, plan, load, devices, bench, verify, diff, convert.
+
+Exit codes: 0 done, 1 bad input or a failure, 2 wrong usage, 3 does not fit, 130 Ctrl-C. Errors are
+one line on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import Any, cast
+
+import typer
+
+from streamload.checkpoint.url import without_secrets
+from streamload.cli.benching import bench
+from streamload.cli.files import convert, diff, verify
+from streamload.cli.loads import devices, inspect, load, plan
+from streamload.cli.output import complain
+from streamload.errors import BudgetError, StreamloadError
+from streamload.interrupt import end_by_interrupts, raise_interrupts
+
+app = typer.Typer(
+    help="Stream safetensors checkpoints onto devices that are too small for the usual loaders.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text: it pipes, greps, and fits a narrow terminal
+)
+
+for command in (inspect, plan, load, devices, bench, verify, diff, convert):
+    app.command()(command)
+
+# typer exports this one of click's usage errors only; their common base is all that is needed
+_UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
+
+
+def _without_secrets(message: str) -> str:
+    """What is wrong with the arguments, without the secrets in those that are URLs."""
+    for argument in sys.argv[1:]:
+        for text in (argument, argument.partition("=")[2]):  # of --option=text
+            if (shown := without_secrets(text)) != text:
+                # typer writes what is not printable in a way of its own
+                typed = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+                for said in (text, typed, repr(text)[1:-1]):
+                    message = message.replace(said, shown)
+    return message
+
+
+def _show_warning(message: Warning | str, *rest: Any, **more: Any) -> None:
+    complain(f"warning: {message}")
+
+
+def main() -> None:
+    """Run a command; the entry point of ``streamload``."""
+    _open_closed_streams()
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("streamload").setLevel(logging.INFO)
+    warnings.showwarning = _show_warning
+    if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    ended_before = False
+    try:
+        ended_before = raise_interrupts()
+        code = app(sys.argv[1:] or ["--help"], prog_name="streamload", standalone_mode=False)
+    except BudgetError as error:
+        code, message = 3, str(error)
+    except (KeyboardInterrupt, typer.Abort):
+        code, message = 130, "interrupted"
+    except (StreamloadError, OSError) as error:
+        code, message = 1, str(error)
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "streamload"
+        code, message = 2, f"{_without_secrets(error.format_message())} (see {command} --help)"
+    except ValueError as error:  # an argument that could not be read
+        code, message = 2, _without_secrets(str(error))
+    else:
+        # typer makes an exit code of Ctrl-C itself
+        message = "interrupted" if code == 130 else ""
+    if ended_before:
+        end_by_interrupts()
+    if message:
+        complain(message)
+    sys.exit(code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Keep files that a command opens from taking the place of stdin, stdout or stderr.
+
+    Libraries in C write there whatever it is.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

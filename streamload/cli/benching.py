@@ -1,0 +1,100 @@
+"""The command bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from streamload.cli import flags
+from streamload.cli.output import complain, print_lines
+
+
+def bench(
+    path: flags.PathArgument,
+    device: Annotated[
+        str | None,
+        flags.option(
+            "NAME",
+            "A device, as load has them. Default: STREAMLOAD_DEVICE, or the first that works "
+            "of cuda:0, CL, cpu, CPU and host.",
+        ),
+    ] = None,
+    runs: Annotated[int, flags.option("N", "Processes of each loader, in turn.")] = 5,
+    peers: Annotated[
+        str | None,
+        flags.option(
+            "NAMES",
+            "Loaders to compare with, separated by commas; none for none. Default: all that "
+            "load to the device.",
+        ),
+    ] = None,
+    cold: Annotated[
+        bool, flags.switch("--cold", "Also with the files dropped from the page cache.")
+    ] = False,
+    dtype: Annotated[str, flags.option("DTYPE", "What all floats become.")] = "checkpoint",
+    budget: Annotated[
+        str | None, flags.option("SIZE", "Most bytes that streamload may take on the device.")
+    ] = None,
+    cores: Annotated[int, flags.option("N", "CPUs that each process may use; 0 for all.")] = 0,
+    site: Annotated[
+        list[str] | None,
+        flags.option(
+            "NAME=FOLDER",
+            "Import a loader from a folder, to compare another version of it; repeatable.",
+        ),
+    ] = None,
+    timeout: Annotated[float, flags.option("SECONDS", "Most time for one load.")] = 600.0,
+    seconds: Annotated[
+        float | None,
+        flags.option("SECONDS", "Begin no further round after so long, warm and cold each."),
+    ] = None,
+    limits: Annotated[
+        bool, flags.option(None, "Measure what the machine could do at most, too.")
+    ] = True,
+    json_file: Annotated[
+        str | None, flags.option("FILE", "Write all figures there.", "--json")
+    ] = None,
+    svg_file: Annotated[str | None, flags.option("FILE", "Draw a chart there.", "--svg")] = None,
+    no_progress: flags.NoProgressOption = False,
+) -> None:
+    """Compare loaders on one checkpoint and device.
+
+    Each load is a process of its own. Loaders that are not installed or do not work are named,
+    with the reason.
+    """
+    from streamload.bench.compare import Options, compare
+    from streamload.bench.loaders import OURS
+
+    pairs = [entry.partition("=") for entry in site or ()]
+    if not all(name and folder for name, _, folder in pairs):
+        raise typer.BadParameter(f"--site: expected NAME=FOLDER, found {', '.join(site or ())}")
+    named = None
+    if peers is not None:
+        named = () if peers == "none" else tuple(name.strip() for name in peers.split(","))
+    found = compare(
+        Options(
+            path=path,
+            device=device,
+            runs=runs,
+            peers=named,
+            states=("warm", "cold") if cold else ("warm",),
+            dtype=dtype,
+            budget=budget,
+            timeout_s=timeout,
+            seconds=seconds,
+            cores=cores,
+            sites={name: folder for name, _, folder in pairs},
+            limits=limits,
+            say=(lambda text: None) if no_progress else complain,
+        )
+    )
+    if json_file:
+        Path(json_file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    if svg_file:
+        Path(svg_file).write_text(found.svg())
+    print_lines(*found.lines())
+    if OURS not in found.loaders:
+        raise typer.Exit(1)

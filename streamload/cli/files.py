@@ -1,0 +1,209 @@
+"""Commands about files: convert, verify, diff."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from streamload import compare
+from streamload.cli import flags
+from streamload.cli.output import complain, print_lines
+from streamload.convert.convert import DEFAULT_SHARD_SIZE
+from streamload.convert.convert import convert as convert_checkpoint
+from streamload.progress import Progress
+
+BecameOption = Annotated[
+    list[str] | None,
+    flags.option(
+        "DTYPE",
+        "What the floats of the first are cast to before they are compared: float16, or "
+        "PATTERN=DTYPE by tensor name; repeatable. Default: nothing is cast.",
+        "--dtype",
+    ),
+]
+RenamedOption = Annotated[
+    list[str] | None,
+    flags.option(
+        "FROM=TO",
+        "What names of the first are in the second, with * for any text; repeatable.",
+        "--rename",
+    ),
+]
+
+
+def verify(
+    path: flags.PathArgument,
+    converted: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CONVERTED",
+            help="What PATH was converted to. Without it, PATH is checked against its "
+            "streamload.json.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: BecameOption = None,
+    out_of_range: flags.OutOfRangeOption = "inf",
+    rename: RenamedOption = None,
+    select: flags.SelectOption = None,
+    exclude: flags.ExcludeOption = None,
+    no_progress: flags.NoProgressOption = False,
+    as_json: flags.JsonOption = False,
+) -> None:
+    """Check a checkpoint's digests, or a conversion.
+
+    Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
+    """
+    progress: Progress = False if no_progress else "auto"
+    found: compare.Comparison | compare.Verification
+    if converted is not None:
+        found = compare.diff(
+            path,
+            converted,
+            dtype=flags.read_dtype(dtype),
+            out_of_range=out_of_range,
+            rename=flags.read_renames(rename),
+            select=select or (),
+            exclude=exclude or (),
+            progress=progress,
+        )
+    elif dtype or rename or out_of_range != "inf":
+        raise typer.BadParameter("--dtype, --out-of-range and --rename need CONVERTED")
+    else:
+        found = compare.verify_checkpoint(
+            path, select=select or (), exclude=exclude or (), progress=progress
+        )
+    *lines, verdict = found.lines()
+    if as_json:
+        print_lines(found.to_json())
+    else:
+        print_lines(*lines, *[verdict] * found.ok)
+    if not found.ok:
+        complain(verdict)
+        raise typer.Exit(1)
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    dtype: BecameOption = None,
+    out_of_range: flags.OutOfRangeOption = "inf",
+    rename: RenamedOption = None,
+    select: flags.SelectOption = None,
+    exclude: flags.ExcludeOption = None,
+    no_progress: flags.NoProgressOption = False,
+    as_json: flags.JsonOption = False,
+) -> None:
+    """List what differs between two checkpoints.
+
+    Names, dtypes, shapes and values, whatever files the tensors are in. The exit code is 0 where
+    nothing differs and 1 where something does.
+    """
+    found = compare.diff(
+        first,
+        second,
+        dtype=flags.read_dtype(dtype),
+        out_of_range=out_of_range,
+        rename=flags.read_renames(rename),
+        select=select or (),
+        exclude=exclude or (),
+        progress=False if no_progress else "auto",
+    )
+    if as_json:
+        print_lines(found.to_json())
+    else:
+        print_lines(*found.lines())
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def convert(
+    path: flags.PathArgument,
+    destination: Annotated[
+        str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
+    ],
+    dtype: Annotated[
+        list[str] | None,
+        flags.option(
+            "DTYPE",
+            "What floats become: float16, checkpoint (as it is there), or PATTERN=DTYPE by "
+            "tensor name, such as '*norm*=float32'; repeatable, the first that matches decides. "
+            "Default: nothing is cast.",
+        ),
+    ] = None,
+    out_of_range: flags.OutOfRangeOption = "inf",
+    max_shard_size: Annotated[
+        str, flags.option("SIZE", "Most bytes of a file, unless one tensor is larger.")
+    ] = DEFAULT_SHARD_SIZE,
+    nodes: Annotated[
+        str | None,
+        flags.option(
+            "N|NAMES",
+            "One folder for each node, with the layers that fit it: how many, or their names "
+            "separated by commas.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        flags.option(
+            "SIZE",
+            "With --nodes: most bytes that a node holds, one size for all or one for each "
+            "(3GB,3GB,6GB).",
+        ),
+    ] = None,
+    select: flags.SelectOption = None,
+    exclude: flags.ExcludeOption = None,
+    rename: Annotated[
+        list[str] | None,
+        flags.option(
+            "FROM=TO",
+            "What a name becomes, with * for any text: 'model.*=*'; repeatable, the first "
+            "that matches decides.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, flags.switch("--resume", "Continue what was left unfinished there.")
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        flags.switch(
+            "--overwrite",
+            "Replace the checkpoint that is there, when all is written: every safetensors "
+            "file, index and config.json, what an earlier conversion copied, and its folders of "
+            "nodes. Or begin an unfinished conversion again.",
+        ),
+    ] = False,
+    verify: Annotated[
+        bool, flags.switch("--verify", "Read back what was written, before it is published.")
+    ] = False,
+    dry_run: Annotated[
+        bool, flags.switch("--dry-run", "Show what would be written; write nothing.")
+    ] = False,
+    no_progress: flags.NoProgressOption = False,
+    as_json: flags.JsonOption = False,
+) -> None:
+    """Write a checkpoint in other dtypes, files or names.
+
+    Or split over nodes; in little memory, whatever its size. A conversion that was interrupted
+    continues with --resume.
+    """
+    if budget is not None and nodes is None and "," not in budget:
+        raise typer.BadParameter("--budget needs --nodes")
+    report = convert_checkpoint(
+        path,
+        destination,
+        dtype=flags.read_dtype(dtype),
+        out_of_range=out_of_range,
+        max_shard_size=max_shard_size,
+        nodes=flags.read_nodes(nodes, budget, None),
+        select=select or (),
+        exclude=exclude or (),
+        rename=flags.read_renames(rename),
+        resume=resume,
+        overwrite=overwrite,
+        verify=verify,
+        dry_run=dry_run,
+        progress=False if no_progress else "auto",
+    )
+    print_lines(*([report.to_json()] if as_json else str(report).splitlines()))

@@ -1,0 +1,213 @@
+"""The arguments that several commands take, and how their text is read."""
+
+# annotations are evaluated here, once: two commands look at them
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypedDict
+
+import typer
+
+from streamload.cast.table import OutOfRange
+from streamload.checkpoint.page_cache import PageCacheKind
+from streamload.checkpoint.readers import ReaderKind
+from streamload.convert.planning import RenamePatterns
+from streamload.mapping import MAPPINGS, Rename
+from streamload.options import CastArgument, TransferArgument
+from streamload.plan.partition import Node
+
+
+def option(metavar: str | None, text: str, *names: str) -> Any:
+    """An option: what its value is called, what it does, and its names where they are others."""
+    return typer.Option(*names, metavar=metavar, help=text)
+
+
+def switch(name: str, text: str) -> Any:
+    """An option without a value."""
+    return typer.Option(name, help=text)
+
+
+PathArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="PATH",
+        help="A .safetensors file, a folder, an index.json, the URL of one of these (of a folder: "
+        "ending in /), or org/name in the local Hugging Face cache.",
+    ),
+]
+OutOfRangeOption = Annotated[
+    OutOfRange,
+    option(
+        "WHAT",
+        "What becomes of finite values that the dtype cannot represent: inf, clamp or error.",
+    ),
+]
+SelectOption = Annotated[
+    list[str] | None,
+    option("PATTERN", "Only tensors whose name matches, such as 'model.layers.*'; repeatable."),
+]
+ExcludeOption = Annotated[
+    list[str] | None, option("PATTERN", "Not tensors whose name matches; repeatable.")
+]
+NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
+JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
+
+
+class LoadFlags(TypedDict, total=False):
+    """What a load and its plan take on the command line; the defaults are those of a load."""
+
+    budget: Annotated[
+        str | None,
+        option(
+            "SIZE",
+            "Most bytes per device: 3GB, 2.5GiB, 80% (of what is free), one size for each device "
+            "(3GB,8GB), or DEVICE=SIZE,...  Default: what is free, less a reserve.",
+        ),
+    ]
+    device: Annotated[
+        str | None,
+        option(
+            "NAME",
+            "A device (CL, CPU and so on are tinygrad's; cuda:0, cpu and so on torch's; host), "
+            "several separated by commas (the layers are split over them), or auto. Default: "
+            "STREAMLOAD_DEVICE, or tinygrad's own choice.",
+        ),
+    ]
+    dtype: Annotated[
+        list[str] | None,
+        option(
+            "DTYPE",
+            "float16, checkpoint (as it is there), or PATTERN=DTYPE by tensor name, such as "
+            "'*norm*=float32'; repeatable, the first that matches decides. Default: bfloat16 "
+            "becomes float16 where the device does not compute in it natively.",
+        ),
+    ]
+    out_of_range: OutOfRangeOption
+    cast: Annotated[CastArgument, option("ENGINE", "What casts: auto, llvm, numpy or device.")]
+    reader: Annotated[
+        ReaderKind,
+        option("READER", "How files are read: auto, mmap, pread, or direct (past the page cache)."),
+    ]
+    page_cache: Annotated[
+        PageCacheKind,
+        option(
+            "WHAT",
+            "What becomes of the page cache that the load fills: auto (dropped where memory is "
+            "short), keep or drop.",
+        ),
+    ]
+    transfer: Annotated[
+        TransferArgument,
+        option(
+            "WAY",
+            "How bytes get to a GPU: auto, staged (through page-locked memory) or mapped "
+            "(straight from the page cache).",
+        ),
+    ]
+    mapping: Annotated[
+        str | None,
+        option("FAMILY", f"Rename and reorder a family's tensors: {' or '.join(MAPPINGS)}."),
+    ]
+    reserve: Annotated[
+        str,
+        option(
+            "SIZE",
+            "What stays free on each device or node, of its budget: for activations and others.",
+        ),
+    ]
+    context: Annotated[
+        int | None,
+        option(
+            "TOKENS",
+            "Leave room for the KV cache of so many tokens, for the layers that a device or node "
+            "holds, as config.json tells.",
+        ),
+    ]
+    batch: Annotated[int, option("N", "With --context: how many sequences at once.")]
+    cache_dtype: Annotated[
+        str | None,
+        option("DTYPE", "With --context: the dtype of the cache. Default: that of the weights."),
+    ]
+
+
+def read_flags(flags: LoadFlags) -> dict[str, Any]:
+    """The options of a load but for its budget and device."""
+    options: dict[str, Any] = {**flags, "dtype": read_dtype(flags["dtype"])}
+    del options["budget"], options["device"]
+    return options
+
+
+def read_place(flags: LoadFlags) -> dict[str, Any]:
+    """The device of a load, or its devices, and the budget."""
+    names = read_names(flags["device"])
+    device = names if len(names) > 1 else flags["device"]
+    return {"device": device, "budget": _read_budget(flags["budget"], names)}
+
+
+def read_names(device: str | None) -> list[str]:
+    """The devices of ``--device``."""
+    names = [name.strip() for name in device.split(",")] if device is not None else []
+    if not all(names):
+        raise typer.BadParameter(f"--device: expected names separated by commas, found {device!r}")
+    return names
+
+
+def _read_budget(text: str | None, devices: Sequence[str]) -> str | dict[str, str | None] | None:
+    if text is None or ("=" not in text and "," not in text):
+        return text
+    parts = text.split(",")
+    if "=" not in text:
+        if len(parts) != len(devices):
+            raise typer.BadParameter(
+                f"--budget: {len(parts)} sizes for {len(devices)} devices named by --device"
+            )
+        parts = [f"{name}={size}" for name, size in zip(devices, parts, strict=True)]
+    out: dict[str, str | None] = {}
+    for part in parts:
+        name, _, size = part.rpartition("=")
+        if not name.strip():
+            raise typer.BadParameter(f"--budget: expected DEVICE=SIZE, found {part!r}")
+        out[name.strip()] = size.strip()
+    return out
+
+
+def read_nodes(text: str | None, budget: str | None, device: str | None) -> list[Node] | None:
+    """The nodes of ``--nodes``, or as many as ``--budget`` has sizes; None for none."""
+    if text is None:
+        several = budget is not None and "," in budget and "=" not in budget and device is None
+        return read_nodes(str(len((budget or "").split(","))), budget, None) if several else None
+    if device is not None:
+        raise typer.BadParameter("--nodes and --device exclude each other")
+    if budget is None:
+        raise typer.BadParameter("--nodes needs --budget: one size for all nodes, or one for each")
+    if text.lstrip("+-").isdecimal():
+        if not 1 <= int(text) <= 100_000:
+            raise typer.BadParameter(f"--nodes: {text} is not from 1 to 100,000")
+        names = [f"node{i}" for i in range(int(text))]
+    else:
+        names = [name.strip() for name in text.split(",")]
+        if not all(names):
+            raise typer.BadParameter(f"--nodes: expected a number or names, found {text!r}")
+    sizes = budget.split(",")
+    if len(sizes) == 1:
+        sizes *= len(names)
+    if len(sizes) != len(names):
+        raise typer.BadParameter(f"{len(sizes)} budgets for {len(names)} nodes")
+    return [Node(name, size.strip()) for name, size in zip(names, sizes, strict=True)]
+
+
+def read_dtype(values: list[str] | None) -> str | dict[str, str] | None:
+    """The dtype, or the dtypes by pattern, of ``--dtype``."""
+    if not values:
+        return None
+    if len(values) == 1 and "=" not in values[0]:
+        return values[0]
+    rules: dict[str, str] = {}
+    for value in values:
+        pattern, _, dtype = value.rpartition("=")
+        rules.setdefault(pattern or "*", dtype)
+    return rules
+
+
+def read_renames(values: list[str] | None) -> Rename | None:
+    """The names of ``--rename``."""
+    return RenamePatterns.parse(values) if values else None

@@ -1,0 +1,283 @@
+"""Commands about loads: inspect, plan, load, devices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal, Unpack
+
+import typer
+
+from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.cli import flags
+from streamload.cli.output import complain, print_json, print_lines, printable
+from streamload.devices.names import framework, installed, spelled_as, split_name
+from streamload.devices.probing import probe
+from streamload.errors import DeviceNotFoundError
+from streamload.load import load_state_dict, split
+from streamload.load import plan as plan_load
+from streamload.nodes.launch import find_launch
+from streamload.options import takes
+from streamload.plan.budget import available_host_nbytes
+from streamload.plan.plan import Plan
+from streamload.units import format_bytes, format_table
+
+
+def inspect(path: flags.PathArgument, as_json: flags.JsonOption = False) -> None:
+    """Show what a checkpoint holds. Reads headers only."""
+    checkpoint = open_checkpoint(path)
+    if as_json:
+        print_json(
+            {
+                "path": str(checkpoint.path),
+                "nbytes": checkpoint.nbytes,
+                "metadata": dict(checkpoint.metadata),
+                "shards": [
+                    {
+                        "path": str(header.path),
+                        "file_nbytes": header.file_nbytes,
+                        "data_start": header.data_start,
+                        "tensors": len(header.tensors),
+                    }
+                    for header in checkpoint.shards
+                ],
+                "tensors": [
+                    {
+                        "name": info.name,
+                        "dtype": info.dtype.name,
+                        "shape": list(info.shape),
+                        "nbytes": info.nbytes,
+                        "shard": info.shard.name,
+                        "start": info.start,
+                        "stop": info.stop,
+                    }
+                    for info in checkpoint.tensors.values()
+                ],
+            }
+        )
+        return
+    _print_inspection(checkpoint)
+
+
+def _print_inspection(checkpoint: Checkpoint) -> None:
+    kinds: Counter[str] = Counter()
+    rows = []
+    for info in checkpoint.tensors.values():
+        kinds[info.dtype.name] += info.nbytes
+        shape = " x ".join(map(str, info.shape)) or "scalar"
+        rows.append((info.name, info.dtype.name, shape, format_bytes(info.nbytes)))
+    by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
+    print_lines(
+        *format_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
+        f"{len(rows)} tensors in {len(checkpoint.shards)} "
+        f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
+        + (f": {by_dtype}" if by_dtype else ""),
+        *(f"metadata {key}: {value}" for key, value in checkpoint.metadata.items()),
+    )
+
+
+@takes()
+def plan(
+    path: flags.PathArgument,
+    *,
+    nodes: Annotated[
+        str | None,
+        flags.option(
+            "N|NAMES",
+            "Split the layers over nodes: how many, or their names separated by commas. With "
+            "--budget one size for all, or one for each.",
+        ),
+    ] = None,
+    bars: Annotated[
+        bool | None,
+        flags.switch(
+            "--bars/--no-bars",
+            "Draw a bar for each device or node. Default: where stdout is a terminal.",
+        ),
+    ] = None,
+    plot: Annotated[str | None, flags.option("FILE", "Draw an SVG chart there.")] = None,
+    as_json: flags.JsonOption = False,
+    **given: Unpack[flags.LoadFlags],
+) -> None:
+    """Show what a load would do, and whether it fits. Reads headers only."""
+    asked = flags.read_flags(given)
+    over = flags.read_nodes(nodes, given["budget"], given["device"])
+    if over is not None:
+        made = split(path, nodes=over, **asked)
+    else:
+        made = plan_load(path, **flags.read_place(given), **asked)
+    if plot is not None:
+        total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
+        title = "What each device or node holds"
+        drawn = draw_stacks(title, printable(total), _PARTS, _stacks(made))
+        Path(plot).write_text(drawn, encoding="utf-8")
+    if as_json:
+        print_lines(made.to_json())
+        return
+    print_lines(*str(made).splitlines())
+    if bars if bars is not None else sys.stdout is not None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        print_lines("", *draw_text(_PARTS, _stacks(made), width=width, marks=_marks()))
+
+
+#: The parts of a device's budget, from left to right.
+_PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
+
+
+def _stacks(made: Plan) -> list[Stack]:
+    """What becomes of the budget of each device; what a load takes meanwhile may be the cache's."""
+    stacks = []
+    for d in made.devices:
+        loading = d.needed_nbytes - d.run_nbytes
+        free = d.budget_nbytes - d.needed_nbytes
+        parts = (d.resident_nbytes, d.cache_nbytes, loading, d.reserve_nbytes, free)
+        label = f"{format_bytes(d.stated_nbytes - free)} of {format_bytes(d.stated_nbytes)}"
+        stacks.append(Stack(printable(d.device), parts, label))
+    return stacks
+
+
+def _marks() -> str:
+    """What bars are drawn with, where stdout shows it."""
+    try:
+        BLOCKS.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        return ASCII
+    return BLOCKS
+
+
+@takes()
+def load(
+    path: flags.PathArgument,
+    *,
+    verify: Annotated[
+        bool,
+        flags.switch(
+            "--verify", "Read every tensor back and compare it with plain reads and the numpy cast."
+        ),
+    ] = False,
+    split: Annotated[
+        Literal["layers", "replicate", "balanced"],
+        flags.option(None, "Over nodes: layers to each, everything to all, or by bytes alone."),
+    ] = "layers",
+    timeout: Annotated[
+        float, flags.option("SECONDS", "Over nodes: how soon the loss of one is known.")
+    ] = 60.0,
+    no_progress: flags.NoProgressOption = False,
+    as_json: flags.JsonOption = False,
+    **given: Unpack[flags.LoadFlags],
+) -> None:
+    """Load a checkpoint onto a device, and report what that took.
+
+    Under torchrun, mpirun or srun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+    environment, each rank loads its part, and rank 0 reports for all.
+    """
+    asked = {**flags.read_flags(given), **flags.read_place(given)}
+    asked["progress"] = False if no_progress else "auto"
+    launch = find_launch()
+    silent = False
+    if launch is not None and launch.size != 1:
+        if isinstance(asked["device"], list):
+            raise ValueError("over nodes, each rank loads to one device: start a rank for each")
+        from streamload import distributed  # its engines are not always installed
+
+        report = distributed.load_state_dict(
+            None,
+            path,
+            split=split,
+            timeout=timeout,
+            verify="none" if verify else "crc32",  # every byte is compared below
+            **asked,
+        )
+        silent = launch.rank > 0
+    else:
+        report = load_state_dict(None, path, **asked)
+    problems: list[str] = []
+    if verify:
+        from streamload.verify import verify as compare
+
+        problems = [str(m) for m in compare(report, open_checkpoint(path))]
+    if as_json and not silent:
+        data = json.loads(report.to_json())
+        if verify:
+            data["verified"] = not problems
+            data["mismatches"] = problems
+        print_json(data)
+    elif not silent:
+        print_lines(*str(report).splitlines())
+        if verify and not problems:
+            print_lines(f"verified: {len(report.plan.placements)} tensors, byte by byte")
+    if problems:
+        complain(f"{len(problems)} tensors differ from the checkpoint: {'; '.join(problems[:3])}")
+        raise typer.Exit(1)
+
+
+def devices(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...", help="Devices to look at.  [default: all]"),
+    ] = None,
+    as_json: flags.JsonOption = False,
+) -> None:
+    """Compute on every device and show what works. Takes seconds for each."""
+    found = []
+    for owner_name, name in _wanted(names):
+        try:
+            owner = framework(owner_name)
+        except DeviceNotFoundError as error:
+            found.append({"device": owner_name, "works": False, "problem": str(error)})
+            continue
+        for one in owner.candidates() if name is None else [owner.canonical(name)]:
+            result = probe(owner.name, one, full=True)
+            row: dict[str, Any] = {"framework": owner.name, **asdict(result)}
+            if result.works:
+                info = asdict(owner.device(one).info)
+                if info["shared_memory"]:  # what it has is the host's, and so is its limit
+                    free = (info["free_nbytes"], available_host_nbytes())
+                    info["free_nbytes"] = min(n for n in free if n is not None)
+                info["unsupported"] = sorted(info["unsupported"])
+                row["info"] = info
+            found.append(row)
+    if as_json:
+        print_json(found)
+    else:
+        print_lines(*_listed(found))
+    if names and not all(row["works"] for row in found):
+        raise typer.Exit(1)
+
+
+def _wanted(names: Sequence[str] | None) -> list[tuple[str, str | None]]:
+    """(framework, device) of what was asked for; None stands for all devices."""
+    if not names:
+        return [(name, None) for name in ("tinygrad", "torch", "host") if installed(name)]
+    split = [split_name(name) for name in names]
+    return [(owner or spelled_as(name), name or None) for owner, name in split]
+
+
+def _listed(found: Sequence[dict[str, Any]]) -> Iterable[str]:
+    for row in found:
+        if not row["works"]:
+            yield f"{row['device']}: does not work: {row['problem']}"
+            continue
+        info = row["info"]
+        yield f"{row['device']} ({row['framework']}): works. {info['description']}".rstrip()
+        sizes = [
+            f"{label} {format_bytes(info[key])}"
+            for key, label in (
+                ("free_nbytes", "free"),
+                ("total_nbytes", "total"),
+                ("largest_allocation_nbytes", "largest allocation"),
+            )
+            if info[key] is not None
+        ]
+        way = "written in place" if info["host_visible"] else "through staging"
+        yield f"  memory: {', '.join([*sizes, way])}"
+        for status in ("native", "emulated", "broken", "absent"):
+            listed = [name for name, s in row["dtypes"].items() if s == status]
+            if listed:
+                yield f"  {status}: {', '.join(listed)}"

@@ -1,0 +1,47 @@
+"""What commands write: results to stdout, complaints to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+import typer
+
+_CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+
+
+def printable(text: str) -> str:
+    """Text from a file, without what a terminal would obey: names may hold any character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def print_lines(*lines: str) -> None:
+    """Write lines to stdout; ends the program quietly where nobody reads them any more."""
+    if sys.stdout is None:  # closed by the shell: nobody wants to read
+        return
+    try:
+        for line in lines:
+            print(printable(line))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_CLOSED_PIPE) from None
+
+
+def print_json(data: Any) -> None:
+    """Write one line of JSON to stdout."""
+    print_lines(json.dumps(data))
+
+
+def complain(message: str) -> None:
+    """Write one line to stderr."""
+    if sys.stderr is None:  # closed by the shell: nobody wants to read
+        return
+    with suppress(OSError):  # a full disk must not change the exit code
+        print(f"streamload: {printable(' '.join(message.split()))}", file=sys.stderr)

@@ -1,0 +1,273 @@
+"""The options of a load: the type, the default and the description of each, said once.
+
+An entrance takes them as ``**options: Unpack[LoadOptions]``, or those of a narrower dictionary, and
+`takes` shows each by name in `help`, `inspect.signature`, completion and typer.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
+
+from streamload.cast.table import OutOfRange
+from streamload.checkpoint.page_cache import PageCacheKind
+from streamload.checkpoint.readers import ReaderKind
+from streamload.dtypes import DTypeArgument, DTypeLike
+from streamload.mapping import MappingArgument, Rename
+from streamload.plan.budget import BudgetLike
+from streamload.plan.kv_cache import CacheRequest
+from streamload.progress import Progress
+from streamload.units import parse_bytes
+
+CastArgument = Literal["auto", "llvm", "numpy", "device"]
+TransferArgument = Literal["auto", "staged", "mapped"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class WeightOptions(TypedDict, total=False):
+    """The dtype of the weights, and the room beside them; see `LoadOptions`."""
+
+    dtype: DTypeArgument
+    reserve: float | str
+    context: int | None
+    batch: int
+    cache_dtype: DTypeLike | None
+
+
+class NameOptions(TypedDict, total=False):
+    """The names of the weights; see `LoadOptions`."""
+
+    rename: Rename | None
+    mapping: MappingArgument | None
+
+
+class StreamOptions(TypedDict, total=False):
+    """How bytes are read, cast and moved; see `LoadOptions`."""
+
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    page_cache: PageCacheKind
+    transfer: TransferArgument
+    chunk_nbytes: int | None
+    threads: int | None
+
+
+class SplitOptions(WeightOptions, NameOptions, StreamOptions, total=False):
+    """The options of `streamload.split`; see `LoadOptions`."""
+
+
+class PlanOptions(SplitOptions, total=False):
+    """The options of `streamload.plan`; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | Sequence[str] | None
+
+
+class LoadOptions(PlanOptions, total=False):
+    """The options of `streamload.load_state_dict`.
+
+    Attributes:
+        budget: most bytes on the device, when the load is done and meanwhile: a number, "3GB",
+            "2.5GiB", "80%" (of what is free), a dict by device, or a `Budget`. None is what is
+            free, less a reserve. Staging and scratch count too where the device shares the host's
+            memory; elsewhere staging counts against ``Budget(host=...)``.
+        device: "cuda:0", "cpu", "torch:xpu:0" (torch's), "CL", "CPU", "CPU:1", "tinygrad:CUDA"
+            (tinygrad's), "host" (numpy's), a list of devices to split the layers over, or "auto"
+            for the first that works. None: where the model's parameters are, else
+            ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
+            tinygrad's.
+        dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
+            deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
+            unchanged. None: what holds memory in a torch model keeps its dtype; otherwise bfloat16
+            stays where the device computes in it natively and becomes float16 elsewhere, and
+            everything else stays as it is in the checkpoint.
+        out_of_range: finite values beyond the target dtype become infinite ("inf", with a
+            warning), the largest finite value ("clamp"), or an error ("error").
+        cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
+        reader: "auto", "mmap", "pread", or "direct" to read past the page cache. "auto" decides for
+            each file: "direct" for a file on a local disk, not in the page cache, and staged; else
+            "mmap", or "pread" on network filesystems. A file that others may truncate is read by
+            pread instead of mapped: another user's file, or one that is open for writing.
+        page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
+            next load; "drop" gives it back behind what is read; "auto" does that where memory is
+            short. What was in it before stays.
+        transfer: how bytes get to a device that the CPU does not write to: "staged" through host
+            memory, or "mapped" straight from the page cache; "auto" maps files that are in the page
+            cache, for CUDA, with few CPUs or a small ``Budget(host=...)``.
+        rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
+            None to skip the tensor.
+        mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
+            or a dict from parameter names to the tensors or `RowRange` s that they consist of.
+        strict: every parameter must be in the checkpoint and the other way round. With False,
+            what matches is loaded and the report names the rest.
+        progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
+        reserve: bytes, or a size, that stay free on each device or node beside what is loaded: for
+            activations, other parameters. Taken off its budget and of what is free.
+        context: leave room for the KV cache of so many tokens, so that what is loaded can run: on
+            each device for the layers that it holds, as ``config.json`` tells. Nothing is allocated
+            for it, and until the load is done its bytes may be the load's own.
+        batch: how many sequences of ``context`` tokens the cache is for.
+        cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
+        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped, and
+            past the page cache to CUDA.
+        threads: most streaming threads; None: the CPUs that this process may use (affinity, and
+            the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
+    """
+
+    strict: bool
+    progress: Progress
+
+
+#: The default of each option, in the order in which they are shown.
+DEFAULTS: LoadOptions = {
+    "budget": None,
+    "device": None,
+    "dtype": None,
+    "out_of_range": "inf",
+    "cast": "auto",
+    "reader": "auto",
+    "page_cache": "auto",
+    "transfer": "auto",
+    "rename": None,
+    "mapping": None,
+    "strict": True,
+    "progress": "auto",
+    "reserve": 0,
+    "context": None,
+    "batch": 1,
+    "cache_dtype": None,
+    "chunk_nbytes": None,
+    "threads": None,
+}
+
+
+def takes(**former: str) -> Callable[[_Function], _Function]:
+    """Let a function take the options that its ``**options: Unpack[...]`` names.
+
+    The function gets all of them: those that a caller leaves out have their defaults. Its signature
+    and type hints list each by name. So does the section Args of its docstring: an option that is
+    described there keeps that description, and others have that of `LoadOptions`.
+
+    Args:
+        **former: arguments that the function had once, with what to write instead.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        hints = get_type_hints(function, include_extras=True)
+        *own, last = signature.parameters.values()
+        (dictionary,) = get_args(hints.pop(last.name))
+        types = get_type_hints(dictionary, include_extras=True)
+        defaults = {name: default for name, default in DEFAULTS.items() if name in types}
+        own = [each.replace(annotation=hints[each.name]) for each in own]
+        required = [each for each in own if each.default is each.empty]
+        options = [
+            inspect.Parameter(name, last.KEYWORD_ONLY, default=value, annotation=types[name])
+            for name, value in defaults.items()
+        ]
+        shown = [*required, *options, *(each for each in own if each not in required)]
+        known = {each.name for each in shown}
+
+        @functools.wraps(function)
+        def entrance(*args: Any, **given: Any) -> Any:
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                said = f"got an unexpected keyword argument {unknown[0]!r}"
+                instead = f": write {former[unknown[0]]}" if unknown[0] in former else ""
+                raise TypeError(f"{function.__name__}() {said}{instead}")
+            return function(*args, **(defaults | given))
+
+        entrance.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=shown, return_annotation=hints["return"]
+        )
+        entrance.__annotations__ = {each.name: each.annotation for each in shown}
+        entrance.__annotations__["return"] = hints["return"]
+        entrance.__doc__ = _described(function.__doc__, [each.name for each in shown])
+        return cast(_Function, entrance)
+
+    return decorate
+
+
+def _described(doc: str | None, names: Sequence[str]) -> str | None:
+    """A docstring whose section Args describes all of these arguments."""
+    before, own, after = _sections(doc, "Args")
+    if not own:
+        return doc
+    known = _option_entries()
+    entries = [own.get(name) or known[name] for name in names]
+    return "\n".join([*before, *(line for entry in entries for line in entry), *after])
+
+
+@functools.cache
+def _option_entries() -> Mapping[str, list[str]]:
+    return _sections(LoadOptions.__doc__, "Attributes")[1]
+
+
+def _sections(
+    doc: str | None, heading: str
+) -> tuple[list[str], Mapping[str, list[str]], list[str]]:
+    """The lines of a docstring up to a section's heading, its entries by name, and what follows."""
+    lines = inspect.cleandoc(doc or "").splitlines()  # python -OO leaves none
+    start = lines.index(f"{heading}:") + 1 if f"{heading}:" in lines else len(lines)
+    entries: dict[str, list[str]] = {}
+    name = ""
+    for stop, line in enumerate(lines[start:], start):
+        if not line.startswith("    "):
+            return lines[:start], entries, lines[stop:]
+        if line[4] != " ":
+            name = line[4:].partition(":")[0]
+        entries.setdefault(name, []).append(line)
+    return lines[:start], entries, []
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What stays free beside the weights.
+
+    Attributes:
+        reserve_nbytes: on each device or node, of its budget and of what is free.
+        cache: the KV cache to leave room for; None for none.
+    """
+
+    reserve_nbytes: int
+    cache: CacheRequest | None = None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Room":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        cache = CacheRequest.read(options["context"], options["batch"], options["cache_dtype"])
+        return cls(parse_bytes(options["reserve"]), cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """How bytes are read, cast and moved: the `StreamOptions`, checked."""
+
+    out_of_range: OutOfRange
+    cast: CastArgument
+    reader: ReaderKind
+    page_cache: PageCacheKind
+    transfer: TransferArgument
+    chunk_nbytes: int | None
+    threads: int | None
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Knobs":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        given = {name: options[name] for name in StreamOptions.__annotations__}
+        for name, value in given.items():
+            choices = get_args(StreamOptions.__annotations__[name])
+            if int in choices:
+                if value is not None and (type(value) is not int or value < 1):
+                    raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+            elif value not in choices:
+                raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
+        reader = given["reader"]
+        if given["transfer"] == "mapped" and reader in ("pread", "direct"):
+            raise ValueError(
+                f'transfer="mapped" copies from maps of the files, and reader="{reader}" makes none'
+            )
+        return cls(**given)

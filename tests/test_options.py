@@ -1,0 +1,171 @@
+"""The options of a load: said once, shown by every entrance, and refused where they are unknown."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import pkgutil
+from collections.abc import Iterator
+from typing import Any, TypedDict, Unpack, get_type_hints
+
+import pytest
+from needs import module
+
+import streamload
+from streamload.options import DEFAULTS, LoadOptions, takes
+
+ENTRANCES = {
+    "load_state_dict": DEFAULTS.keys(),
+    "plan": DEFAULTS.keys() - {"strict", "progress"},
+    "split": DEFAULTS.keys() - {"strict", "progress", "budget", "device"},
+    "distributed.load_state_dict": DEFAULTS.keys(),
+    "distributed.plan": {
+        *("budget", "device", "dtype", "rename", "mapping"),
+        *("reserve", "context", "batch", "cache_dtype"),
+    },
+    "transformers.from_pretrained": DEFAULTS.keys() - {"rename", "mapping"},
+}
+
+
+def entrance(name: str) -> Any:
+    """A public function by its name."""
+    where, _, function = f"streamload.{name}".rpartition(".")
+    return getattr(module(where), function)
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_each_option_has_a_type_a_default_and_a_description(name: str) -> None:
+    """By name, in the signature, the type hints and the docstring of every entrance."""
+    function = entrance(name)
+    parameters = inspect.signature(function).parameters
+    hints = get_type_hints(function)
+    args = inspect.getdoc(function).partition("Args:\n")[2].partition("\n\n")[0]
+    described = [line[4:].partition(":")[0] for line in args.splitlines() if line[4] != " "]
+    assert described == list(parameters)
+    assert {*parameters, "return"} == hints.keys()
+    for option in ENTRANCES[name]:
+        assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
+        assert parameters[option].default == DEFAULTS[option]  # type: ignore[literal-required]
+    assert "options" not in parameters
+    assert DEFAULTS.keys() & parameters.keys() == ENTRANCES[name]
+
+
+def test_every_option_has_a_default_and_a_description() -> None:
+    """In one place each."""
+    assert DEFAULTS.keys() == get_type_hints(LoadOptions).keys()
+    described = [
+        line.strip().partition(":")[0] for line in (LoadOptions.__doc__ or "").splitlines()
+    ]
+    assert DEFAULTS.keys() <= set(described)
+
+
+@pytest.mark.parametrize("name", ENTRANCES)
+def test_an_unknown_option_is_refused_as_python_does(name: str) -> None:
+    """Before anything is looked at, in the words of Python."""
+
+    def plain(path: object, *, budget: object = None) -> None:
+        """The plainest of functions."""
+
+    with pytest.raises(TypeError) as expected:
+        plain("", budgte=1)  # type: ignore[call-arg]
+    function = entrance(name)
+    said = str(expected.value).split("() ")[1].partition(". Did you mean")[0]
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) {said}$"):
+        function(None, None, budgte=1)
+    with pytest.raises(TypeError, match="missing"):
+        function()
+
+
+class Narrow(TypedDict, total=False):
+    """Two of the options."""
+
+    reserve: float | str
+    batch: int
+
+
+@takes(cores="threads=4")
+def narrow(path: str, *, verify: bool, fast: bool = True, **options: Unpack[Narrow]) -> Narrow:
+    """Say what it was given.
+
+    Args:
+        path: somewhere,
+            on two lines.
+        batch: as many as it likes.
+        verify: whether it looks again.
+        fast: whether it hurries.
+        **options: see `Narrow`.
+
+    Returns:
+        The options.
+    """
+    return options
+
+
+def test_a_narrower_entrance() -> None:
+    """It gets the options that it names, those left out too, and shows them after its own."""
+    assert narrow("x", verify=True, batch=2) == {"reserve": 0, "batch": 2}
+    shown = inspect.signature(narrow)
+    assert list(shown.parameters) == ["path", "verify", "reserve", "batch", "fast"]
+    assert shown.return_annotation is Narrow
+    assert get_type_hints(narrow)["batch"] is int
+    assert pickle.loads(pickle.dumps(narrow)) is narrow
+    with pytest.raises(TypeError, match=r"'dtype'$"):
+        narrow("x", verify=True, dtype="float16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'cores': write threads=4$"):
+        narrow("x", verify=True, cores=2)  # type: ignore[call-arg]
+
+
+def test_an_entrance_describes_an_option_in_its_own_words() -> None:
+    """Other options have the words of `LoadOptions`, and the rest of the docstring stays."""
+    text = (narrow.__doc__ or "").splitlines()
+    assert text[:6] == [
+        "Say what it was given.",
+        "",
+        "Args:",
+        "    path: somewhere,",
+        "        on two lines.",
+        "    verify: whether it looks again.",
+    ]
+    assert text[6].startswith("    reserve: bytes, or a size, that stay free")
+    assert text[8] == "    batch: as many as it likes."
+    assert text[-4:] == [
+        "    fast: whether it hurries.",
+        "",
+        "Returns:",
+        "    The options.",
+    ]
+
+
+def public_functions() -> Iterator[tuple[str, Any]]:
+    """Public functions and methods of all public modules."""
+    for found in pkgutil.walk_packages(streamload.__path__, "streamload."):
+        if "._" in found.name:
+            continue
+        try:
+            where = importlib.import_module(found.name)
+        except ImportError:  # a framework that is not installed
+            continue
+        for name, each in vars(where).items():
+            if name.startswith("_") or getattr(each, "__module__", None) != found.name:
+                continue
+            if inspect.isclass(each):
+                inner = [(f"{name}.{n}", f) for n, f in vars(each).items() if n[0] != "_"]
+                yield from ((f"{found.name}.{n}", f) for n, f in inner if inspect.isfunction(f))
+            elif inspect.isfunction(each):
+                yield f"{found.name}.{name}", each
+
+
+def test_type_hints_of_everything_public() -> None:
+    """`typing.get_type_hints` finds each name that an annotation uses."""
+    functions = dict(public_functions())
+    assert len(functions) > 300
+    exported = {f"streamload.{name}": getattr(streamload, name) for name in streamload.__all__}
+    problems = []
+    for name, function in {**functions, **exported}.items():
+        try:
+            if callable(function):
+                get_type_hints(function)
+        except Exception as error:
+            problems.append(f"{name}: {error}")
+    assert not problems
