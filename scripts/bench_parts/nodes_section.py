@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,17 +14,10 @@ from typing import Any
 
 from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.running import Running
-from make_checkpoint import PRESETS, make_checkpoint
+from make_checkpoint import PRESETS
 
-from bench_parts.processes import environment
-from bench_parts.sections import (
-    NotHereError,
-    Options,
-    Section,
-    Target,
-    cached_checkpoint,
-    read_all,
-)
+from bench_parts.section import NotHereError, Options, Section, cached_checkpoint
+from streamload.bench.processes import call, command
 from streamload.plan.budget import available_host_nbytes
 from streamload.units import format_bytes
 
@@ -76,16 +68,15 @@ def nodes(options: Options) -> Section:
 def _run(
     hosts: Cluster, launcher: str, timeout_s: float = 600.0, **asked: Any
 ) -> list[dict[str, Any]]:
-    """Run `bench_parts.nodes_jobs` on all hosts; what each rank said."""
-    argv = [sys.executable, "-m", "bench_parts.nodes_jobs", json.dumps(asked)]
-    env = {"PYTHONPATH": environment()["PYTHONPATH"], "BENCH_BEGUN": str(time.time())}
-    ended = Running(hosts, launcher, argv, env=env).wait(timeout_s)
+    """Run a job of `bench_parts.nodes_jobs` on all hosts; what each rank said."""
+    job = call("bench_parts.nodes_jobs:rank", begun=time.time(), **asked)
+    ended = Running(hosts, launcher, command(job, at_once=True)).wait(timeout_s)
     said: list[dict[str, Any]] = []
     for one in ended:
         if one.returncode:
             lines = one.stderr.strip().splitlines() or ["it said nothing"]
             raise RuntimeError(f"host {one.host}: exit {one.returncode}: {lines[-1]}")
-        said += _objects(one.stdout)
+        said += filter(None, _objects(one.stdout))  # a rank that is ready says {}
     return said
 
 
@@ -169,7 +160,7 @@ def _link_loads(
         section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
         if way in SHARED:
             what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
-            section.targets.append(Target(what, seconds / least_s, at_most=MOST_OVER_LINK))
+            section.target(what, seconds / least_s, at_most=MOST_OVER_LINK)
 
 
 def _headline(options: Options, section: Section) -> None:
@@ -180,12 +171,8 @@ def _headline(options: Options, section: Section) -> None:
             f"; no Llama-3-8B here: {format_bytes(room)} of disk and {format_bytes(memory)} free"
         )
         return
-    path = options.work / "llama-3-8b"
     limit = BUDGET_NBYTES + BASE_NBYTES
-    try:
-        options.say("nodes: writing Llama-3-8B")
-        make_checkpoint(path, PRESETS["llama-3-8b"], shards=4)
-        read_all(path)
+    with cached_checkpoint(options, PRESET_NBYTES, PRESETS["llama-3-8b"], shards=4) as path:
         options.say(f"nodes: Llama-3-8B, {RANKS} hosts of {format_bytes(limit)}")
         with Cluster(RANKS, memory_nbytes=limit) as hosts:
             said = _run(
@@ -202,8 +189,6 @@ def _headline(options: Options, section: Section) -> None:
             boxes = [host.box for host in hosts.hosts if host.box is not None]
             peaks = [box.peak_nbytes or 0 for box in boxes]
             killed = sum(box.oom_killed for box in boxes)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
     section.rows.append(
         {
             "what": f"Llama-3-8B, budgets of {format_bytes(BUDGET_NBYTES)}, boxes of "
@@ -221,8 +206,8 @@ def _headline(options: Options, section: Section) -> None:
             "memory of a rank": f"{format_bytes(_by_count(RANKS))} of weights",
         }
     )
-    section.targets.append(Target("ranks killed for memory", killed, at_most=0))
-    section.targets.append(Target("ranks that loaded", len(said), at_least=RANKS))
+    section.target("ranks killed for memory", killed, at_most=0)
+    section.target("ranks that loaded", len(said), at_least=RANKS)
 
 
 def _by_count(ranks: int) -> int:

@@ -13,9 +13,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from streamload._system import read_at
@@ -132,8 +133,10 @@ def read(
     return Rate(sum(moved), took, how, threads, block_nbytes)
 
 
-def cached_way(paths: Sequence[str], cores: int) -> Rate:
+def cached_way(paths: Sequence[str]) -> Rate:
     """The fastest of some ways to read files that are in the page cache."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     counts = sorted({n for n in (cores, 8, 12) if n <= cores})
     return best(
         [
@@ -211,21 +214,19 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
     return Rate(moved, took, how, 1, slot_nbytes)
 
 
-#: By name: from the job ("files", and for some "threads", "block_nbytes" and "index") and the
-#: number of CPUs to a rate. Those that try several ways come first; "cached" and "direct" go the
-#: best one again.
-LIMITS: dict[str, Callable[[Mapping[str, Any], int], Rate]] = {
-    "cached_way": lambda job, cores: cached_way(job["files"], cores),
-    "direct_way": lambda job, cores: direct_way(job["files"]),
-    "cached": lambda job, cores: read(
-        job["files"],
-        job["threads"],
-        job["block_nbytes"],
-        direct=False,
-        seconds=_WINDOW_S["cached"],
-    ),
-    "direct": lambda job, cores: read(
-        job["files"], job["threads"], job["block_nbytes"], direct=True
-    ),
-    "copy": lambda job, cores: copy(job["index"]),
-}
+def limit(name: str, **arguments: Any) -> Callable[[], dict[str, Any]]:
+    """For `streamload.bench.processes.call`: what a lap measures.
+
+    Args:
+        name: "cached_way" and "direct_way" try several ways; "cached" and "direct" go one of them
+            again; or "copy".
+        **arguments: "paths", and for one way "threads" and "block_nbytes"; or "index".
+    """
+    measures: dict[str, Callable[..., Rate]] = {
+        "cached_way": cached_way,
+        "direct_way": direct_way,
+        "cached": partial(read, direct=False, seconds=_WINDOW_S["cached"]),
+        "direct": partial(read, direct=True),
+        "copy": copy,
+    }
+    return lambda: asdict(measures[name](**arguments))

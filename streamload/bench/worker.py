@@ -1,7 +1,7 @@
 """The process of a measurement: says "ready", and then does laps when it is told to.
 
 Answers are lines of JSON on what was stdout; whatever a library prints goes to stderr. What fails
-is said in one line, ``{"error": ...}``, and ends the process.
+is said in one line, ``{"failed": ...}``, and ends the process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from streamload.bench import limits
 from streamload.bench.loaders import (
     CHECKED_NBYTES,
     LOADERS,
@@ -32,7 +31,7 @@ from streamload.bench.loaders import (
     sample,
 )
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.errors import StreamloadError
+from streamload.errors import PlanInfeasibleError, StreamloadError
 
 _MOST_SAID = 300  # characters of an error
 _FEW = 64  # elements of a tensor
@@ -44,25 +43,12 @@ Job = Mapping[str, Any]
 Said = dict[str, Any]
 
 
-class _Measured(Protocol):
-    """One measurement."""
-
-    def prepare(self) -> Said:
-        """What is not timed."""
-
-    def lap(self) -> Said:
-        """What is."""
-
-    def check(self) -> Said:
-        """Whether it was right."""
-
-
 class _Load:
     """A loader's load, again and again; what the last made is freed before the next."""
 
     def __init__(self, job: Job) -> None:
         self._loader = LOADERS[job["loader"]]
-        self._task = _task(job)
+        self._task = Task(**job["task"])
         self._runtime = RUNTIMES[self._task.framework]
         self._loaded: Loaded | None = None
 
@@ -131,73 +117,56 @@ class _Load:
         return {"checked": checked}
 
 
-class _Limit:
-    """What the machine could do at most."""
+class _Call:
+    """A function of any module: what it returns is called by each lap; see `processes.call`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._made: Any = None
 
     def prepare(self) -> Said:
+        module, _, name = self._job["function"].partition(":")
+        self._made = getattr(importlib.import_module(module), name)(**self._job["arguments"])
         return {}
 
     def lap(self) -> Said:
-        rate = limits.LIMITS[self._job["limit"]](self._job, _cpus())
-        return {
-            "seconds": rate.seconds,
-            "nbytes": rate.nbytes,
-            "how": rate.how,
-            "threads": rate.threads,
-            "block_nbytes": rate.block_nbytes,
-        }
+        cpu, wall = time.process_time(), time.perf_counter()
+        said = self._made()
+        seconds, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        return {"seconds": seconds, "cpu_s": cpu_s, **(said if isinstance(said, dict) else {})}
 
     def check(self) -> Said:
-        return {}
+        said: Said = self._made.check()
+        return said
 
 
-class _Refusal:
+def refusal(**given: Any) -> Callable[[], Said]:
     """A budget of what a load is predicted to take succeeds, and one of a MiB less is refused.
 
     The refusal is to come before anything is allocated, by the framework's own counter.
+
+    Args:
+        **given: what a `Task` has.
     """
+    from streamload.devices.base import framework
+    from streamload.load import load_state_dict, plan
 
-    def __init__(self, job: Job) -> None:
-        self._task = _task(job)
-        self._runtime = RUNTIMES[self._task.framework]
+    task = Task(**given)
+    RUNTIMES[task.framework].open(task.device)
+    stated = {"device": task.full_device, "dtype": task.dtype, **task.options}
 
-    def prepare(self) -> Said:
-        self._runtime.open(self._task.device)
-        return {}
-
-    def lap(self) -> Said:
-        from streamload.devices.base import framework
-        from streamload.errors import PlanInfeasibleError
-        from streamload.load import load_state_dict, plan
-
-        task = self._task
-        made = plan(task.path, device=task.full_device, dtype=task.dtype, **task.options)
-        (planned,) = made.devices
+    def lap() -> Said:
+        (planned,) = plan(task.path, **stated).devices
         exact = planned.peak_nbytes
         device = framework(task.framework).device(task.device)
-
-        def load(budget: int) -> Any:
-            return load_state_dict(
-                None,
-                task.path,
-                budget=budget,
-                device=task.full_device,
-                dtype=task.dtype,
-                progress=False,
-                **task.options,
-            )
-
         before = device.allocated_nbytes()
         refused, said = False, ""
         try:
-            load(exact - 2**20)
+            load_state_dict(None, task.path, budget=exact - 2**20, progress=False, **stated)
         except PlanInfeasibleError as error:
             refused, said = True, str(error)
         allocated = device.allocated_nbytes()
-        report = load(exact)
+        report = load_state_dict(None, task.path, budget=exact, progress=False, **stated)
         return {
             "weights_nbytes": report.resident_nbytes,
             "exact_nbytes": exact,
@@ -210,15 +179,7 @@ class _Refusal:
             "loaded": len(report.state_dict),
         }
 
-    def check(self) -> Said:
-        return {}
-
-
-_KINDS: dict[str, Callable[[Job], _Measured]] = {
-    "load": _Load,
-    "limit": _Limit,
-    "refusal": _Refusal,
-}
+    return lap
 
 
 def again(lap: Callable[[], Said]) -> Said:
@@ -236,25 +197,20 @@ def main(job: Job) -> None:
     try:
         if job.get("cores"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
-        measured = _KINDS[job["kind"]](job)
+        measured = _Load(job) if job["kind"] == "load" else _Call(job)
         print(json.dumps(measured.prepare()), file=answers)
         commands: dict[str, Callable[[], Said]] = {
             "lap": measured.lap,
             "again": partial(again, measured.lap),
             "check": measured.check,
         }
-        for line in sys.stdin:
+        for line in job.get("commands") or sys.stdin:
             print(json.dumps(commands[line.strip()]()), file=answers)
     except BaseException as error:
-        print(json.dumps({"error": _in_words(error)}), file=answers)
-        sys.exit(1)
+        print(json.dumps({"failed": _in_words(error)}), file=answers)
+        raise
     answers.flush()
     os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
-
-
-def _task(job: Job) -> Task:
-    given = job["task"]
-    return Task(**given | {"files": tuple(given["files"])})
 
 
 def _in_words(error: BaseException) -> str:
@@ -271,8 +227,3 @@ def _version(package: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         module = importlib.import_module(package.replace("-", "_"))
         return str(getattr(module, "__version__", ""))
-
-
-def _cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
