@@ -242,14 +242,3 @@ def remove(folder: Path) -> None:
             return
         time.sleep(0.05)  # the kernel is still taking its processes apart
     folder.rmdir()
-
-
-def forget(path: Path) -> None:
-    """Drop a file from the page cache, so that reading it is charged to whoever reads it next."""
-    for file in path.glob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # dirty pages stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

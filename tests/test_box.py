@@ -11,7 +11,8 @@ from typing import Any
 
 import needs
 import pytest
-from boxes import Boxes, BoxRun, forget
+from bench_parts.section import forget
+from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 
 import streamload

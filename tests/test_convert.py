@@ -17,7 +17,8 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from boxes import Boxes, forget
+from bench_parts.section import forget
+from boxes import Boxes
 from conversions import files_of, quiet, reference, same_values, tensors_of, visible
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors_files import write_safetensors

@@ -11,7 +11,8 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from boxes import Boxes, BoxRun, forget
+from bench_parts.section import forget
+from boxes import Boxes, BoxRun
 from safetensors.numpy import save_file
 
 from streamload.devices.base import probe

@@ -11,14 +11,14 @@ import json
 import mmap
 import os
 import subprocess
-import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from streamload.bench.loaders import RUNTIMES
+from bench_parts.torture_job import make_target, tensors_of
 
 Lap = Callable[[], object]
 
@@ -29,29 +29,12 @@ CAST_NBYTES = 32 * CAST_WINDOW_NBYTES
 # --- loads ----------------------------------------------------------------------------------------
 
 
-def _model(path: str, device: str, kind: str) -> Any:
-    """What is loaded into: "empty" float16 or "float32" tensors that hold values, by name.
-
-    Tensors are tinygrad's, or numpy's for the host.
-    """
-    from streamload import open_checkpoint
-
-    shapes = {name: info.shape for name, info in open_checkpoint(path).tensors.items()}
-    RUNTIMES["host" if device == "host" else "tinygrad"].open(device)
-    if device == "host":
-        import numpy as np
-
-        if kind == "float32":
-            return {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-        return {name: np.empty(shape, np.float16) for name, shape in shapes.items()}
-    from tinygrad import Tensor, dtypes
-
-    if kind == "empty":
-        return {n: Tensor.empty(*s, dtype=dtypes.float16, device=device) for n, s in shapes.items()}
-    return {
-        name: Tensor.ones(*shape, dtype=dtypes.float32, device=device).contiguous().realize()
-        for name, shape in shapes.items()
-    }
+def _model(path: str, device: str, float32: bool = False) -> Any:
+    """What is loaded into: tensors of float16 without values, or of float32 with some."""
+    state = "resident" if float32 else "empty" if device == "host" else "lazy"
+    held = "float32" if float32 else "float16"
+    case = {"device": device, "state": state, "held": held, "kind": "dict"}
+    return make_target(case, tensors_of(Path(path)))
 
 
 def streamload(path: str, device: str, model: str = "empty", **options: Any) -> Lap:
@@ -60,12 +43,12 @@ def streamload(path: str, device: str, model: str = "empty", **options: Any) -> 
     Args:
         path: the checkpoint.
         device: where to.
-        model: "empty" or "float32".
+        model: "empty": float16 without values; "float32" with some.
         **options: of `load_state_dict`.
     """
     from streamload import load_state_dict
 
-    into = _model(path, device, model)
+    into = _model(path, device, model == "float32")
 
     def lap() -> dict[str, int]:
         report = load_state_dict(
@@ -99,7 +82,7 @@ def tinygrad(path: str, device: str, way: str) -> Lap:
         raw = tensor.bitcast(dtypes.uint16).to(device).cast(dtypes.uint32)
         return raw.lshift(16).bitcast(dtypes.float32).cast(dtypes.float16)
 
-    model = _model(path, device, "empty")
+    model = _model(path, device)
 
     def lap() -> None:
         state = {name: cast(tensor) for name, tensor in safe_load(Path(path)).items()}
@@ -166,14 +149,8 @@ def _fresh(nbytes: int, kind: str = "private") -> ctypes.Array[ctypes.c_char]:
 def _split(nbytes: int, threads: int, work: Callable[[int, int], object]) -> None:
     """Run ``work(start, nbytes)`` on equal parts, one thread each; ctypes drops the GIL."""
     edges = [nbytes * i // threads // 4096 * 4096 for i in range(threads)] + [nbytes]
-    crew = [
-        threading.Thread(target=work, args=(edges[i], edges[i + 1] - edges[i]))
-        for i in range(threads)
-    ]
-    for thread in crew:
-        thread.start()
-    for thread in crew:
-        thread.join()
+    with ThreadPoolExecutor(threads) as crew:
+        list(crew.map(lambda at, stop: work(at, stop - at), edges, edges[1:]))
 
 
 def _fill(memory: ctypes.Array[ctypes.c_char], threads: int) -> None:

@@ -97,7 +97,7 @@ def rank(way: str, begun: float, path: str = "", **asked: Any) -> Callable[[], d
         path: of the checkpoint.
         **asked: of the way.
     """
-    if "device" in asked:  # who runs a model has its framework there
+    if "device" in asked:  # a program that runs a model has imported its framework
         open_devices(asked["device"], None, {})
     group = open_group(None, 120.0)
     group.allgather(b"")

@@ -8,7 +8,6 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -112,32 +111,22 @@ def _links(options: Options, section: Section) -> None:
     """Loads from storage behind links."""
     for count, link, bits_per_s, most_nbytes in LINKS:
         nbytes = min(options.nbytes, most_nbytes)
-        with cached_checkpoint(options, nbytes, shards=4) as path:
-            _link_loads(options, section, path, nbytes, count, link, bits_per_s)
-
-
-def _link_loads(
-    options: Options,
-    section: Section,
-    path: Path,
-    nbytes: int,
-    count: int,
-    link: str,
-    bits_per_s: float,
-) -> None:
-    files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    least_s = files_nbytes * 8 / bits_per_s
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in (*SHARED, EXCHANGE, *OTHERS)}
-    asked = {
-        "budget": nbytes + 64_000_000,
-        "timeout": 120.0,
-        "device": "CL" if "CL" in options.devices else "host",
-        "dtype": "checkpoint",
-        "verify": "none",
-    }
-    with Cluster(count, link=link, storage=path) as hosts:
-        for number in range(options.runs):
-            for way in found:
+        found: dict[str, list[tuple[float, int]]]
+        found = {way: [] for way in (*SHARED, EXCHANGE, *OTHERS)}
+        asked = {
+            "budget": nbytes + 64_000_000,
+            "timeout": 120.0,
+            "device": "CL" if "CL" in options.devices else "host",
+            "dtype": "checkpoint",
+            "verify": "none",
+        }
+        with (
+            cached_checkpoint(options, nbytes, shards=4) as path,
+            Cluster(count, link=link, storage=path) as hosts,
+        ):
+            files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            turns = [(n, way) for n in range(options.runs) for way in found]
+            for number, way in turns:
                 if way in OTHERS and number:  # they take long, and are here to be seen once
                     continue
                 options.say(f"nodes: {count} hosts, {link}, run {number + 1}, {way}")
@@ -146,21 +135,22 @@ def _link_loads(
                 said = _run(hosts, "env", way=way, path=hosts.storage_url, **wants)
                 served = hosts.served_nbytes() - before
                 found[way].append((max(one["seconds"] for one in said), served))
-    for way, runs in found.items():
-        seconds = median(s for s, _ in runs)
-        section.rows.append(
-            {
-                "what": f"{way}, {link}",
-                "hosts": count,
-                "seconds": round(seconds, 2),
-                "of the link's time": round(seconds / least_s, 2),
-                "served": round(median(n for _, n in runs) / files_nbytes, 3),
-            }
-        )
-        section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
-        if way in SHARED:
-            what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
-            section.target(what, seconds / least_s, at_most=MOST_OVER_LINK)
+        least_s = files_nbytes * 8 / bits_per_s
+        for way, runs in found.items():
+            seconds = median(s for s, _ in runs)
+            section.rows.append(
+                {
+                    "what": f"{way}, {link}",
+                    "hosts": count,
+                    "seconds": round(seconds, 2),
+                    "of the link's time": round(seconds / least_s, 2),
+                    "served": round(median(n for _, n in runs) / files_nbytes, 3),
+                }
+            )
+            section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
+            if way in SHARED:
+                what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
+                section.target(what, seconds / least_s, at_most=MOST_OVER_LINK)
 
 
 def _headline(options: Options, section: Section) -> None:

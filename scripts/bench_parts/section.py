@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from boxes import Boxes, NoBoxesError
+from boxes import Boxes, BoxRun, NoBoxesError
 from make_checkpoint import Shape, make_checkpoint, shape_of_size
 
 from streamload.bench import compare
-from streamload.bench.processes import Measured
+from streamload.bench.processes import Measured, command
 from streamload.dtypes import BF16
 from streamload.plan.budget import available_host_nbytes
 from streamload.units import format_bytes
@@ -199,6 +199,16 @@ def boxes_here() -> Boxes:
         return Boxes()
     except (NoBoxesError, OSError) as error:
         raise NotHereError(str(error)) from error
+
+
+def in_box(
+    options: Options, what: str, path: Path, job: Mapping[str, Any], maker: Boxes, limit_nbytes: int
+) -> Iterator[tuple[str, BoxRun]]:
+    """Run a job in a box with a checkpoint in each of the states of `FILES`; what became of it."""
+    for state, prepare in FILES.items():
+        options.say(f"{what}, in the box, file {state}")
+        prepare(path)
+        yield state, maker.run(command(job, at_once=True), limit_nbytes, timeout_s=1800)
 
 
 def in_turns(

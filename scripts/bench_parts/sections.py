@@ -7,13 +7,13 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from boxes import Boxes, BoxRun
+from boxes import BoxRun
 from make_checkpoint import many_of_size
 
 from bench_parts.jobs import WAYS
@@ -25,6 +25,7 @@ from bench_parts.section import (
     Section,
     boxes_here,
     cached_checkpoint,
+    in_box,
     in_turns,
     need_disk,
     need_memory,
@@ -339,34 +340,27 @@ def convert(options: Options) -> Section:
         section.target("share of cp's speed", times["cp"] / times["streamload"], at_least=0.8)
         section.target("times numpy's speed", times["numpy"] / times["streamload"], at_least=5.0)
         try:
-            _convert_in_box(options, section, boxes_here(), path, out, ways[1:])
+            maker = boxes_here()
         except NotHereError as error:
             section.note += f"; no box here: {error}"
-    return section
-
-
-def _convert_in_box(
-    options: Options, section: Section, maker: Boxes, path: Path, out: Path, ways: Iterable[str]
-) -> None:
-    """What becomes of each way in the box."""
-    for way in ways:
-        for state, prepare in FILES.items():
-            options.say(f"convert: in the box, {state}, convert by {way}")
-            prepare(path)
+            return section
+        for way in ways[1:]:
+            what = f"convert by {way}"
             job = call(JOBS + "convert", path=str(path), out=str(out), way=way)
-            done = maker.run(command(job, at_once=True), CONVERT_BOX_NBYTES, timeout_s=1800)
-            whole = (out / "model.safetensors").exists()
-            shutil.rmtree(out, ignore_errors=True)
-            section.rows.append(
-                {
-                    "what": f"convert by {way}, {state}",
-                    "in the box": done.outcome,
-                    "peak of the box": format_bytes(done.peak_nbytes or 0),
-                }
-            )
-            if way == "streamload":
-                good = float(done.outcome == "done" and whole)
-                section.target(f"finishes in the box, {state}", good, at_least=1)
+            for state, done in in_box(options, what, path, job, maker, CONVERT_BOX_NBYTES):
+                whole = (out / "model.safetensors").exists()
+                shutil.rmtree(out, ignore_errors=True)
+                section.rows.append(
+                    {
+                        "what": f"{what}, {state}",
+                        "in the box": done.outcome,
+                        "peak of the box": format_bytes(done.peak_nbytes or 0),
+                    }
+                )
+                if way == "streamload":
+                    good = float(done.outcome == "done" and whole)
+                    section.target(f"finishes in the box, {state}", good, at_least=1)
+    return section
 
 
 # --- many small tensors ---------------------------------------------------------------------------

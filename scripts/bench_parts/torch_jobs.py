@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamload.bench.processes import proc_nbytes
+
 _CHECKED_NBYTES = 2**22  # what is looked at in one go: it may be copied
 
 
@@ -153,28 +155,21 @@ def load(path: str, way: str, budget_nbytes: int = 2**62) -> Callable[[], dict[s
     importlib.import_module("transformers")
 
     def lap() -> dict[str, Any]:
-        begun, wall = _status(), time.perf_counter()
+        begun, wall = proc_nbytes("/proc/self/status"), time.perf_counter()
         model = WAYS[way].load(Path(path), WAYS[way].dtype, budget_nbytes)
         seconds = time.perf_counter() - wall
         gc.collect()
-        loaded = _status()
+        loaded = proc_nbytes("/proc/self/status")
         crc32 = _crc32(model)  # reads what is mapped
-        return {
+        return {  # VmHWM is the kernel's own peak of RSS
             "seconds": seconds,
             "rss_peak_nbytes": loaded["VmHWM"],
             "anon_nbytes": loaded["RssAnon"] - begun["RssAnon"],
-            "rss_used_nbytes": _status()["VmHWM"],
+            "rss_used_nbytes": proc_nbytes("/proc/self/status")["VmHWM"],
             "crc32": crc32,
         }
 
     return lap
-
-
-def _status() -> dict[str, int]:
-    """Fields of /proc/self/status in bytes; VmHWM is the kernel's own peak of RSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = (line.partition(":") for line in lines if line.startswith(("Rss", "VmHWM")))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in fields}
 
 
 def _crc32(model: Any) -> int:

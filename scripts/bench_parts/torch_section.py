@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from boxes import Boxes
 
 from bench_parts.section import (
-    FILES,
     SMALL_NBYTES,
     NotHereError,
     Options,
@@ -16,6 +15,7 @@ from bench_parts.section import (
     boxes_here,
     cached_checkpoint,
     forget,
+    in_box,
     need_memory,
     read_all,
 )
@@ -133,10 +133,8 @@ def _in_box(
     with cached_checkpoint(options, options.nbytes, offset_mod_16=offset) as path:
         for name, way in ways.items():
             job = call(JOB, path=str(path), way=name, budget_nbytes=budget_nbytes)
-            for state, prepare in FILES.items():
-                options.say(f"torch: box, data at {offset} modulo 16, {state}: {name}")
-                prepare(path)
-                done = maker.run(command(job, at_once=True), limit_nbytes, timeout_s=1800)
+            what = f"torch: {name}, data at {offset} modulo 16"
+            for state, done in in_box(options, what, path, job, maker, limit_nbytes):
                 outcome = done.outcome
                 if outcome == "done":
                     outcome += f", {done.said['seconds']:.1f} s"

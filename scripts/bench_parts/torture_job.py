@@ -130,6 +130,17 @@ def _tinygrad(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
     return model
 
 
+def make_target(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
+    """What a checkpoint is loaded into: a model, or a dict of tensors by name, or None.
+
+    Args:
+        case: its "device", "state", "held" dtype and "kind"; see `torture_section.draw`.
+        raws: the tensors of the checkpoint.
+    """
+    makers: dict[str, Any] = {"host": _host, "torch": _torch}
+    return makers.get(case["device"], _tinygrad)(case, raws)
+
+
 def _flat(device: str, tensor: Any) -> np.ndarray[Any, Any]:
     """The bytes of a loaded tensor."""
     if device == "host":
@@ -225,8 +236,7 @@ class Job:
         warnings.simplefilter("ignore")  # values out of float16's range
         self._case = case
         raws = tensors_of(Path(case.get("shapes", case["path"])))
-        makers: dict[str, Any] = {"host": _host, "torch": _torch}
-        self._model = makers.get(case["device"], _tinygrad)(case, raws)
+        self._model = make_target(case, raws)
         self._report: Any = None
         gc.collect()
         if case["state"] == "forked":

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
 import random
 import shutil
-import struct
 import threading
 import time
 from collections import Counter, defaultdict
@@ -32,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import boxes
-from make_checkpoint import make_checkpoint, shape_of_size
+from make_checkpoint import make_checkpoint, make_header, shape_of_size
 
 from bench_parts.section import (
     FILES,
@@ -45,7 +43,7 @@ from bench_parts.section import (
     read_all,
 )
 from streamload.bench.processes import Child, MeasurementError, call
-from streamload.dtypes import DType, parse_dtype
+from streamload.dtypes import BF16, DType, parse_dtype
 from streamload.plan.budget import available_cpus
 from streamload.units import format_bytes
 
@@ -489,15 +487,8 @@ def _hollow(path: Path, nbytes: int) -> int:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     one = nbytes // 64 // 4096 * 4096
-    entries = {
-        f"w{n}": {
-            **{"dtype": "BF16", "shape": [one // 4096, 2048]},
-            "data_offsets": [n * one, (n + 1) * one],
-        }
-        for n in range(64)
-    }
-    header = json.dumps(entries).encode()
+    header = make_header([(f"w{n}", (one // 4096, 2048)) for n in range(64)], BF16)
     with open(path / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + 64 * one)
+        file.write(header)
+        file.truncate(len(header) + 64 * one)
     return 64 * one

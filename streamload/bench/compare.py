@@ -118,7 +118,7 @@ class Run:
 
     @property
     def pinned_nbytes(self) -> int | None:
-        """What is page-locked, as far as anybody says."""
+        """Page-locked memory, the largest of what the kernel, loader and framework say."""
         keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
         said = [int(self.says[key]) for key in keys if key in self.says]
         if self.memory.locked_nbytes > 0:
@@ -152,7 +152,7 @@ class Of:
 
 @dataclass(slots=True)
 class Limit:
-    """What the machine did at most, each round.
+    """The most that the machine did, each round.
 
     Attributes:
         how: in words.
@@ -207,7 +207,7 @@ class Comparison:
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """How many times as fast as a loader streamload is, by the medians of the whole calls."""
+        """The rate of streamload over that of a loader, by the medians of the whole calls."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 
@@ -224,7 +224,7 @@ class Comparison:
         return min(found, default=None)
 
     def share(self, state: str) -> float | None:
-        """Of what the slowest part of the way can do: what streamload's transfer reaches."""
+        """The rate of streamload's transfer over that of the slowest part of the way."""
         transfer, wire = self.transfer(state), self.wire(state)
         return transfer / wire if transfer and wire else None
 
@@ -258,7 +258,7 @@ class Comparison:
         return data
 
     def states(self) -> list[str]:
-        """Of the page cache, in which something was measured."""
+        """The states of the page cache in which something was measured."""
         return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
 
     def lines(self) -> list[str]:
@@ -476,9 +476,9 @@ def compare(options: Options) -> Comparison:
     """Measure.
 
     Raises:
-        CheckpointError: the checkpoint is not what it should be.
+        CheckpointError: the checkpoint is invalid, or not in files.
         DeviceNotFoundError: no device works.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     for state in options.states:
         if state not in _STATES:
@@ -656,7 +656,7 @@ class _Comparing:
                 self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
                 self._prepare(state)
                 try:
-                    with self._limit_child(f"{name}_way") as child:
+                    with self._limit_child(name) as child:
                         said = child.lap()[0]
                     self._ways[name] = {key: said[key] for key in ("threads", "block_nbytes")}
                 except MeasurementError as error:
@@ -666,8 +666,10 @@ class _Comparing:
         return [name for name in names if f"limit: {name}" not in self.found.skipped]
 
     def _limit_child(self, name: str, **more: Any) -> Child:
-        where = {"index": self._index} if name == "copy" else {"paths": list(map(str, self._files))}
-        return self._child(call("streamload.bench.limits:limit", name=name, **where, **more))
+        how: dict[str, Any] = {"index": self._index}
+        if name != "copy":
+            how = {"paths": list(map(str, self._files)), "direct": name == "direct", **more}
+        return self._child(call("streamload.bench.limits:limit", **how))
 
     def _take_limit(self, name: str, state: str, child: Child) -> None:
         child.ready()

@@ -29,7 +29,7 @@ from streamload.errors import DeviceError
 # Reading a process's status takes 20 microseconds; what a loader allocates to keep, and rings that
 # it goes through, stand for longer than this.
 _SAMPLE_S = 0.004
-_SLOW_SAMPLES = 5  # as many for one of the machine and of the driver, which take locks of theirs
+_SLOW_SAMPLES = 5  # the machine and the driver take locks: they are asked once in so many
 _GOODBYE_S = 20.0
 
 # the child imports just what this process would import, whatever was put on its path since
@@ -53,7 +53,7 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was held at one time, or the most of each that was held over a while, in bytes.
+    """What was held at one time, or the most of each over a while, in bytes.
 
     Attributes:
         anon_nbytes: the process's RssAnon + RssShmem (proc_pid_status(5)).
@@ -87,7 +87,7 @@ class Memory:
 
 def process_memory(pid: int | str) -> Memory:
     """What a process holds now; zeros once it has ended, and where there is no /proc."""
-    found = _fields(f"/proc/{pid}/status")
+    found = proc_nbytes(f"/proc/{pid}/status")
     return Memory(
         found.get("RssAnon", 0) + found.get("RssShmem", 0),
         found.get("RssFile", 0),
@@ -96,14 +96,14 @@ def process_memory(pid: int | str) -> Memory:
 
 
 def _system_nbytes() -> int:
-    found = _fields("/proc/meminfo")
+    found = proc_nbytes("/proc/meminfo")
     cached = found.get("Cached", 0) - found.get("Shmem", 0)  # shared memory counts as cache there
     free = found.get("MemFree", 0) + found.get("Buffers", 0) + found.get("SReclaimable", 0)
     return found.get("MemTotal", 0) - free - cached
 
 
-def _fields(path: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
+def proc_nbytes(path: str) -> dict[str, int]:
+    """The sizes in a file of /proc that tells of memory, in bytes; none where it is not there."""
     try:
         lines = Path(path).read_bytes().decode(errors="replace").splitlines()
     except OSError:
@@ -113,7 +113,7 @@ def _fields(path: str) -> dict[str, int]:
 
 
 class DriverMeter:
-    """Bytes of a CUDA device that are not free, asked of the driver from this process.
+    """Bytes of a CUDA device that are not free: this process asks the driver.
 
     Raises:
         DeviceError: this process cannot open the device.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from streamload.bench.loaders import (
     Task,
     sample,
 )
+from streamload.bench.machine import installed_version
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.errors import PlanInfeasibleError, StreamloadError
 
@@ -54,7 +54,7 @@ class _Load:
 
     def prepare(self) -> Said:
         begun = time.perf_counter()
-        for name in self._loader.modules:
+        for name in self._loader.imports:
             importlib.import_module(name)
         imported = time.perf_counter()
         self._runtime.open(self._task.device)
@@ -63,13 +63,13 @@ class _Load:
         return {
             "import_s": imported - begun,
             "open_s": time.perf_counter() - imported,
-            "versions": {name: _version(name) for name in self._loader.packages},
+            "versions": {self._loader.package: _version(self._loader.package)},
         }
 
     def _load_little(self) -> None:
         """Load a few values of each dtype, so that no lap has to import, probe or compile.
 
-        What of that is kept on this machine from earlier loads would decide who is faster.
+        Otherwise what earlier loads have kept on this machine would decide which loader is faster.
         """
         infos = open_checkpoint(self._task.path).tensors.values()
         header: dict[str, Any] = {}
@@ -209,8 +209,8 @@ def main(job: Job) -> None:
     except BaseException as error:
         print(json.dumps({"failed": _in_words(error)}), file=answers)
         raise
-    answers.flush()
-    os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
+    if "commands" not in job:  # that ends as other programs do: some engines need to be told
+        os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
 
 
 def _in_words(error: BaseException) -> str:
@@ -222,8 +222,8 @@ def _in_words(error: BaseException) -> str:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        module = importlib.import_module(package.replace("-", "_"))
-        return str(getattr(module, "__version__", ""))
+    found = installed_version(package)
+    if found:
+        return found
+    module = importlib.import_module(package.replace("-", "_"))
+    return str(getattr(module, "__version__", ""))
