@@ -39,10 +39,10 @@ class Raw:
     start: int
 
 
-def tensors_of(folder: Path) -> dict[str, Raw]:
-    """The tensors of a checkpoint, by a reader of headers that is not the library's."""
+def tensors_of(path: Path) -> dict[str, Raw]:
+    """The tensors of a folder or file, by a reader of headers that is not the library's."""
     found = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         with open(file, "rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))
             header = json.loads(data.read(length))
