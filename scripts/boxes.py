@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any
 
 _SEQUENCE = itertools.count()
 
@@ -35,6 +36,18 @@ class BoxRun:
     stderr: str
     peak_nbytes: int | None
     oom_killed: bool
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        if self.oom_killed:
+            return "killed"
+        return f"exit {self.returncode}" if self.returncode else "done"
+
+    @property
+    def said(self) -> Any:
+        """The last line that it printed, as JSON."""
+        return json.loads(self.stdout.strip().splitlines()[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,11 @@ class Box:
     def procs(self) -> Path:
         """Where a process writes its id to enter."""
         return self.folder / "cgroup.procs"
+
+    @property
+    def enter(self) -> tuple[str | Path, ...]:
+        """What a command is an argument of that runs in there."""
+        return ("sh", "-c", 'echo $$ >"$0" && exec "$@"', self.procs)
 
     @property
     def peak_nbytes(self) -> int | None:
@@ -165,7 +183,7 @@ class Boxes:
             # files, not pipes: a process left behind would hold a pipe open
             with TemporaryFile() as out, TemporaryFile() as err:
                 done = subprocess.run(
-                    ["sh", "-c", 'echo $$ >"$0" && exec "$@"', box.procs, *argv],
+                    [*box.enter, *argv],
                     env=env,
                     cwd=cwd,
                     timeout=timeout_s,
@@ -224,14 +242,3 @@ def remove(folder: Path) -> None:
             return
         time.sleep(0.05)  # the kernel is still taking its processes apart
     folder.rmdir()
-
-
-def forget(path: Path) -> None:
-    """Drop a file from the page cache, so that reading it is charged to whoever reads it next."""
-    for file in path.glob("*.safetensors"):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # dirty pages stay
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

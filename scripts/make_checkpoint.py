@@ -235,9 +235,10 @@ class _Source:
             yield piece
 
 
-def _header(
-    tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DType, offset_mod_16: int
+def make_header(
+    tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: DType, offset_mod_16: int = 8
 ) -> bytes:
+    """The header of a file of tensors, by name and shape, with its length before it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors:
@@ -332,7 +333,7 @@ def make_checkpoint(
     planted = extremes(dtype).tobytes() if plant_extremes else None
     for name, part in zip(names, parts, strict=True):
         with (partial / name).open("wb") as file:
-            file.write(_header([(t, shapes[t]) for t in part], dtype, offset_mod_16))
+            file.write(make_header([(t, shapes[t]) for t in part], dtype, offset_mod_16))
             for tensor in part:
                 here = planted if tensor in EXTREME_TENSORS else None
                 _write_tensor(file, source, tensor, sizes[tensor], here)

@@ -372,7 +372,7 @@ def test_loaders_are_chosen_by_device() -> None:
         "CL": None,
         "cpu": None,
     }
-    assert all(loader.modules for loader in LOADERS.values())
+    assert all(loader.imports for loader in LOADERS.values())
 
 
 def test_the_chart_is_to_scale() -> None:

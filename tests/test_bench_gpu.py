@@ -14,8 +14,9 @@ import cuda_stand_in
 import make_checkpoint as mk
 import needs
 import pytest
-from bench_parts.gpu_section import GPU_SECTIONS, GpuOptions
-from bench_parts.sections import NotHereError
+from bench_parts.gpu_section import GPU_SECTIONS
+from bench_parts.section import NotHereError
+from bench_parts.section import Options as BenchOptions
 
 from streamload.bench import limits
 from streamload.bench.compare import Options, compare
@@ -28,7 +29,7 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 QUICK = ("gpu-cast", "gpu-budget")
 
 
-def gpu_options(work: Path, device: str = "host", **more: Any) -> GpuOptions:
+def gpu_options(work: Path, device: str = "host", **more: Any) -> BenchOptions:
     """Small checkpoints, one run."""
     given: dict[str, Any] = {
         "nbytes": 2_000_000,
@@ -43,7 +44,7 @@ def gpu_options(work: Path, device: str = "host", **more: Any) -> GpuOptions:
         "work": work,
         "say": lambda text: None,
     }
-    return GpuOptions(**given | more)
+    return BenchOptions(**given | more)
 
 
 @pytest.mark.parametrize(

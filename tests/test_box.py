@@ -7,14 +7,16 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import needs
 import pytest
-from bench_parts.processes import argv, environment
-from boxes import Boxes, BoxRun, forget
+from bench_parts.section import forget
+from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 
 import streamload
+from streamload.bench.processes import call, command
 from streamload.compare import diff
 from streamload.devices.probing import probe
 from streamload.dtypes import BF16
@@ -91,15 +93,19 @@ def _load(path: Path, device: str, *options: str) -> list[str]:
     return [*command, "--no-progress", *options]
 
 
+def _job(name: str, **arguments: Any) -> list[str]:
+    return command(call(f"bench_parts.jobs:{name}", **arguments), at_once=True)
+
+
 def _run(cgroup: Boxes, command: Sequence[str], limit_nbytes: int) -> BoxRun:
-    return cgroup.run(command, limit_nbytes, env=environment())
+    return cgroup.run(command, limit_nbytes)
 
 
 def test_the_box_kills_the_usual_load(cgroup: Boxes, checkpoint: Path) -> None:
     """tinygrad's safe_load, a cast and load_state_dict to OpenCL are killed for memory."""
     _works("CL")
     file = checkpoint / "model.safetensors"
-    done = _run(cgroup, argv("tinygrad", path=str(file), device="CL", way="cast"), BOX_NBYTES)
+    done = _run(cgroup, _job("tinygrad", path=str(file), device="CL", way="cast"), BOX_NBYTES)
     assert done.oom_killed
     assert done.returncode == -9
 
@@ -145,7 +151,7 @@ def test_twice_the_box_is_refused(
 def test_small_chunks_fit_where_large_ones_do(cgroup: Boxes, checkpoint: Path) -> None:
     """280,000 chunks cost time, and no memory."""
     options = {"device": "host", "budget": "290MB", "chunk_nbytes": 1000}
-    done = _run(cgroup, argv("streamload", path=str(checkpoint), **options), 350_000_000)
+    done = _run(cgroup, _job("streamload", path=str(checkpoint), **options), 350_000_000)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import needs
 import numpy as np
 import pytest
-from bench_parts.processes import argv, environment, measure, result_of
+from bench_parts.section import forget
 from bench_parts.torch_jobs import WAYS
-from boxes import Boxes, BoxRun, forget
+from boxes import Boxes, BoxRun
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
+from streamload.bench.processes import call, command, measure
 from streamload.dtypes import BF16
 
 torch = needs.module("torch")
@@ -26,6 +27,7 @@ META, META_FLOAT16 = "streamload, meta", "streamload, meta, float16"
 #: What a model's class makes unless told otherwise takes twice the file before it is loaded.
 FULL_SIZE = "float32 model, load_file, load_state_dict"
 MAPPED = "transformers, float16"
+JOB = "bench_parts.torch_jobs:load"
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +68,14 @@ def checksums(checkpoint: Path) -> dict[str, int]:
 
 def _peak_nbytes(path: Path, way: str) -> int:
     """The most RSS, pages of the mapped file included, that a load has with room for all."""
-    return int(measure("torch_load", path=str(path), way=way).result["rss_peak_nbytes"])
+    return int(measure(call(JOB, path=str(path), way=way)).first["rss_peak_nbytes"])
 
 
 def _run(
     cgroup: Boxes, path: Path, way: str, limit_nbytes: int, budget_nbytes: int = BUDGET_NBYTES
 ) -> BoxRun:
-    command = argv("torch_load", path=str(path), way=way, budget_nbytes=budget_nbytes)
-    return cgroup.run(command, limit_nbytes, env=environment())
+    job = call(JOB, path=str(path), way=way, budget_nbytes=budget_nbytes)
+    return cgroup.run(command(job, at_once=True), limit_nbytes)
 
 
 @pytest.mark.parametrize("way", [META, "streamload, in place", META_FLOAT16])
@@ -84,7 +86,7 @@ def test_streamload_finishes_in_the_weights_and_a_base(
     forget(checkpoint)
     done = _run(cgroup, checkpoint, way, WEIGHTS_NBYTES + base_nbytes)
     assert (done.returncode, done.oom_killed) == (0, False), done.stderr
-    assert result_of(done.stdout)["crc32"] == checksums[WAYS[way].dtype]
+    assert done.said["crc32"] == checksums[WAYS[way].dtype]
 
 
 def test_what_is_built_before_it_is_loaded_is_killed(

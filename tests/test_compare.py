@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import boxes
 import ml_dtypes
 import needs
 import numpy as np
 import pytest
+from bench_parts.section import forget
 from remote_server import serve
 from safetensors_files import header_bytes, write_safetensors
 from test_cast_reference import pair_id, samples
@@ -266,8 +266,8 @@ def test_equal_whatever_the_files(path: Path, tmp_path: Path, files: int, cold: 
     backwards = dict(reversed(TENSORS.items()))
     written(tmp_path, backwards, files)
     if cold:
-        boxes.forget(path)
-        boxes.forget(tmp_path)
+        forget(path)
+        forget(tmp_path)
     told: list[tuple[int, int]] = []
     found = diff(path, tmp_path, progress=lambda *now: told.append(now))
     assert found.ok

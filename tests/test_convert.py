@@ -17,13 +17,14 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from bench_parts.processes import measure
-from boxes import Boxes, forget
+from bench_parts.section import forget
+from boxes import Boxes
 from conversions import files_of, quiet, reference, same_values, tensors_of, visible
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload.bench.processes import call, measure
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.convert.beside import INDEX, SINGLE
 from streamload.convert.convert import convert
@@ -696,7 +697,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     for nbytes in (1_000_000, 2_270_000_000):
         make_checkpoint(tmp_path / str(nbytes), shape_of_size(nbytes, BF16))
         paths = {"path": str(tmp_path / str(nbytes)), "out": str(tmp_path / f"out{nbytes}")}
-        peaks.append(measure("convert by streamload", sampled=True, **paths).peak_nbytes)
+        job = call("bench_parts.jobs:convert", way="streamload", **paths)
+        peaks.append(measure(job, sample_s=0.0005).peak_nbytes)
     assert 0 < peaks[0] <= peaks[1] <= peaks[0] + 100_000_000
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import needs
 import pytest
-from boxes import Boxes, forget
+from bench_parts.section import forget
+from boxes import Boxes
 from cluster_parts.hosts import Cluster
 from cluster_parts.running import Ending, Running
 from distributed_rank import FAILED, asking, holds, told

@@ -11,8 +11,8 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
-from bench_parts.processes import environment
-from boxes import Boxes, BoxRun, forget
+from bench_parts.section import forget
+from boxes import Boxes, BoxRun
 from safetensors.numpy import save_file
 
 from streamload.devices.probing import probe
@@ -154,7 +154,7 @@ def _works(device: str) -> None:
 def _run(cgroup: Boxes, limit_nbytes: int, script: str, *arguments: Any) -> BoxRun:
     script = script.replace("NBYTES", str(NBYTES))
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return cgroup.run(command, limit_nbytes, env=environment(), timeout_s=120)
+    return cgroup.run(command, limit_nbytes, timeout_s=120)
 
 
 @pytest.mark.parametrize("speed", ["fast", "slow"])
@@ -205,7 +205,7 @@ def test_a_load_in_a_box_that_just_fits_is_not_stopped(cgroup: Boxes, folder: Pa
     while not ends or ends[-1] == 3:  # it is refused until there is room for all of it
         forget(folder / "large")
         limit_nbytes += 4_000_000
-        done = cgroup.run(command, limit_nbytes, env=environment())
+        done = cgroup.run(command, limit_nbytes)
         assert not done.oom_killed, limit_nbytes
         assert "others took" not in done.stderr
         ends.append(done.returncode)

@@ -8,9 +8,9 @@ from typing import Any
 
 import needs
 import pytest
-from bench_parts.processes import measure
 from make_checkpoint import make_checkpoint, shape_of_size
 
+from streamload.bench.processes import call, measure
 from streamload.devices.probing import probe
 from streamload.dtypes import BF16
 
@@ -36,15 +36,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _peak_nbytes(path: Path, device: str, **arguments: Any) -> int:
+def _peak_nbytes(path: Path, device: str, loads: int = 1, **arguments: Any) -> int:
     """Peak RssAnon + RssShmem of a process that loads a checkpoint, from its start to its end."""
     framework = "host" if device == "host" else "tinygrad"
     result = probe(framework, device)
     if not result.works:
         needs.lacking(f"{device}: {result.problem}")
-    return measure(
-        "streamload", sampled=True, path=str(path), device=device, **arguments
-    ).peak_nbytes
+    job = call("bench_parts.jobs:streamload", path=str(path), device=device, **arguments)
+    return measure(job, laps=loads, sample_s=0.0005).peak_nbytes
 
 
 @cache

@@ -1,24 +1,24 @@
 """The sections "gpu-...": a CUDA device, beside the other loaders and what the machine can do.
 
-They run on any device, so that they can be tried without a GPU; what they are to reach is meant for
-one H200 with 16 cores, and a bf16 checkpoint of 15 GB or more.
+They run on any device, so that they can be tried without a GPU; their targets are meant for one
+H200 with 16 cores, and a bf16 checkpoint of 15 GB or more.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from make_checkpoint import Shape, make_checkpoint, many_of_size, shape_of_size
 
-from bench_parts.sections import NotHereError, Section, Target
-from streamload.bench.compare import Comparison, compare, refusal, resolve
+from bench_parts.section import NotHereError, Options, Section, need_disk
+from streamload.bench.compare import Comparison, Run, compare, refusal, resolve
 from streamload.bench.compare import Options as Compared
 from streamload.bench.loaders import LOADERS, OURS
 from streamload.bench.processes import MeasurementError
@@ -31,87 +31,55 @@ MIB = 2**20
 FEW_CORES = 2
 MANY_SHARDS = 100
 LEAST_RUNS = 3  # of loaders that are far slower: their medians decide nothing
+TIMEOUT_S = 120.0  # for each load
 BUFFERED = "instanttensor"
 
 
-@dataclass(frozen=True, slots=True)
-class GpuOptions:
-    """What the user asked for.
+def _need(device: str) -> None:
+    """Raise NotHereError where a device does not work."""
+    try:
+        found = probe(*resolve(device))
+    except DeviceNotFoundError as error:
+        raise NotHereError(str(error)) from error
+    if not found.works:
+        raise NotHereError(f"{device}: {found.problem}")
 
-    Attributes:
-        nbytes: size of the large checkpoints.
-        cold_nbytes: size of those that are read from the disk, and of the variants.
-        tensors: how many small tensors.
-        shards: of the large checkpoint.
-        runs: how many processes of each kind.
-        seconds: of one comparison; it begins no further round then.
-        torch_device: in torch's spelling.
-        tinygrad_device: in tinygrad's.
-        sites: for a loader, a folder that comes first on its import path.
-        work: a folder for checkpoints.
-        say: told what is being done.
-        timeout_s: for each load.
-        keep: leave all checkpoints where they are, for the next time.
-    """
 
-    nbytes: int
-    cold_nbytes: int
-    tensors: int
-    shards: int
-    runs: int
-    seconds: float
-    torch_device: str
-    tinygrad_device: str
-    sites: Mapping[str, str]
-    work: Path
-    say: Callable[[str], None]
-    timeout_s: float = 120.0
-    keep: bool = False
+def _compared(options: Options, path: Path, device: str, **more: Any) -> Compared:
+    """What `streamload.bench.compare` is to do."""
+    given = LOADERS if more.get("peers") is None else more["peers"]
+    to = resolve(device)
+    sites = {p: site for p, site in options.sites.items() if p in given and LOADERS[p].takes(*to)}
+    compared = Compared(
+        path=str(path),
+        device=device,
+        runs=options.runs,
+        seconds=options.seconds,
+        timeout_s=TIMEOUT_S,
+        again=2,
+        least_runs=LEAST_RUNS,
+        together=True,
+        sites=sites,
+        say=options.say,
+    )
+    return replace(compared, **more)
 
-    def compared(self, path: Path, device: str, **more: Any) -> Compared:
-        """What `streamload.bench.compare` is to do."""
-        given = more.get("peers") or (more.get("peers") is None and tuple(LOADERS)) or ()
-        framework, name = resolve(device)
-        sites = {
-            peer: folder
-            for peer, folder in self.sites.items()
-            if peer in given and LOADERS[peer].takes(framework, name)
-        }
-        options = Compared(
-            path=str(path),
-            device=device,
-            runs=self.runs,
-            seconds=self.seconds,
-            timeout_s=self.timeout_s,
-            again=2,
-            least_runs=LEAST_RUNS,
-            together=True,
-            sites=sites,
-            say=self.say,
-        )
-        return replace(options, **more)
+
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def _checkpoint(
-    options: GpuOptions,
-    name: str,
-    shape: Shape,
-    nbytes: int,
-    *,
-    keep: bool = False,
-    **arguments: Any,
+    options: Options, name: str, shape: Shape, nbytes: int, *, keep: bool = False, **arguments: Any
 ) -> Iterator[Path]:
     """A checkpoint, made once; removed afterwards unless more sections want it.
 
     Raises:
         NotHereError: there is no room for it.
     """
-    out = options.work / f"{name}-{nbytes}"
+    out = (options.keep or options.work) / f"{name}-{nbytes}"
     if not out.exists():  # complete, or not there
-        free_nbytes = shutil.disk_usage(options.work).free
-        if free_nbytes < nbytes + 2**28:
-            raise NotHereError(f"{options.work} has {format_bytes(free_nbytes)} free")
+        need_disk(out.parent, nbytes + 2**28)
         options.say(f"writing a checkpoint of {format_bytes(nbytes)}: {name}")
         make_checkpoint(out, shape, **arguments)
     try:
@@ -121,135 +89,86 @@ def _checkpoint(
             shutil.rmtree(out, ignore_errors=True)
 
 
-@contextmanager
-def _large(options: GpuOptions) -> Iterator[Path]:
-    shape = shape_of_size(options.nbytes, parse_dtype("bfloat16"))
-    with _checkpoint(
-        options, "large", shape, options.nbytes, keep=True, shards=options.shards
-    ) as path:
-        yield path
+def _large(options: Options) -> AbstractContextManager[Path]:
+    nbytes, shards = options.nbytes, options.shards
+    shape = shape_of_size(nbytes, parse_dtype("bfloat16"))
+    return _checkpoint(options, "large", shape, nbytes, keep=True, shards=shards)
 
 
-@contextmanager
-def _medium(options: GpuOptions, dtype: str = "bfloat16", shards: int = 0) -> Iterator[Path]:
-    shape = shape_of_size(options.cold_nbytes, parse_dtype(dtype))
-    shards = shards or options.shards
+def _medium(
+    options: Options, dtype: str = "bfloat16", shards: int = 0
+) -> AbstractContextManager[Path]:
+    nbytes, shards = options.cold_nbytes, shards or options.shards
+    shape = shape_of_size(nbytes, parse_dtype(dtype))
     plain = (dtype, shards) == ("bfloat16", options.shards)
-    with _checkpoint(
-        options,
-        f"medium-{dtype}-{shards}",
-        shape,
-        options.cold_nbytes,
-        keep=plain,
-        dtype=dtype,
-        shards=shards,
-    ) as path:
-        yield path
+    name = f"medium-{dtype}-{shards}"
+    return _checkpoint(options, name, shape, nbytes, keep=plain, dtype=dtype, shards=shards)
 
 
-def _need(device: str) -> None:
-    """Raise NotHereError where a device does not work."""
-    try:
-        framework, name = resolve(device)
-        found = probe(framework, name)
-    except DeviceNotFoundError as error:
-        raise NotHereError(str(error)) from error
-    if not found.works:
-        raise NotHereError(f"{device}: {found.problem}")
+# --- what was found -------------------------------------------------------------------------------
 
 
-def _add(section: Section, found: Comparison, what: str = "") -> None:
-    """Everything that a comparison found."""
+def _add(section: Section, found: Comparison, what: str = "", arrived: str = "") -> None:
+    """Add everything that a comparison found.
+
+    Args:
+        section: to which.
+        found: the comparison.
+        what: of several comparisons of a section, this one.
+        arrived: for targets: tensors were compared with the files, bit for bit.
+    """
     section.raw.append({"what": what} | found.to_json())
     chart = "-".join(filter(None, (section.name, what.replace(" ", "-").replace(",", ""))))
     section.charts[chart] = found.svg()
-    for name, of in found.loaders.items():
-        for state, runs in of.runs.items():
-            seconds = [run.seconds for run in runs]
-            again_s = of.median_s(state, again=True)
-            transfer = "stream_s" in runs[0].says and found.transfer(state, name)
-            section.rows.append(
-                {
-                    "what": what,
-                    "loader": f"{name} {next(iter(of.versions.values()), '')}".strip(),
-                    "cache": state,
-                    "runs": len(runs),
-                    "seconds": round(median(seconds), 3),
-                    "from": round(min(seconds), 3),
-                    "to": round(max(seconds), 3),
-                    "GB/s": _round(found.rate(name, state)),
-                    "transfer": _round(transfer or None),
-                    "again_s": None if again_s is None else round(again_s, 3),
-                    "streamload is": _round(found.times(name, state)),
-                    "host": format_bytes(max(run.memory.anon_nbytes for run in runs)),
-                    "pinned": _most([run.pinned_nbytes for run in runs]),
-                    "machine": format_bytes(max(0, *(r.memory.system_nbytes for r in runs))),
-                    "device": _most([run.memory.device_nbytes for run in runs]),
-                    "checked": of.checked,
-                }
-            )
-    for key, limit in found.limits.items():
-        section.rows.append(
-            {
-                "what": what,
-                "loader": f"limit: {limit.how}",
-                "cache": key,
-                "runs": len(limit.rates),
-                "GB/s": _round(limit.median),
-            }
-        )
-    for name, why in found.skipped.items():
-        section.rows.append({"what": what, "loader": name, "cache": f"not compared: {why}"})
-    for note in found.notes:
-        section.rows.append({"what": what, "loader": "note", "cache": note})
+    rows = [row for state in found.states() for row in found.rows(state)]
+    rows += [
+        {
+            "loader": f"limit: {limit.how}",
+            "cache": key,
+            "runs": len(limit.rates),
+            "GB/s": limit.median,
+        }
+        for key, limit in found.limits.items()
+    ]
+    rows += [{"loader": n, "cache": f"not compared: {why}"} for n, why in found.skipped.items()]
+    rows += [{"loader": "note", "cache": note} for note in found.notes]
+    for row in rows:
+        short = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in row.items()}
+        section.rows.append({"what": what} | short)
+    if arrived:
+        for name, of in found.loaders.items():
+            if name.startswith(OURS):
+                target = f"{arrived}: tensors equal to the file's"
+                section.target(target, of.checked or 0, at_least=1)
+        if OURS in found.skipped:
+            section.target(f"{arrived}: loads", 0, at_least=1)
 
 
-def _round(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
+def _ours(found: Comparison, name: str = OURS) -> list[Run]:
+    """The warm runs of streamload."""
+    of = found.loaders.get(name)
+    return of.runs.get("warm", []) if of else []
 
 
-def _most(sizes: Sequence[int | None]) -> str | None:
-    known = [n for n in sizes if n is not None]
-    return format_bytes(max(known)) if known else None
-
-
-def _pinned(found: Comparison, state: str = "warm") -> float:
-    """The most that streamload had pinned, in bytes."""
-    of = found.loaders.get(OURS)
-    runs = of.runs.get(state, ()) if of else ()
-    return max((run.pinned_nbytes or 0 for run in runs), default=0)
+def _pinned(section: Section, found: Comparison, at_most: int) -> None:
+    pinned = max((run.pinned_nbytes or 0 for run in _ours(found)), default=0)
+    section.target("pinned bytes", pinned, at_most=at_most)
 
 
 def _peers(
-    section: Section,
-    found: Comparison,
-    wanted: Mapping[str, float],
-    others: float,
-    state: str = "warm",
+    section: Section, found: Comparison, state: str, wanted: Mapping[str, float], others: float
 ) -> None:
     """A target for each peer that was compared."""
     for name in found.loaders:
         times = found.times(name, state)
         if name != OURS and times is not None:
-            at_least = wanted.get(name, others)
-            section.targets.append(Target(f"{state}: times {name}", times, at_least=at_least))
-
-
-def _arrived(section: Section, found: Comparison, what: str) -> None:
-    """Tensors were compared with the files, bit for bit."""
-    for name, of in found.loaders.items():
-        if name.startswith(OURS):
-            section.targets.append(
-                Target(f"{what}: tensors equal to the file's", of.checked or 0, at_least=1)
-            )
-    if OURS in found.skipped:
-        section.targets.append(Target(f"{what}: loads", 0, at_least=1))
+            section.target(f"{state}: times {name}", times, at_least=wanted.get(name, others))
 
 
 # --- 1: warm --------------------------------------------------------------------------------------
 
 
-def warm(options: GpuOptions) -> Section:
+def warm(options: Options) -> Section:
     """The transfer against the slowest wire, the whole call against every peer."""
     _need(options.torch_device)
     section = Section(
@@ -259,130 +178,102 @@ def warm(options: GpuOptions) -> Section:
         "memory, of the machine's, of the device's",
     )
     with _large(options) as path:
-        found = compare(options.compared(path, options.torch_device))
-    _add(section, found)
-    section.targets.append(
-        Target("transfer, share of the slowest wire", found.share("warm") or 0, at_least=0.9)
-    )
-    section.targets.append(Target("pinned bytes", _pinned(found), at_most=64 * MIB))
-    _peers(section, found, {BUFFERED: 1.15}, 2.0)
-    _arrived(section, found, "warm")
+        found = compare(_compared(options, path, options.torch_device))
+    _add(section, found, arrived="warm")
+    share = found.share("warm") or 0
+    section.target("transfer, share of the slowest wire", share, at_least=0.9)
+    _pinned(section, found, 64 * MIB)
+    _peers(section, found, "warm", {BUFFERED: 1.15}, 2.0)
     return section
 
 
-def cores(options: GpuOptions) -> Section:
+def cores(options: Options) -> Section:
     """The same on two cores: no staging, and ahead of everybody."""
     _need(options.torch_device)
     section = Section("gpu-cores", f"the file in the page cache, {FEW_CORES} cores")
+    more = {"cores": FEW_CORES, "again": 0, "least_runs": 2}
     with _large(options) as path:
-        found = compare(
-            options.compared(path, options.torch_device, cores=FEW_CORES, again=0, least_runs=2)
-        )
-    _add(section, found)
-    _peers(section, found, {"safetensors": 3.0}, 1.0)
-    section.targets.append(Target("pinned bytes", _pinned(found), at_most=0))
-    _arrived(section, found, "two cores")
+        found = compare(_compared(options, path, options.torch_device, **more))
+    _add(section, found, arrived="two cores")
+    _peers(section, found, "warm", {"safetensors": 3.0}, 1.0)
+    _pinned(section, found, 0)
     return section
 
 
 # --- 2: cold --------------------------------------------------------------------------------------
 
 
-def cold(options: GpuOptions) -> Section:
+def cold(options: Options) -> Section:
     """Against a plain O_DIRECT reader."""
     _need(options.torch_device)
     section = Section("gpu-cold", "the file dropped from the page cache before each load")
-    framework, name = resolve(options.torch_device)
+    device = options.torch_device
     wanted = ("safetensors", "instanttensor-direct")
-    peers = tuple(peer for peer in wanted if LOADERS[peer].takes(framework, name))
+    peers = tuple(peer for peer in wanted if LOADERS[peer].takes(*resolve(device)))
     with _medium(options) as path:
-        found = compare(options.compared(path, options.torch_device, states=("cold",), peers=peers))
-    _add(section, found)
-    section.targets.append(
-        Target("transfer, share of an O_DIRECT reader", found.share("cold") or 0, at_least=0.95)
-    )
-    _peers(section, found, {}, 1.0, "cold")
-    _arrived(section, found, "cold")
+        found = compare(_compared(options, path, device, states=("cold",), peers=peers))
+    _add(section, found, arrived="cold")
+    share = found.share("cold") or 0
+    section.target("transfer, share of an O_DIRECT reader", share, at_least=0.95)
+    _peers(section, found, "cold", {}, 1.0)
     return section
 
 
 # --- 3: tinygrad ----------------------------------------------------------------------------------
 
 
-def tinygrad(options: GpuOptions) -> Section:
+def tinygrad(options: Options) -> Section:
     """Against tinygrad's own load."""
     _need(options.tinygrad_device)
     section = Section("gpu-tinygrad", "tinygrad, its own loader beside streamload; page cache")
+    more: dict[str, Any] = {"peers": ("tinygrad",), "again": 1, "limits": False}
     with _large(options) as path:
-        found = compare(
-            options.compared(
-                path, options.tinygrad_device, peers=("tinygrad",), again=1, limits=False
-            )
-        )
-    _add(section, found)
-    section.targets.append(
-        Target("times tinygrad", found.times("tinygrad", "warm") or 0, at_least=20)
-    )
-    of = found.loaders.get(OURS)
-    grown = max((run.memory.anon_nbytes for run in of.runs["warm"]), default=0) if of else 0
-    section.targets.append(Target("growth of host memory, bytes", grown, at_most=100e6))
-    _arrived(section, found, "tinygrad")
+        found = compare(_compared(options, path, options.tinygrad_device, **more))
+    _add(section, found, arrived="tinygrad")
+    section.target("times tinygrad", found.times("tinygrad", "warm") or 0, at_least=20)
+    grown = max((run.memory.anon_nbytes for run in _ours(found)), default=0)
+    section.target("growth of host memory, bytes", grown, at_most=100e6)
     return section
 
 
 # --- 4: casts -------------------------------------------------------------------------------------
 
 
-def casts(options: GpuOptions) -> Section:
+def casts(options: Options) -> Section:
     """On the way to another dtype: what it costs, and what the device holds at most."""
     _need(options.torch_device)
     section = Section("gpu-cast", "bf16 as it is, and to fp16; in turn; page cache, all cores")
     narrow = "streamload float16"
+    more: dict[str, Any] = {"peers": (), "limits": False, "least_runs": None}
+    more["variants"] = {narrow: {"dtype": "float16"}}
     with _large(options) as path:
-        found = compare(
-            options.compared(
-                path,
-                options.torch_device,
-                peers=(),
-                limits=False,
-                least_runs=None,
-                variants={narrow: {"dtype": "float16"}},
-            )
-        )
+        found = compare(_compared(options, path, options.torch_device, **more))
     _add(section, found)
-    raw, cast = (found.loaders.get(name) for name in (OURS, narrow))
-    if raw is None or cast is None:
-        section.targets.append(Target("both load", 0, at_least=1))
+    runs = {name: _ours(found, name) for name in (OURS, narrow)}
+    if not all(runs.values()):
+        section.target("both load", 0, at_least=1)
         return section
-    seconds = [of.median_s("warm") or 0 for of in (raw, cast)]
-    section.targets.append(Target("fp16 over raw, seconds", seconds[1] / seconds[0], at_most=1.1))
-    streams = [median(run.says["stream_s"] for run in of.runs["warm"]) for of in (raw, cast)]
-    section.targets.append(
-        Target("fp16 over raw, seconds of the transfer", streams[1] / streams[0], at_most=1.1)
-    )
-    for of in (raw, cast):
-        peaks = [
-            run.memory.device_nbytes / run.says["resident_nbytes"]
-            for run in of.runs["warm"]
-            if run.memory.device_nbytes is not None
-        ]
-        planned = [r.says["held_nbytes"] / r.says["resident_nbytes"] for r in of.runs["warm"]]
-        for what, shares in (("the driver", peaks), ("the ledger", planned)):
+    raw, cast = (median(run.seconds for run in of) for of in runs.values())
+    section.target("fp16 over raw, seconds", cast / raw, at_most=1.1)
+    raw, cast = (median(run.says["stream_s"] for run in of) for of in runs.values())
+    section.target("fp16 over raw, seconds of the transfer", cast / raw, at_most=1.1)
+    for name, of in runs.items():
+        for who, peaks in (
+            ("the driver", [run.memory.device_nbytes for run in of]),
+            ("the ledger", [run.says["held_nbytes"] for run in of]),
+        ):
+            both = zip(peaks, of, strict=True)
+            shares = [n / run.says["resident_nbytes"] for n, run in both if n is not None]
             if shares:
-                section.targets.append(
-                    Target(
-                        f"{of.name}: peak of the device over weights, by {what}",
-                        max(shares),
-                        at_most=1.01,
-                    )
-                )
+                what = f"{name}: peak of the device over weights, by {who}"
+                section.target(what, max(shares), at_most=1.01)
     return section
 
 
 # --- 5: budgets, many tensors, many files, other dtypes -------------------------------------------
 
 
-def budget(options: GpuOptions) -> Section:
+def budget(options: Options) -> Section:
     """Exactly what is predicted is enough; a MiB less is refused."""
     section = Section("gpu-budget", "a budget of exactly the plan's peak, and of one MiB less")
     with _medium(options) as path:
@@ -392,10 +283,10 @@ def budget(options: GpuOptions) -> Section:
                 what = f"{device}, {dtype}"
                 options.say(f"gpu-budget: {what}")
                 try:
-                    said = refusal(options.compared(path, device, dtype=dtype))
+                    said = refusal(_compared(options, path, device, dtype=dtype))
                 except MeasurementError as error:
                     section.rows.append({"what": what, "refusal": str(error)})
-                    section.targets.append(Target(f"{what}: exactly enough loads", 0, at_least=1))
+                    section.target(f"{what}: exactly enough loads", 0, at_least=1)
                     continue
                 section.raw.append({"what": what} | said)
                 scratch = said["exact_nbytes"] - said["weights_nbytes"]
@@ -408,65 +299,52 @@ def budget(options: GpuOptions) -> Section:
                         "refusal": said["refusal"][:160],
                     }
                 )
-                unchanged = said["allocated_before"] == said["allocated_after_refusal"]
-                section.targets += [
-                    Target(f"{what}: exactly enough loads", said["loaded"], at_least=1),
-                    Target(f"{what}: a MiB less is refused", float(said["refused"]), at_least=1),
-                    Target(f"{what}: nothing was allocated then", float(unchanged), at_least=1),
-                ]
+                unchanged = float(said["allocated_before"] == said["allocated_after_refusal"])
+                refused = float(said["refused"])
+                section.target(f"{what}: exactly enough loads", said["loaded"], at_least=1)
+                section.target(f"{what}: a MiB less is refused", refused, at_least=1)
+                section.target(f"{what}: nothing was allocated then", unchanged, at_least=1)
     return section
 
 
-def _rates(
-    options: GpuOptions, section: Section, device: str, paths: Mapping[str, Path]
+def _against_plain(
+    options: Options,
+    section: Section,
+    device: str,
+    paths: Mapping[str, Path],
+    at_least: float | None,
 ) -> dict[str, Comparison]:
-    """Streamload's loads of several checkpoints to one device, in turn."""
+    """Streamload's loads of several checkpoints to one device, in turn.
+
+    Targets are the rates of each over those of the one named "plain".
+    """
     found: dict[str, Comparison] = {}
     until = time.monotonic() + options.seconds
     for number in range(options.runs):
         if number and time.monotonic() > until:
             break
+        more: dict[str, Any] = {"runs": 1, "peers": (), "limits": False, "again": int(number == 0)}
         for what, path in paths.items():
-            one = compare(
-                options.compared(
-                    path,
-                    device,
-                    runs=1,
-                    peers=(),
-                    limits=False,
-                    again=int(number == 0),
-                )
-            )
-            if what not in found:
-                found[what] = one
-            elif OURS in one.loaders and OURS in found[what].loaders:
-                found[what].loaders[OURS].runs["warm"] += one.loaders[OURS].runs["warm"]
-            found[what].skipped |= one.skipped
+            one = compare(_compared(options, path, device, **more))
+            first = found.setdefault(what, one)
+            if first is not one and _ours(one) and _ours(first):
+                _ours(first).extend(_ours(one))
+            first.skipped |= one.skipped
     for what, one in found.items():
-        _add(section, one, f"{what}, {device}")
-        _arrived(section, one, f"{what}, {device}")
+        _add(section, one, f"{what}, {device}", arrived=f"{what}, {device}")
+    plain = found["plain"]
+    for what, one in found.items():
+        for name, mine, theirs in (
+            ("whole call", one.rate(OURS, "warm"), plain.rate(OURS, "warm")),
+            ("transfer", one.transfer("warm"), plain.transfer("warm")),
+        ):
+            if what != "plain" and mine and theirs:
+                target = f"{what}, {device}: {name}, share of plain"
+                section.target(target, mine / theirs, at_least)
     return found
 
 
-def _ratio(
-    section: Section,
-    found: Mapping[str, Comparison],
-    what: str,
-    device: str,
-    at_least: float | None,
-) -> None:
-    """Targets for a checkpoint's rates over those of the plain one."""
-    plain, other = found["plain"], found[what]
-    rates = [one.rate(OURS, "warm") for one in (other, plain)]
-    streams = [one.transfer("warm") for one in (other, plain)]
-    for name, (mine, theirs) in (("whole call", rates), ("transfer", streams)):
-        if mine and theirs:
-            section.targets.append(
-                Target(f"{what}, {device}: {name}, share of plain", mine / theirs, at_least)
-            )
-
-
-def small(options: GpuOptions) -> Section:
+def small(options: Options) -> Section:
     """Many small tensors, to torch and to tinygrad."""
     _need(options.torch_device)
     section = Section(
@@ -481,28 +359,25 @@ def small(options: GpuOptions) -> Section:
     ):
         paths = {"plain": plain, "small": many}
         for device, at_least in ((options.torch_device, 0.6), (options.tinygrad_device, None)):
-            if device == options.tinygrad_device:
-                try:
-                    _need(device)
-                except NotHereError as error:
-                    section.rows.append({"what": f"not here: {error}"})
-                    continue
-            found = _rates(options, section, device, paths)
-            _ratio(section, found, "small", device, at_least)
-            one = found["small"].loaders.get(OURS)
-            if one is not None:
-                seconds = one.median_s("warm") or 0
+            try:
+                _need(device)
+            except NotHereError as error:
+                section.rows.append({"what": f"not here: {error}"})
+                continue
+            found = _against_plain(options, section, device, paths, at_least)
+            seconds = [run.seconds for run in _ours(found["small"])]
+            if seconds:
                 section.rows.append(
                     {
                         "what": f"small, {device}",
                         "loader": f"{OURS}, whole call",
-                        "us a tensor": _round(seconds / options.tensors * 1e6),
+                        "us a tensor": float(f"{median(seconds) / options.tensors * 1e6:.3g}"),
                     }
                 )
     return section
 
 
-def files(options: GpuOptions) -> Section:
+def files(options: Options) -> Section:
     """A hundred shards, 8-bit and 16-bit files."""
     _need(options.torch_device)
     section = Section(
@@ -515,14 +390,11 @@ def files(options: GpuOptions) -> Section:
         _medium(options, "float16") as half,
     ):
         paths = {"plain": plain, f"{MANY_SHARDS} shards": many, "fp8": eight, "fp16": half}
-        found = _rates(options, section, options.torch_device, paths)
-    for what in paths:
-        if what != "plain":
-            _ratio(section, found, what, options.torch_device, 0.6)
+        _against_plain(options, section, options.torch_device, paths, 0.6)
     return section
 
 
-GPU_SECTIONS: dict[str, Callable[[GpuOptions], Section]] = {
+GPU_SECTIONS: dict[str, Callable[[Options], Section]] = {
     "gpu-warm": warm,
     "gpu-cores": cores,
     "gpu-cold": cold,

@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,160 +16,61 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench_parts.convert_section import convert
-from bench_parts.gpu_section import GPU_SECTIONS, GpuOptions
-from bench_parts.many_section import many
+from bench_parts import sections
+from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
-from bench_parts.processes import SCRIPTS
-from bench_parts.sections import SECTIONS as OF_STREAMLOAD
-from bench_parts.sections import NotHereError, Options, Section, working
+from bench_parts.section import NotHereError, Options, Section
 from bench_parts.torch_section import torch_box
 from bench_parts.torture_section import torture
 from streamload.bench import machine
 from streamload.bench.loaders import LOADERS
+from streamload.devices.probing import probe
 from streamload.units import parse_bytes
 
-SECTIONS = {**OF_STREAMLOAD, "convert": convert, "many": many, "nodes": nodes, "torch": torch_box}
-ASKED_FOR = {"torture": torture}  # they take many minutes
-KNOWN = (*SECTIONS, *ASKED_FOR, *GPU_SECTIONS)
-DEVICES = ("CL", "CPU", "host")
-DEFAULT_SIZE = "2.27GB"
-DEFAULT_RUNS = 5
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
+ASKED_FOR = {"torture": torture, **GPU_SECTIONS}  # the first takes many minutes
+KNOWN: dict[str, Callable[[Options], Section]] = SECTIONS | ASKED_FOR
 
 
 def main() -> None:
     """Measure, print tables, and write JSON."""
-    parser = argparse.ArgumentParser(
-        prog="bench",
-        description="Measure streamload on this machine, beside tinygrad's own loader, memset, "
-        "memcpy, numpy and ml_dtypes, and beside the loaders of torch, transformers and accelerate "
-        "where they are installed. Each measurement is a process of its own.",
-    )
-    parser.add_argument(
-        "sections",
-        nargs="*",
-        metavar="SECTION",
-        help=f"{', '.join(SECTIONS)} (default: all of these), "
-        f"{', '.join((*ASKED_FOR, *GPU_SECTIONS))}",
-    )
-    parser.add_argument("--gpu", action="store_true", help="all sections gpu-...")
-    parser.add_argument("--size", default=DEFAULT_SIZE, help="checkpoint (default: %(default)s)")
-    parser.add_argument(
-        "--runs",
-        type=int,
-        default=DEFAULT_RUNS,
-        help="processes of each kind, in turn (%(default)s)",
-    )
-    parser.add_argument("--devices", default=",".join(DEVICES), help="default: %(default)s")
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="of the section torch: those ways to load whose names contain one of these",
-    )
-    parser.add_argument(
-        "--tensors",
-        type=int,
-        default=50_000,
-        help="small ones, of the sections many and gpu-small (%(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the section torture (%(default)s)")
-    parser.add_argument("--only", type=int, metavar="N", help="of the section torture: run N alone")
-    parser.add_argument(
-        "--usable",
-        action="store_true",
-        help="of the section torture: find how much of a box can be used, instead",
-    )
-    # not the system's temporary folder: that may be in memory
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=SCRIPTS.parent / ".cache",
-        help="folder on a disk, in which checkpoints are made and removed (default: .cache)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    gpu = parser.add_argument_group("of the sections gpu-...")
-    gpu.add_argument("--cold-size", default="4GB", help="read from the disk (%(default)s)")
-    gpu.add_argument("--shards", type=int, default=4, help="files (%(default)s)")
-    gpu.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        help="of one comparison: no further round is begun then (%(default)s)",
-    )
-    gpu.add_argument("--torch-device", default="cuda:0", help="default: %(default)s")
-    gpu.add_argument("--tinygrad-device", default="CUDA", help="default: %(default)s")
-    gpu.add_argument(
-        "--site",
-        action="append",
-        default=[],
-        metavar="LOADER=FOLDER",
-        help="import a loader from there, to compare another version of it; repeatable",
-    )
-    gpu.add_argument("--keep", action="store_true", help="leave the checkpoints for the next time")
-    gpu.add_argument("--charts", type=Path, metavar="FOLDER", help="draw SVG files there")
-    args = parser.parse_args()
-    unknown = [name for name in args.sections if name not in KNOWN]
-    if unknown:
-        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(KNOWN)}")
-    if args.runs < 1:
-        parser.error("--runs is at least 1")
-    sites = dict(site.partition("=")[::2] for site in args.site)
-    if not all(folder and name in LOADERS for name, folder in sites.items()):
-        parser.error(f"--site is LOADER=FOLDER, of {', '.join(LOADERS)}")
-    try:
-        nbytes, cold_nbytes = parse_bytes(args.size), parse_bytes(args.cold_size)
-    except ValueError as error:
-        parser.error(str(error))
-    names = [*args.sections, *(n for n in GPU_SECTIONS if args.gpu and n not in args.sections)]
-    names = names or list(SECTIONS)
-
+    args = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = tuple(args.devices.split(",")) if set(names) - set(GPU_SECTIONS) else ()
-    devices = working(wanted)
-    facts["devices that do not work"] = ", ".join(name for name in wanted if name not in devices)
+    wanted = args.devices.split(",") if set(args.sections) - set(GPU_SECTIONS) else ()
+    devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
+    facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
     console.print(_table([{"machine": key, "": value} for key, value in facts.items()]))
     failed: list[str] = []
     args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work) as work:
         options = Options(
-            nbytes=nbytes,
+            nbytes=args.size,
             runs=args.runs,
-            devices=devices,
             work=Path(work),
+            say=_say,
+            devices=tuple(devices),
             ways=tuple(args.ways),
             tensors=args.tensors,
             seed=args.seed,
             only=args.only,
             usable=args.usable,
-            say=_say,
-        )
-        gpu_options = GpuOptions(
-            nbytes=nbytes,
-            cold_nbytes=min(cold_nbytes, nbytes),
-            tensors=args.tensors,
+            cold_nbytes=min(args.cold_size, args.size),
             shards=args.shards,
-            runs=args.runs,
             seconds=args.seconds,
             torch_device=args.torch_device,
             tinygrad_device=args.tinygrad_device,
-            sites=sites,
-            work=args.work if args.keep else Path(work),
-            say=_say,
-            keep=args.keep,
+            sites=dict(args.site),
+            keep=args.work if args.keep else None,
         )
-        for name in names:
+        for name in args.sections:
             _say(f"--- {name}")
             try:
-                if name in GPU_SECTIONS:
-                    section = GPU_SECTIONS[name](gpu_options)
-                else:
-                    section = (SECTIONS | ASKED_FOR)[name](options)
+                section = KNOWN[name](options)
             except NotHereError as error:
                 console.print(f"\n{name}: not here: {error}", markup=False)
                 report["sections"][name] = {"not_here": str(error)}
@@ -183,15 +85,90 @@ def main() -> None:
             failed += [f"{name} {failure}" for failure in section.failures]
             if args.json:  # after each: the next may take more time than there is
                 args.json.write_text(json.dumps(report, indent=2) + "\n")
-            if args.charts:
+            for chart, text in section.charts.items() if args.charts else ():
                 args.charts.mkdir(parents=True, exist_ok=True)
-                for chart, text in section.charts.items():
-                    (args.charts / f"{chart}.svg").write_text(text)
+                (args.charts / f"{chart}.svg").write_text(text)
     console.print(f"\nagain: {command}", markup=False)
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
     if failed:
         sys.exit(f"bench: failed: {', '.join(failed)}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench",
+        description="Measure streamload on this machine, beside tinygrad's own loader, memset, "
+        "memcpy, numpy and ml_dtypes, and beside the loaders of torch, transformers and accelerate "
+        "where they are installed. Each measurement is a process of its own.",
+    )
+    add = parser.add_argument
+    add(
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        help=f"{', '.join(SECTIONS)} (default: all of these), {', '.join(ASKED_FOR)}",
+    )
+    add("--gpu", action="store_true", help="all sections gpu-...")
+    add("--size", type=_nbytes, default="2.27GB", help="checkpoint (default: %(default)s)")
+    add("--runs", type=int, default=5, help="processes of each kind, in turn (%(default)s)")
+    add("--devices", default="CL,CPU,host", help="default: %(default)s")
+    ways = "of the section torch: those ways to load whose names contain one of these"
+    add("--ways", nargs="+", default=[], metavar="NAME", help=ways)
+    small = "small ones, of the sections many and gpu-small (%(default)s)"
+    add("--tensors", type=int, default=50_000, help=small)
+    add("--seed", type=int, default=0, help="of the section torture (%(default)s)")
+    add("--only", type=int, metavar="N", help="of the section torture: run N alone")
+    usable = "of the section torture: find how much of a box can be used, instead"
+    add("--usable", action="store_true", help=usable)
+    # not the system's temporary folder: that may be in memory
+    add(
+        "--work",
+        type=Path,
+        default=ROOT / ".cache",
+        help="folder on a disk, in which checkpoints are made and removed (default: .cache)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add = parser.add_argument_group("of the sections gpu-...").add_argument
+    add("--cold-size", type=_nbytes, default="4GB", help="read from the disk (%(default)s)")
+    add("--shards", type=int, default=4, help="files (%(default)s)")
+    seconds = "of one comparison: no further round is begun then (%(default)s)"
+    add("--seconds", type=float, default=60.0, help=seconds)
+    add("--torch-device", default="cuda:0", help="default: %(default)s")
+    add("--tinygrad-device", default="CUDA", help="default: %(default)s")
+    add(
+        "--site",
+        type=_site,
+        action="append",
+        default=[],
+        metavar="LOADER=FOLDER",
+        help="import a loader from there, to compare another version of it; repeatable",
+    )
+    add("--keep", action="store_true", help="leave the checkpoints for the next time")
+    add("--charts", type=Path, metavar="FOLDER", help="draw SVG files there")
+    args = parser.parse_args()
+    unknown = [name for name in args.sections if name not in KNOWN]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(KNOWN)}")
+    if args.runs < 1:
+        parser.error("--runs is at least 1")
+    args.sections += [n for n in GPU_SECTIONS if args.gpu and n not in args.sections]
+    args.sections = args.sections or list(SECTIONS)
+    return args
+
+
+def _nbytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _site(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not folder or name not in LOADERS:
+        raise argparse.ArgumentTypeError(f"is LOADER=FOLDER, of {', '.join(LOADERS)}")
+    return name, folder
 
 
 def _say(text: str) -> None:
@@ -208,18 +185,12 @@ def _print(console: Console, section: Section) -> None:
         {
             "target": target.what,
             "measured": f"{target.value:.4g}",
-            "wanted": _wanted(target.at_least, target.at_most),
+            "wanted": target.wanted,
             "": "met" if target.met else "MISSED",
         }
         for target in section.targets
     ]
     console.print(_table(rows))
-
-
-def _wanted(at_least: float | None, at_most: float | None) -> str:
-    low = "" if at_least is None else f">= {at_least:.4g}"
-    high = "" if at_most is None else f"<= {at_most:.4g}"
-    return " ".join(filter(None, (low, high)))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

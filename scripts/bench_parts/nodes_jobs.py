@@ -1,13 +1,9 @@
-"""What a rank does in the section "nodes": one way to load, timed from when all ranks are ready.
-
-python -m bench_parts.nodes_jobs '{"way": "layers", "budget": "1GB", ...}'
-"""
+"""What a rank does in the section "nodes": one way to load, timed from when all ranks are ready."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -92,32 +88,35 @@ WAYS: dict[str, Callable[..., int]] = {
 }
 
 
-def main() -> None:
-    """Meet, load, and say in a line of JSON how long it took."""
-    begun = float(os.environ.get("BENCH_BEGUN", "nan"))
-    asked = json.loads(sys.argv[1])
-    way, path = WAYS[asked.pop("way")], asked.pop("path", "")
-    if "device" in asked:  # who runs a model has its framework there
+def rank(way: str, begun: float, path: str = "", **asked: Any) -> Callable[[], dict[str, Any]]:
+    """Meet the others, and load in a lap.
+
+    Args:
+        way: one of `WAYS`.
+        begun: when all were started, by `time.time`.
+        path: of the checkpoint.
+        **asked: of the way.
+    """
+    if "device" in asked:  # a program that runs a model has imported its framework
         open_devices(asked["device"], None, {})
     group = open_group(None, 120.0)
     group.allgather(b"")
     ready_s = time.time() - begun
     before = process_memory(os.getpid()).anon_nbytes
-    start = time.perf_counter()
-    read_nbytes = way(group, path, **asked)
-    seconds = time.perf_counter() - start
-    said = {
-        "rank": group.rank,
-        "engine": group.engine,
-        "ready_s": ready_s,
-        "ready_nbytes": before,
-        "seconds": seconds,
-        "read_nbytes": read_nbytes,
-    }
-    group.allgather(b"")  # who is done first does not take the others' time, and rank 0 their store
-    group.close()
-    print(json.dumps(said), flush=True)
 
+    def lap() -> dict[str, Any]:
+        start = time.perf_counter()
+        read_nbytes = WAYS[way](group, path, **asked)
+        said = {
+            "rank": group.rank,
+            "engine": group.engine,
+            "ready_s": ready_s,
+            "ready_nbytes": before,
+            "seconds": time.perf_counter() - start,
+            "read_nbytes": read_nbytes,
+        }
+        group.allgather(b"")  # the first rank that is done takes no time or store from the others
+        group.close()
+        return said
 
-if __name__ == "__main__":
-    main()
+    return lap

@@ -6,26 +6,17 @@ import importlib.util
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.running import Running
-from make_checkpoint import PRESETS, make_checkpoint
+from make_checkpoint import PRESETS
 
-from bench_parts.processes import environment
-from bench_parts.sections import (
-    NotHereError,
-    Options,
-    Section,
-    Target,
-    cached_checkpoint,
-    read_all,
-)
+from bench_parts.section import NotHereError, Options, Section, cached_checkpoint
+from streamload.bench.processes import call, command
 from streamload.plan.budget import available_host_nbytes
 from streamload.units import format_bytes
 
@@ -76,16 +67,15 @@ def nodes(options: Options) -> Section:
 def _run(
     hosts: Cluster, launcher: str, timeout_s: float = 600.0, **asked: Any
 ) -> list[dict[str, Any]]:
-    """Run `bench_parts.nodes_jobs` on all hosts; what each rank said."""
-    argv = [sys.executable, "-m", "bench_parts.nodes_jobs", json.dumps(asked)]
-    env = {"PYTHONPATH": environment()["PYTHONPATH"], "BENCH_BEGUN": str(time.time())}
-    ended = Running(hosts, launcher, argv, env=env).wait(timeout_s)
+    """Run a job of `bench_parts.nodes_jobs` on all hosts; what each rank said."""
+    job = call("bench_parts.nodes_jobs:rank", begun=time.time(), **asked)
+    ended = Running(hosts, launcher, command(job, at_once=True)).wait(timeout_s)
     said: list[dict[str, Any]] = []
     for one in ended:
         if one.returncode:
             lines = one.stderr.strip().splitlines() or ["it said nothing"]
             raise RuntimeError(f"host {one.host}: exit {one.returncode}: {lines[-1]}")
-        said += _objects(one.stdout)
+        said += filter(None, _objects(one.stdout))  # a rank that is ready says {}
     return said
 
 
@@ -121,32 +111,22 @@ def _links(options: Options, section: Section) -> None:
     """Loads from storage behind links."""
     for count, link, bits_per_s, most_nbytes in LINKS:
         nbytes = min(options.nbytes, most_nbytes)
-        with cached_checkpoint(options, nbytes, shards=4) as path:
-            _link_loads(options, section, path, nbytes, count, link, bits_per_s)
-
-
-def _link_loads(
-    options: Options,
-    section: Section,
-    path: Path,
-    nbytes: int,
-    count: int,
-    link: str,
-    bits_per_s: float,
-) -> None:
-    files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    least_s = files_nbytes * 8 / bits_per_s
-    found: dict[str, list[tuple[float, int]]] = {way: [] for way in (*SHARED, EXCHANGE, *OTHERS)}
-    asked = {
-        "budget": nbytes + 64_000_000,
-        "timeout": 120.0,
-        "device": "CL" if "CL" in options.devices else "host",
-        "dtype": "checkpoint",
-        "verify": "none",
-    }
-    with Cluster(count, link=link, storage=path) as hosts:
-        for number in range(options.runs):
-            for way in found:
+        found: dict[str, list[tuple[float, int]]]
+        found = {way: [] for way in (*SHARED, EXCHANGE, *OTHERS)}
+        asked = {
+            "budget": nbytes + 64_000_000,
+            "timeout": 120.0,
+            "device": "CL" if "CL" in options.devices else "host",
+            "dtype": "checkpoint",
+            "verify": "none",
+        }
+        with (
+            cached_checkpoint(options, nbytes, shards=4) as path,
+            Cluster(count, link=link, storage=path) as hosts,
+        ):
+            files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+            turns = [(n, way) for n in range(options.runs) for way in found]
+            for number, way in turns:
                 if way in OTHERS and number:  # they take long, and are here to be seen once
                     continue
                 options.say(f"nodes: {count} hosts, {link}, run {number + 1}, {way}")
@@ -155,21 +135,22 @@ def _link_loads(
                 said = _run(hosts, "env", way=way, path=hosts.storage_url, **wants)
                 served = hosts.served_nbytes() - before
                 found[way].append((max(one["seconds"] for one in said), served))
-    for way, runs in found.items():
-        seconds = median(s for s, _ in runs)
-        section.rows.append(
-            {
-                "what": f"{way}, {link}",
-                "hosts": count,
-                "seconds": round(seconds, 2),
-                "of the link's time": round(seconds / least_s, 2),
-                "served": round(median(n for _, n in runs) / files_nbytes, 3),
-            }
-        )
-        section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
-        if way in SHARED:
-            what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
-            section.targets.append(Target(what, seconds / least_s, at_most=MOST_OVER_LINK))
+        least_s = files_nbytes * 8 / bits_per_s
+        for way, runs in found.items():
+            seconds = median(s for s, _ in runs)
+            section.rows.append(
+                {
+                    "what": f"{way}, {link}",
+                    "hosts": count,
+                    "seconds": round(seconds, 2),
+                    "of the link's time": round(seconds / least_s, 2),
+                    "served": round(median(n for _, n in runs) / files_nbytes, 3),
+                }
+            )
+            section.raw.append({"what": way, "link": link, "hosts": count, "runs": runs})
+            if way in SHARED:
+                what = f"{way}, {count} hosts, {link}, over the link's {least_s:.2f} s"
+                section.target(what, seconds / least_s, at_most=MOST_OVER_LINK)
 
 
 def _headline(options: Options, section: Section) -> None:
@@ -180,12 +161,8 @@ def _headline(options: Options, section: Section) -> None:
             f"; no Llama-3-8B here: {format_bytes(room)} of disk and {format_bytes(memory)} free"
         )
         return
-    path = options.work / "llama-3-8b"
     limit = BUDGET_NBYTES + BASE_NBYTES
-    try:
-        options.say("nodes: writing Llama-3-8B")
-        make_checkpoint(path, PRESETS["llama-3-8b"], shards=4)
-        read_all(path)
+    with cached_checkpoint(options, PRESET_NBYTES, PRESETS["llama-3-8b"], shards=4) as path:
         options.say(f"nodes: Llama-3-8B, {RANKS} hosts of {format_bytes(limit)}")
         with Cluster(RANKS, memory_nbytes=limit) as hosts:
             said = _run(
@@ -202,8 +179,6 @@ def _headline(options: Options, section: Section) -> None:
             boxes = [host.box for host in hosts.hosts if host.box is not None]
             peaks = [box.peak_nbytes or 0 for box in boxes]
             killed = sum(box.oom_killed for box in boxes)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
     section.rows.append(
         {
             "what": f"Llama-3-8B, budgets of {format_bytes(BUDGET_NBYTES)}, boxes of "
@@ -221,8 +196,8 @@ def _headline(options: Options, section: Section) -> None:
             "memory of a rank": f"{format_bytes(_by_count(RANKS))} of weights",
         }
     )
-    section.targets.append(Target("ranks killed for memory", killed, at_most=0))
-    section.targets.append(Target("ranks that loaded", len(said), at_least=RANKS))
+    section.target("ranks killed for memory", killed, at_most=0)
+    section.target("ranks that loaded", len(said), at_least=RANKS)
 
 
 def _by_count(ranks: int) -> int:

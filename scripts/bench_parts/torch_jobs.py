@@ -9,8 +9,11 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from streamload.bench.processes import proc_nbytes
 
 _CHECKED_NBYTES = 2**22  # what is looked at in one go: it may be copied
 
@@ -20,45 +23,34 @@ class Way:
     """One way to load.
 
     Attributes:
-        load: from the folder of a checkpoint and a budget in bytes to the model.
+        load: from the folder of a checkpoint, a dtype and a budget in bytes to the model.
         dtype: what the weights are afterwards; those of the file are bfloat16.
         ours: it is streamload's.
-        needs: the modules that it takes.
+        needs: a module that it takes besides torch and transformers, or "".
     """
 
-    load: Callable[[Path, int], Any]
+    load: Callable[[Path, str, int], Any]
     dtype: str = "bfloat16"
     ours: bool = False
-    needs: tuple[str, ...] = ("torch", "transformers")
+    needs: str = ""
 
     @property
     def works(self) -> bool:
         """Whether all modules are here."""
-        return all(_is_there(name) for name in self.needs)
+        names = ("torch", "transformers", *filter(None, [self.needs]))
+        return all(importlib.util.find_spec(name) is not None for name in names)
 
 
-def _is_there(name: str) -> bool:
-    package = name.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and (
-        package == name or importlib.util.find_spec(name) is not None
-    )
-
-
-def _config(path: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(path)
-
-
-def _built(path: Path, dtype: str = "bfloat16") -> Any:
+def _built(path: Path, dtype: str) -> Any:
     """The model on the CPU, with the random weights that its class gives it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(_config(path), dtype=getattr(torch, dtype))
+    config = AutoConfig.from_pretrained(path)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
-def _meta(path: Path, dtype: str = "bfloat16") -> Any:
+def _meta(path: Path, dtype: str) -> Any:
     """The model without memory."""
     import torch
 
@@ -73,114 +65,81 @@ def _load_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def _copied(path: Path, budget_nbytes: int) -> Any:
-    model = _built(path)
+def _copied(path: Path, dtype: str, budget_nbytes: int) -> Any:
+    """Into a model of that dtype; ``LlamaForCausalLM(config)`` makes one of torch's, float32."""
+    model = _built(path, dtype)
     model.load_state_dict(_load_file(path))
     return model
 
 
-def _copied_into_float32(path: Path, budget_nbytes: int) -> Any:
-    """The model as ``LlamaForCausalLM(config)`` makes it: torch's default dtype is float32."""
-    model = _built(path, "float32")
-    model.load_state_dict(_load_file(path))
-    return model
-
-
-def _assigned(path: Path, budget_nbytes: int) -> Any:
-    model = _meta(path)
-    model.load_state_dict(_load_file(path), assign=True)
-    return model
-
-
-def _assigned_as_float16(path: Path, budget_nbytes: int) -> Any:
-    model = _meta(path)
-    state = {name: tensor.half() for name, tensor in _load_file(path).items()}
+def _assigned(path: Path, dtype: str, budget_nbytes: int) -> Any:
+    model, state = _meta(path, "bfloat16"), _load_file(path)
+    if dtype == "float16":
+        state = {name: tensor.half() for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
     return model
 
 
-def _from_pretrained(dtype: str, **options: Any) -> Callable[[Path, int], Any]:
-    def load(path: Path, budget_nbytes: int) -> Any:
-        from transformers import AutoModelForCausalLM
+def _from_pretrained(path: Path, dtype: str, budget_nbytes: int, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-
-    return load
+    wanted = "auto" if dtype == "bfloat16" else dtype
+    return AutoModelForCausalLM.from_pretrained(path, dtype=wanted, **options)
 
 
-def _accelerate(dtype: str) -> Callable[[Path, int], Any]:
-    def load(path: Path, budget_nbytes: int) -> Any:
-        accelerate = importlib.import_module("accelerate")
-        with accelerate.init_empty_weights():
-            model = _built(path, dtype)
-        return accelerate.load_checkpoint_and_dispatch(
-            model, path, device_map={"": "cpu"}, dtype=dtype
-        )
-
-    return load
+def _accelerate(path: Path, dtype: str, budget_nbytes: int) -> Any:
+    accelerate = importlib.import_module("accelerate")
+    with accelerate.init_empty_weights():
+        model = _built(path, dtype)
+    return accelerate.load_checkpoint_and_dispatch(model, path, device_map={"": "cpu"}, dtype=dtype)
 
 
 def _streamload(
-    build: Callable[[Path, str], Any], dtype: str, budgeted: bool = True
-) -> Callable[[Path, int], Any]:
-    def load(path: Path, budget_nbytes: int) -> Any:
-        from streamload import load_state_dict
+    build: Callable[[Path, str], Any], path: Path, dtype: str, budget_nbytes: int | None
+) -> Any:
+    from streamload import load_state_dict
 
-        model = build(path, dtype)
-        load_state_dict(
-            model,
-            path,
-            budget=budget_nbytes if budgeted else None,
-            device="cpu",
-            dtype=dtype,
-            progress=False,
-        )
-        return model
-
-    return load
+    model = build(path, dtype)
+    load_state_dict(model, path, budget=budget_nbytes, device="cpu", dtype=dtype, progress=False)
+    return model
 
 
-def _streamload_from_pretrained(dtype: str) -> Callable[[Path, int], Any]:
-    def load(path: Path, budget_nbytes: int) -> Any:
-        from streamload.transformers import from_pretrained
-
-        return from_pretrained(path, budget=budget_nbytes, device="cpu", dtype=dtype)
-
-    return load
+def _no_budget(path: Path, dtype: str, budget_nbytes: int) -> Any:
+    return _streamload(_meta, path, dtype, None)
 
 
-_ACCELERATE = ("torch", "transformers", "accelerate")
-_OURS_TOO = ("torch", "transformers", "streamload.transformers")
+def _ours_from_pretrained(path: Path, dtype: str, budget_nbytes: int) -> Any:
+    from streamload.transformers import from_pretrained
+
+    return from_pretrained(path, budget=budget_nbytes, device="cpu", dtype=dtype)
+
+
+_mapped = partial(_from_pretrained, device_map="cpu")
+_into_meta, _in_place = partial(_streamload, _meta), partial(_streamload, _built)
 
 #: By name. The default float32 is there since that is what a model's class makes unless told.
 WAYS: dict[str, Way] = {
-    "float32 model, load_file, load_state_dict": Way(_copied_into_float32, "float32"),
+    "float32 model, load_file, load_state_dict": Way(_copied, "float32"),
     "model, load_file, load_state_dict": Way(_copied),
     "meta, load_file, assign": Way(_assigned),
-    "transformers": Way(_from_pretrained("auto")),
-    "transformers, device_map": Way(_from_pretrained("auto", device_map="cpu")),
-    "accelerate": Way(_accelerate("bfloat16"), needs=_ACCELERATE),
-    "streamload, meta": Way(_streamload(_meta, "bfloat16"), ours=True),
-    "streamload, meta, no budget": Way(_streamload(_meta, "bfloat16", False), ours=True),
-    "streamload, in place": Way(_streamload(_built, "bfloat16"), ours=True),
-    "streamload.transformers": Way(
-        _streamload_from_pretrained("bfloat16"), ours=True, needs=_OURS_TOO
-    ),
-    "meta, load_file, half, assign": Way(_assigned_as_float16, "float16"),
-    "transformers, float16": Way(_from_pretrained("float16"), "float16"),
-    "transformers, float16, device_map": Way(
-        _from_pretrained("float16", device_map="cpu"), "float16"
-    ),
-    "accelerate, float16": Way(_accelerate("float16"), "float16", needs=_ACCELERATE),
-    "streamload, meta, float16": Way(_streamload(_meta, "float16"), "float16", ours=True),
-    "streamload, in place, float16": Way(_streamload(_built, "float16"), "float16", ours=True),
-    "streamload.transformers, float16": Way(
-        _streamload_from_pretrained("float16"), "float16", ours=True, needs=_OURS_TOO
-    ),
+    "transformers": Way(_from_pretrained),
+    "transformers, device_map": Way(_mapped),
+    "accelerate": Way(_accelerate, needs="accelerate"),
+    "streamload, meta": Way(_into_meta, ours=True),
+    "streamload, meta, no budget": Way(_no_budget, ours=True),
+    "streamload, in place": Way(_in_place, ours=True),
+    "streamload.transformers": Way(_ours_from_pretrained, ours=True),
+    "meta, load_file, half, assign": Way(_assigned, "float16"),
+    "transformers, float16": Way(_from_pretrained, "float16"),
+    "transformers, float16, device_map": Way(_mapped, "float16"),
+    "accelerate, float16": Way(_accelerate, "float16", needs="accelerate"),
+    "streamload, meta, float16": Way(_into_meta, "float16", ours=True),
+    "streamload, in place, float16": Way(_in_place, "float16", ours=True),
+    "streamload.transformers, float16": Way(_ours_from_pretrained, "float16", ours=True),
 }
 
 
-def torch_load(path: str, way: str, budget_nbytes: int = 2**62) -> dict[str, Any]:
+def load(path: str, way: str, budget_nbytes: int = 2**62) -> Callable[[], dict[str, Any]]:
     """Load a checkpoint into a model of transformers, on the CPU.
 
     Args:
@@ -189,32 +148,28 @@ def torch_load(path: str, way: str, budget_nbytes: int = 2**62) -> dict[str, Any
         budget_nbytes: for streamload.
 
     Returns:
-        The time of the load, building the model included; the peak of RSS until it was done and
-        until all weights were looked at; by how much the load made anonymous memory grow; a
-        checksum of the weights.
+        A lap, which says the time of the load, building the model included; the peak of RSS until
+        it was done and until all weights were looked at; by how much the load made anonymous
+        memory grow; a checksum of the weights.
     """
     importlib.import_module("transformers")
-    begun = _status()
-    wall = time.perf_counter()
-    model = WAYS[way].load(Path(path), budget_nbytes)
-    wall_s = time.perf_counter() - wall
-    gc.collect()
-    loaded = _status()
-    crc32 = _crc32(model)  # reads what is mapped
-    return {
-        "laps": [{"wall_s": wall_s}],
-        "rss_peak_nbytes": loaded["VmHWM"],
-        "anon_nbytes": loaded["RssAnon"] - begun["RssAnon"],
-        "rss_used_nbytes": _status()["VmHWM"],
-        "crc32": crc32,
-    }
 
+    def lap() -> dict[str, Any]:
+        begun, wall = proc_nbytes("/proc/self/status"), time.perf_counter()
+        model = WAYS[way].load(Path(path), WAYS[way].dtype, budget_nbytes)
+        seconds = time.perf_counter() - wall
+        gc.collect()
+        loaded = proc_nbytes("/proc/self/status")
+        crc32 = _crc32(model)  # reads what is mapped
+        return {  # VmHWM is the kernel's own peak of RSS
+            "seconds": seconds,
+            "rss_peak_nbytes": loaded["VmHWM"],
+            "anon_nbytes": loaded["RssAnon"] - begun["RssAnon"],
+            "rss_used_nbytes": proc_nbytes("/proc/self/status")["VmHWM"],
+            "crc32": crc32,
+        }
 
-def _status() -> dict[str, int]:
-    """Fields of /proc/self/status in bytes; VmHWM is the kernel's own peak of RSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = (line.partition(":") for line in lines if line.startswith(("Rss", "VmHWM")))
-    return {name: int(value.split()[0]) * 1024 for name, _, value in fields}
+    return lap
 
 
 def _crc32(model: Any) -> int:
@@ -227,6 +182,3 @@ def _crc32(model: Any) -> int:
         for start in range(0, flat.numel(), _CHECKED_NBYTES):
             found = zlib.crc32(flat[start : start + _CHECKED_NBYTES].numpy(), found)
     return found
-
-
-JOBS: dict[str, Callable[..., dict[str, Any]]] = {"torch_load": torch_load}

@@ -1,26 +1,27 @@
-"""The section "torch": a table of peaks, and of who is killed, on the CPU."""
+"""The section "torch": a table of peaks, and the outcome of each way in a box, on the CPU."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-from bench_parts.processes import Measured, WorkerError, argv, environment, measure, result_of
-from bench_parts.sections import (
+from boxes import Boxes
+
+from bench_parts.section import (
     SMALL_NBYTES,
     NotHereError,
     Options,
     Section,
-    Target,
+    boxes_here,
     cached_checkpoint,
     forget,
+    in_box,
     need_memory,
     read_all,
 )
+from bench_parts.sections import SAMPLE_S
 from bench_parts.torch_jobs import WAYS, Way
+from streamload.bench.processes import Measured, MeasurementError, call, command, measure
 from streamload.devices.probing import probe
 from streamload.units import format_bytes
 
@@ -33,7 +34,7 @@ PEAKS_AT_TWICE = 1.9
 #: The usual ways that hold the file's pages and the weights side by side, each judged by itself.
 COPYING = ("model, load_file, load_state_dict", "transformers, float16", "accelerate, float16")
 BUDGET_RATIO = 1.02
-_FILES: Mapping[str, Callable[[Path], None]] = {"cached": read_all, "not cached": forget}
+JOB = "bench_parts.torch_jobs:load"
 
 
 def torch_box(options: Options) -> Section:
@@ -45,7 +46,7 @@ def torch_box(options: Options) -> Section:
     if not found.works:
         raise NotHereError(f"torch: {found.problem}")
     need_memory(4 * options.nbytes + 2**30)
-    maker = _boxes()
+    maker = boxes_here()
     ways = {
         name: way
         for name, way in WAYS.items()
@@ -53,7 +54,11 @@ def torch_box(options: Options) -> Section:
     }
     if not ways:
         raise NotHereError(f"no way to load of {', '.join(WAYS)}")
-    tiny = _tiny_nbytes(options, ways)
+    tiny: dict[str, int] = {}  # peaks of RSS where there is nearly nothing to load
+    with cached_checkpoint(options, SMALL_NBYTES) as path:
+        for name in ways:
+            done = measure(call(JOB, path=str(path), way=name))
+            tiny[name] = done.first["rss_peak_nbytes"]
     base_nbytes = max(tiny.values())
     margin_nbytes = MARGIN_NBYTES + int(options.nbytes * MARGIN_SHARE)
     limit_nbytes = options.nbytes + base_nbytes + margin_nbytes
@@ -78,27 +83,10 @@ def torch_box(options: Options) -> Section:
     return section
 
 
-def _boxes() -> Any:
-    boxes = importlib.import_module("boxes")
-    try:
-        return boxes.Boxes()
-    except (boxes.NoBoxesError, OSError) as error:
-        raise NotHereError(str(error)) from error
-
-
-def _tiny_nbytes(options: Options, ways: Iterable[str]) -> dict[str, int]:
-    """Peaks of RSS where there is nearly nothing to load: the process alone."""
-    with cached_checkpoint(options, SMALL_NBYTES) as path:
-        return {
-            name: int(measure("torch_load", path=str(path), way=name).result["rss_peak_nbytes"])
-            for name in ways
-        }
-
-
 def _peaks(
     options: Options,
     ways: Mapping[str, Way],
-    maker: Any,
+    maker: Boxes,
     tiny: Mapping[str, int],
     section: Section,
 ) -> dict[str, Measured]:
@@ -106,17 +94,15 @@ def _peaks(
     peaks: dict[str, Measured] = {}
     with cached_checkpoint(options, options.nbytes) as path:
         for name, way in ways.items():
-            arguments: dict[str, Any] = {"path": str(path), "way": name}
+            job = call(JOB, path=str(path), way=name)
             options.say(f"torch: peaks: {name}")
             read_all(path)
-            done = measure("torch_load", sampled=True, **arguments)
+            done = peaks[name] = measure(job, sample_s=SAMPLE_S)
             forget(path)
-            box_nbytes = 4 * options.nbytes + 2**30
-            charged = maker.run(argv("torch_load", **arguments), box_nbytes, env=environment())
+            charged = maker.run(command(job, at_once=True), 4 * options.nbytes + 2**30)
             if charged.returncode:
-                raise WorkerError(f"{name}, with room: {charged.stderr.strip()[-500:]}")
-            peaks[name] = done
-            rss_nbytes = done.result["rss_peak_nbytes"]
+                raise MeasurementError(f"{name}, with room: {charged.stderr.strip()[-500:]}")
+            rss_nbytes = done.first["rss_peak_nbytes"]
             section.rows.append(
                 {
                     "what": name,
@@ -124,10 +110,10 @@ def _peaks(
                     "anon": format_bytes(done.peak_nbytes),
                     "RSS": format_bytes(rss_nbytes),
                     "x": round((rss_nbytes - tiny[name]) / options.nbytes, 2),
-                    "RSS, used": format_bytes(done.result["rss_used_nbytes"]),
-                    "rests": format_bytes(max(0, done.result["anon_nbytes"])),
+                    "RSS, used": format_bytes(done.first["rss_used_nbytes"]),
+                    "rests": format_bytes(max(0, done.first["anon_nbytes"])),
                     "cgroup": format_bytes(charged.peak_nbytes or 0),
-                    "wall_s": round(done.first["wall_s"], 2),
+                    "wall_s": round(done.first["seconds"], 2),
                 }
             )
     return peaks
@@ -136,7 +122,7 @@ def _peaks(
 def _in_box(
     options: Options,
     ways: Mapping[str, Way],
-    maker: Any,
+    maker: Boxes,
     limit_nbytes: int,
     offset: int,
     section: Section,
@@ -146,26 +132,18 @@ def _in_box(
     budget_nbytes = int(options.nbytes * BUDGET_RATIO)
     with cached_checkpoint(options, options.nbytes, offset_mod_16=offset) as path:
         for name, way in ways.items():
-            for what, prepare in _FILES.items():
-                options.say(f"torch: box, data at {offset} modulo 16, {what}: {name}")
-                prepare(path)
-                command = argv("torch_load", path=str(path), way=name, budget_nbytes=budget_nbytes)
-                done = maker.run(command, limit_nbytes, env=environment(), timeout_s=1800)
-                outcome = "killed" if done.oom_killed else f"exit {done.returncode}"
-                if outcome == "exit 0":
-                    seconds = result_of(done.stdout)["laps"][0]["wall_s"]
-                    outcome = f"done, {seconds:.1f} s"
+            job = call(JOB, path=str(path), way=name, budget_nbytes=budget_nbytes)
+            what = f"torch: {name}, data at {offset} modulo 16"
+            for state, done in in_box(options, what, path, job, maker, limit_nbytes):
+                outcome = done.outcome
+                if outcome == "done":
+                    outcome += f", {done.said['seconds']:.1f} s"
                 elif not done.oom_killed:
                     options.say(done.stderr.strip()[-500:])
-                rows[name][f"box, {offset}, {what}"] = outcome
+                rows[name][f"box, {offset}, {state}"] = outcome
                 if way.ours:
-                    section.targets.append(
-                        Target(
-                            f"{name}: finishes in the box, data at {offset}, {what}",
-                            float(done.returncode == 0),
-                            at_least=1,
-                        )
-                    )
+                    what = f"{name}: finishes in the box, data at {offset}, {state}"
+                    section.target(what, float(done.returncode == 0), at_least=1)
 
 
 def _judge(
@@ -176,24 +154,14 @@ def _judge(
     nbytes: int,
 ) -> None:
     """Compare bits and peaks."""
-    rows = {row["what"]: row for row in section.rows}
     for name in (name for name, way in ways.items() if way.ours):
         other = next((n for n, w in ways.items() if not w.ours and w.dtype == ways[name].dtype), "")
         if other:
-            same = peaks[name].result["crc32"] == peaks[other].result["crc32"]
-            section.targets.append(
-                Target(f"{name}: the same bits as by {other!r}", float(same), at_least=1)
-            )
-        excess = peaks[name].result["rss_peak_nbytes"] - tiny[name] - nbytes
-        section.targets.append(
-            Target(
-                f"{name}: RSS beyond the weights and what the process takes, bytes",
-                excess,
-                at_most=SLACK_NBYTES,
-            )
-        )
-    for name in COPYING:
-        if name in rows:
-            section.targets.append(
-                Target(f"{name}: peak, x", rows[name]["x"], at_least=PEAKS_AT_TWICE)
-            )
+            same = peaks[name].first["crc32"] == peaks[other].first["crc32"]
+            section.target(f"{name}: the same bits as by {other!r}", float(same), at_least=1)
+        excess = peaks[name].first["rss_peak_nbytes"] - tiny[name] - nbytes
+        what = f"{name}: RSS beyond the weights and what the process takes, bytes"
+        section.target(what, excess, at_most=SLACK_NBYTES)
+    for row in section.rows:
+        if row["what"] in COPYING:
+            section.target(f"{row['what']}: peak, x", row["x"], at_least=PEAKS_AT_TWICE)

@@ -1,8 +1,4 @@
-"""One load of the section torture, in a process of its own: made from a case, and looked at.
-
-It says a line of JSON when the framework is there and the target is made, when the load is done or
-failed, and when every byte was compared; before each it waits until it is told to go on.
-"""
+"""One load of the section torture, in a process of its own: made from a case, and looked at."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ import json
 import math
 import os
 import struct
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +39,10 @@ class Raw:
     start: int
 
 
-def tensors_of(folder: Path) -> dict[str, Raw]:
-    """The tensors of a checkpoint, by a reader of headers that is not the library's."""
+def tensors_of(path: Path) -> dict[str, Raw]:
+    """The tensors of a folder or file, by a reader of headers that is not the library's."""
     found = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         with open(file, "rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))
             header = json.loads(data.read(length))
@@ -136,6 +130,17 @@ def _tinygrad(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
     return model
 
 
+def make_target(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
+    """What a checkpoint is loaded into: a model, or a dict of tensors by name, or None.
+
+    Args:
+        case: its "device", "state", "held" dtype and "kind"; see `torture_section.draw`.
+        raws: the tensors of the checkpoint.
+    """
+    makers: dict[str, Any] = {"host": _host, "torch": _torch}
+    return makers.get(case["device"], _tinygrad)(case, raws)
+
+
 def _flat(device: str, tensor: Any) -> np.ndarray[Any, Any]:
     """The bytes of a loaded tensor."""
     if device == "host":
@@ -194,15 +199,6 @@ def wrong(
                 break
 
 
-def _say(**what: Any) -> None:
-    os.write(sys.stdout.fileno(), b"\n" + json.dumps(what).encode() + b"\n")
-
-
-def _wait() -> None:
-    if not os.read(0, 1):
-        os._exit(3)  # whoever asked has gone
-
-
 def _load(case: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, Any]]:
     """The load itself, and what is known of it."""
     before = process_memory("self")
@@ -233,35 +229,33 @@ def _load(case: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def main(case: Mapping[str, Any]) -> None:
-    """Run a case of the section torture, whose model is shaped like the checkpoint ``shapes``."""
-    _wait()
-    warnings.simplefilter("ignore")  # values out of float16's range
-    raws = tensors_of(Path(case.get("shapes", case["path"])))
-    makers: dict[str, Any] = {"host": _host, "torch": _torch}
-    model = makers.get(case["device"], _tinygrad)(case, raws)
-    gc.collect()
-    if case["state"] == "forked":
-        child = os.fork()
-        if child:
-            _, status = os.waitpid(child, 0)
-            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    _say(ready=True)
-    _wait()
-    report, said = _load(case, model)
-    _say(**said)
-    _wait()
-    found = []
-    if report is not None and not case.get("unchecked"):
-        with np.errstate(all="ignore"):
-            tensors = _loaded(case["device"], model, report.state_dict)
-            raws = tensors_of(Path(case["path"]))
-            found = list(wrong(case["device"], case["options"]["dtype"], tensors, raws))
-    _say(wrong=found[:8])
-    with suppress(OSError):
-        sys.stderr.flush()
-    os._exit(0)  # nothing of a driver's goodbye is of interest
+class Job:
+    """A case of the section torture, whose model is shaped like the checkpoint ``shapes``."""
 
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        warnings.simplefilter("ignore")  # values out of float16's range
+        self._case = case
+        raws = tensors_of(Path(case.get("shapes", case["path"])))
+        self._model = make_target(case, raws)
+        self._report: Any = None
+        gc.collect()
+        if case["state"] == "forked":
+            child = os.fork()
+            if child:
+                _, status = os.waitpid(child, 0)
+                os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    def __call__(self) -> dict[str, Any]:
+        """Load."""
+        self._report, said = _load(self._case, self._model)
+        return said
+
+    def check(self) -> dict[str, Any]:
+        """Compare all bytes."""
+        case, found = self._case, []
+        if self._report is not None and not case.get("unchecked"):
+            with np.errstate(all="ignore"):
+                tensors = _loaded(case["device"], self._model, self._report.state_dict)
+                raws = tensors_of(Path(case["path"]))
+                found = list(wrong(case["device"], case["options"]["dtype"], tensors, raws))
+        return {"wrong": found[:8]}

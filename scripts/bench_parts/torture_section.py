@@ -17,32 +17,33 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import math
-import os
 import random
-import select
 import shutil
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import boxes
-from make_checkpoint import make_checkpoint, shape_of_size
+from make_checkpoint import make_checkpoint, make_header, shape_of_size
 
-from bench_parts.processes import environment
-from bench_parts.sections import NotHereError, Options, Section, Target, need_memory, read_all
-from streamload.dtypes import DType, parse_dtype
+from bench_parts.section import (
+    FILES,
+    Options,
+    Section,
+    Target,
+    boxes_here,
+    need_disk,
+    need_memory,
+    read_all,
+)
+from streamload.bench.processes import Child, MeasurementError, call
+from streamload.dtypes import BF16, DType, parse_dtype
 from streamload.plan.budget import available_cpus
 from streamload.units import format_bytes
 
@@ -187,10 +188,6 @@ def _checkpoint(folder: Path, case: Case, dtype: str, seed: int) -> Path:
     return out
 
 
-class _EndedError(Exception):
-    """The process has ended."""
-
-
 def run_boxed(
     maker: boxes.Boxes, job: Mapping[str, Any], limit: Callable[[int], int] | None = None
 ) -> dict[str, Any]:
@@ -198,7 +195,7 @@ def run_boxed(
 
     Args:
         maker: of boxes.
-        job: for `bench_parts.torture_job`.
+        job: the case of a `bench_parts.torture_job.Job`.
         limit: from what is charged when the process is ready to the limit; None: there is none.
 
     Returns:
@@ -209,82 +206,43 @@ def run_boxed(
     """
     ran: dict[str, Any] = {"said": {}, "taken_nbytes": 0, "charged_nbytes": 0, "room_nbytes": None}
     box = maker.make(ROOM_NBYTES)
-    with TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [
-                *("sh", "-c", 'echo $$ >"$0" && exec "$@"', box.procs),
-                *(sys.executable, "-m", "bench_parts.torture_job", json.dumps(job)),
-            ],
-            env=environment(),
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-        )
-        try:
-            _answer(process)
-            before = box.memory()
-            if limit is not None:
-                ran["room_nbytes"] = limit(before[1]) - before[1]
-                box.limit(before[1] + ran["room_nbytes"])
+    child = Child(
+        call("bench_parts.torture_job:Job", case=dict(job)),
+        timeout_s=_ANSWER_S,
+        prefix=box.enter,
+        sample_s=_SAMPLE_S,
+    )
+    try:
+        child.ready()
+        before = box.memory()
+        if limit is not None:
+            ran["room_nbytes"] = limit(before[1]) - before[1]
+            box.limit(before[1] + ran["room_nbytes"])
 
-            def look() -> None:
-                for name, then, now in zip(_TAKEN, before, box.memory(), strict=True):
-                    ran[name] = max(ran[name], now - then)
+        def look() -> None:
+            for name, then, now in zip(_TAKEN, before, box.memory(), strict=True):
+                ran[name] = max(ran[name], now - then)
 
-            said = ran["said"] = _answer(process, look)
-            look()
-            box.limit(ROOM_NBYTES)  # comparing takes memory of its own
-            wrong = _answer(process)["wrong"]
-            outcome = "wrong" if wrong else _BY_ERROR.get(said["outcome"], "other")
-            if box.oom_killed:  # another process of the box than the one that loads
-                outcome = "killed"
-            ran |= {"outcome": outcome, "why": "; ".join(wrong) or said.get("error", "")}
-        except TimeoutError:
-            ran |= {"outcome": "hung", "why": f"silent for {_ANSWER_S} s"}
-        except OSError as error:  # no such limit
-            ran |= {"outcome": "other", "why": str(error)}
-        except _EndedError:
-            status = process.wait(_ANSWER_S)
-            errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            killed = box.oom_killed or not 0 <= status <= 128  # or one that was forked
-            why = " ".join([f"exit status {status}", *last])
-            ran |= {"outcome": "killed" if killed else "other", "why": why}
-        finally:
-            boxes.remove(box.folder)  # ends the process
-            process.kill()
-            process.communicate()
+        said = ran["said"] = child.lap(look)[0]
+        look()
+        box.limit(ROOM_NBYTES)  # comparing takes memory of its own
+        wrong = child.check()["wrong"]
+        outcome = "wrong" if wrong else _BY_ERROR.get(said["outcome"], "other")
+        if box.oom_killed:  # another process of the box than the one that loads
+            outcome = "killed"
+        ran |= {"outcome": outcome, "why": "; ".join(wrong) or said.get("error", "")}
+    except OSError as error:  # no such limit
+        ran |= {"outcome": "other", "why": str(error)}
+    except MeasurementError as error:
+        outcome = "hung"
+        if error.status is not None:
+            killed = box.oom_killed or not 0 <= error.status <= 128  # or one that was forked
+            outcome = "killed" if killed else "other"
+        ran |= {"outcome": outcome, "why": str(error)}
+    finally:
+        boxes.remove(box.folder)  # ends the process
+        child.close(at_once=True)
     return ran
-
-
-def _answer(process: subprocess.Popen[bytes], look: Callable[[], None] | None = None) -> Any:
-    """Tell a process to go on, and wait for the JSON that it says next.
-
-    Args:
-        process: of `bench_parts.torture_job`.
-        look: called again and again meanwhile.
-
-    Raises:
-        TimeoutError: it says nothing.
-        _EndedError: it will not.
-    """
-    assert process.stdin is not None and process.stdout is not None
-    fd, received, until = process.stdout.fileno(), b"", time.monotonic() + _ANSWER_S
-    with suppress(BrokenPipeError):
-        process.stdin.write(b"1")
-    while time.monotonic() < until:
-        if look is not None:
-            look()
-        if select.select([fd], [], [], _SAMPLE_S if look else 1)[0]:
-            piece = os.read(fd, 2**16)
-            if not piece:
-                raise _EndedError
-            received += piece
-            for line in received.splitlines(keepends=True):
-                if line.startswith(b"{") and line.endswith(b"}\n"):
-                    return json.loads(line)
-    raise TimeoutError
 
 
 def run_case(case: Case, maker: boxes.Boxes, folder: Path) -> dict[str, Any]:
@@ -299,7 +257,7 @@ def run_case(case: Case, maker: boxes.Boxes, folder: Path) -> dict[str, Any]:
         if budget == "stated":
             budget = str(int(room["said"]["device_nbytes"] * case["budget_factor"]) or 1)
         job["options"] = case["options"] | {"budget": budget}
-        (read_all if case["cached"] else boxes.forget)(path)
+        FILES["cached" if case["cached"] else "not cached"](path)
         left_alone = {None: 0.1, "80%": 0.2}.get(case["budget"], 0) if case["roomy"] else 0
         needed_nbytes = room["charged_nbytes"] / (1 - left_alone)
         more_nbytes = int(needed_nbytes * case["box_factor"]) + case["slack_nbytes"]
@@ -326,16 +284,12 @@ def torture(options: Options) -> Section:
     Raises:
         NotHereError: no memory cgroups can be made, or a load would not fit into this machine.
     """
-    try:
-        maker = boxes.Boxes()
-    except (boxes.NoBoxesError, OSError) as error:
-        raise NotHereError(str(error)) from error
+    maker = boxes_here()
     if options.usable:
         return usable(maker, options)
     jobs, most = min(available_cpus(), 2), max(min(options.nbytes // MB, MOST_MEGABYTES), 1)
     need_memory(jobs * 5 * most * MB)
-    if shutil.disk_usage(options.work).free < 40 * most * MB:
-        raise NotHereError(f"{options.work} has less than {40 * most} MB free for checkpoints")
+    need_disk(options.work, 40 * most * MB)
     numbers = range(options.runs) if options.only is None else (options.only,)
     drawn = [draw(options.seed, number, most) for number in numbers]
     cases = [case for case in drawn if case["device"] in _here(options)]
@@ -524,7 +478,7 @@ def usable(maker: boxes.Boxes, options: Options) -> Section:
         )
         if budget != "80%":
             least = USABLE_BOXES[limit_nbytes]
-            section.targets.append(Target(f"{what}: share", low / free_nbytes, at_least=least))
+            section.target(f"{what}: share", low / free_nbytes, at_least=least)
     return section
 
 
@@ -533,15 +487,8 @@ def _hollow(path: Path, nbytes: int) -> int:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     one = nbytes // 64 // 4096 * 4096
-    entries = {
-        f"w{n}": {
-            **{"dtype": "BF16", "shape": [one // 4096, 2048]},
-            "data_offsets": [n * one, (n + 1) * one],
-        }
-        for n in range(64)
-    }
-    header = json.dumps(entries).encode()
+    header = make_header([(f"w{n}", (one // 4096, 2048)) for n in range(64)], BF16)
     with open(path / "model.safetensors", "wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + 64 * one)
+        file.write(header)
+        file.truncate(len(header) + 64 * one)
     return 64 * one

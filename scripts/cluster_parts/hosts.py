@@ -177,7 +177,7 @@ class Cluster:
         process = subprocess.Popen(
             [ENTER, self.hosts[host].name, "exec " + shlex.join(os.fspath(word) for word in argv)],
             env={**self.environment(), **(env or {})},
-            start_new_session=True,  # Ctrl-C at the terminal is for who made the cluster
+            start_new_session=True,  # Ctrl-C at the terminal goes to the maker of the cluster
             **options,
         )
         self._programs.append((host, process))

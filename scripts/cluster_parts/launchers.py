@@ -39,50 +39,26 @@ class Job:
         argv: the program that each rank is, and its arguments.
         per_host: ranks of a host.
         env: more environment variables.
-        options: of `subprocess.Popen`.
     """
 
     cluster: Cluster
     argv: Sequence[str | os.PathLike[str]]
     per_host: int
     env: Mapping[str, str]
-    options: Mapping[str, Any]
 
     def start(
         self, host: int, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str]
     ) -> Program:
-        """Start one program."""
-        process = self.cluster.exec(host, argv, env={**env, **self.env}, **self.options)
+        """Start one program, with pipes for what it says."""
+        process = self.cluster.exec(
+            host,
+            argv,
+            env={**env, **self.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         return Program(host, process)
-
-
-def launch(
-    cluster: Cluster,
-    launcher: str,
-    argv: Sequence[str | os.PathLike[str]],
-    *,
-    per_host: int = 1,
-    env: Mapping[str, str] | None = None,
-    **options: Any,
-) -> list[Program]:
-    """Start a program on all hosts.
-
-    Args:
-        cluster: the hosts.
-        launcher: one of `LAUNCHERS`.
-        argv: the program and its arguments.
-        per_host: how often on each host.
-        env: more environment variables.
-        **options: of `subprocess.Popen`.
-
-    Returns:
-        What was started: with "env" every rank, with "torchrun" a torchrun a host, with "mpirun"
-        one on the first host.
-
-    Raises:
-        NoClusterError: the launcher is not installed.
-    """
-    return LAUNCHERS[launcher](Job(cluster, argv, per_host, env or {}, options))
 
 
 def _bare(job: Job) -> list[Program]:
@@ -170,6 +146,8 @@ def _mpirun(job: Job) -> list[Program]:
     raise NoClusterError(f"an mpirun that is not known: {said.strip()[:100]}")
 
 
+#: Each starts a job and returns its programs: "env" every rank, "torchrun" a torchrun a host,
+#: "mpirun" one on the first host. They raise NoClusterError where the launcher is not installed.
 LAUNCHERS: dict[str, Callable[[Job], list[Program]]] = {
     "env": _bare,
     "torchrun": _torchrun,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from cluster_parts.hosts import Cluster
-from cluster_parts.launchers import MPI_TAG, Program, launch
+from cluster_parts.launchers import LAUNCHERS, MPI_TAG, Job, Program
 
 #: Called with a rank or a host, "stdout" or "stderr", and a line without its end.
 OnLine = Callable[[int, str, str], None]
@@ -76,16 +75,8 @@ class Running:
         self._said: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
         self._ended: dict[int, float] = {}
         self._all_ended = threading.Event()
-        self.programs = launch(
-            cluster,
-            launcher,
-            argv,
-            per_host=per_host,
-            env={"PYTHONUNBUFFERED": "1", **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        job = Job(cluster, argv, per_host, {"PYTHONUNBUFFERED": "1", **(env or {})})
+        self.programs = LAUNCHERS[launcher](job)
         self._readers = [
             self._start(self._read, index, stream, pipe)
             for index, program in enumerate(self.programs)

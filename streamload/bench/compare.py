@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,7 +19,14 @@ from typing import Any
 from streamload.bench import machine
 from streamload.bench.chart import Bars, draw
 from streamload.bench.loaders import LOADERS, OURS, Loader
-from streamload.bench.processes import Child, DriverMeter, MeasurementError, Memory
+from streamload.bench.processes import (
+    Child,
+    DriverMeter,
+    MeasurementError,
+    Memory,
+    call,
+    measure,
+)
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
 from streamload.devices.names import environment_device, installed, spelled_as, split_name
@@ -106,7 +113,7 @@ class Run:
 
     @property
     def pinned_nbytes(self) -> int | None:
-        """What is page-locked, as far as anybody says."""
+        """Page-locked memory, the largest of what the kernel, loader and framework say."""
         keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
         said = [int(self.says[key]) for key in keys if key in self.says]
         if self.memory.locked_nbytes > 0:
@@ -135,13 +142,12 @@ class Of:
     def median_s(self, state: str, *, again: bool = False) -> float | None:
         """Seconds of the whole call."""
         found = [run.again_s if again else run.seconds for run in self.runs.get(state, ())]
-        known = [seconds for seconds in found if seconds is not None]
-        return median(known) if known else None
+        return _middle(found)
 
 
 @dataclass(slots=True)
 class Limit:
-    """What the machine did at most, each round.
+    """The most that the machine did, each round.
 
     Attributes:
         how: in words.
@@ -196,7 +202,7 @@ class Comparison:
         return self.nbytes / 1e9 / seconds if seconds else None
 
     def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """How many times as fast as a loader streamload is, by the medians of the whole calls."""
+        """The rate of streamload over that of a loader, by the medians of the whole calls."""
         ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
         return ours / other if ours and other else None
 
@@ -204,8 +210,8 @@ class Comparison:
         """GB/s of streamload's reading, casting and copying alone, by the median."""
         of = self.loaders.get(name)
         runs = of.runs.get(state, ()) if of else ()
-        rates = [run.says["read_nbytes"] / 1e9 / run.says["stream_s"] for run in runs]
-        return median(rates) if rates else None
+        said = [run.says for run in runs if "stream_s" in run.says]
+        return _middle([says["read_nbytes"] / 1e9 / says["stream_s"] for says in said])
 
     def wire(self, state: str) -> float | None:
         """GB/s of the slowest part of the way, by the median; None where it was not measured."""
@@ -213,7 +219,7 @@ class Comparison:
         return min(found, default=None)
 
     def share(self, state: str) -> float | None:
-        """Of what the slowest part of the way can do: what streamload's transfer reaches."""
+        """The rate of streamload's transfer over that of the slowest part of the way."""
         transfer, wire = self.transfer(state), self.wire(state)
         return transfer / wire if transfer and wire else None
 
@@ -242,11 +248,12 @@ class Comparison:
                 "limit": self.wire(state),
                 "share": self.share(state),
             }
-            for state in self._states()
+            for state in self.states()
         }
         return data
 
-    def _states(self) -> list[str]:
+    def states(self) -> list[str]:
+        """The states of the page cache in which something was measured."""
         return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
 
     def lines(self) -> list[str]:
@@ -256,13 +263,13 @@ class Comparison:
             f"{self.path}: {format_bytes(self.nbytes)}, {self.tensors} tensors in {self.files} "
             f"file{'s' * (self.files != 1)}, to {self.device}, dtype {self.dtype}{cores}"
         ]
-        for state in self._states():
+        for state in self.states():
             out += ["", *self._table(state)]
         if self.limits:
             out.append("")
         for key, limit in self.limits.items():
             out.append(f"limit, {key}: {limit.median:.3g} GB/s ({limit.how})")
-        for state in self._states():
+        for state in self.states():
             share, transfer = self.share(state), self.transfer(state)
             if share and transfer:
                 out.append(
@@ -271,43 +278,58 @@ class Comparison:
         out += [f"not compared: {name}: {why}" for name, why in self.skipped.items()]
         return out + [f"note: {note}" for note in self.notes]
 
-    def _table(self, state: str) -> list[str]:
-        rows = []
+    def rows(self, state: str) -> Iterator[dict[str, Any]]:
+        """What was measured of each loader in a state, by column; None where nothing was."""
         for name, of in self.loaders.items():
             runs = of.runs.get(state)
             if not runs:
                 continue
             seconds = [run.seconds for run in runs]
-            version = next(iter(of.versions.values()), "")
-            times, times_again = (
-                None if name == OURS else self.times(name, state, again=again)
-                for again in (False, True)
-            )
+            yield {
+                "loader": f"{name} {next(iter(of.versions.values()), '')}".strip(),
+                "cache": state,
+                "runs": len(runs),
+                "seconds": median(seconds),
+                "from": min(seconds),
+                "to": max(seconds),
+                "GB/s": self.rate(name, state),
+                "again": self.rate(name, state, again=True),
+                "transfer": self.transfer(state, name),
+                "again_s": of.median_s(state, again=True),
+                "streamload is": None if name == OURS else self.times(name, state),
+                "again: streamload is": None
+                if name == OURS
+                else self.times(name, state, again=True),
+                "host": format_bytes(max(run.memory.anon_nbytes for run in runs)),
+                "pinned": _size([run.pinned_nbytes for run in runs]),
+                "machine": format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
+                "device": _size([run.memory.device_nbytes for run in runs]),
+                "checked": of.checked,
+            }
+
+    def _table(self, state: str) -> Iterator[str]:
+        rows = []
+        for row in self.rows(state):
+            numbers = ("GB/s", "again", "streamload is", "again: streamload is")
+            texts = ("host", "pinned", "machine", "device", "checked")
             rows.append(
                 (
-                    f"{name} {version}".strip(),
-                    f"{median(seconds):.3g}",
-                    f"{min(seconds):.3g}-{max(seconds):.3g}",
-                    _number(self.rate(name, state)),
-                    _number(self.rate(name, state, again=True)),
-                    _number(times),
-                    _number(times_again),
-                    format_bytes(max(run.memory.anon_nbytes for run in runs)),
-                    _size([run.pinned_nbytes for run in runs]),
-                    format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
-                    _size([run.memory.device_nbytes for run in runs]),
-                    "" if of.checked is None else str(of.checked),
+                    row["loader"],
+                    f"{row['seconds']:.3g}",
+                    f"{row['from']:.3g}-{row['to']:.3g}",
+                    *("" if row[key] is None else f"{row[key]:.3g}" for key in numbers),
+                    *("" if row[key] is None else str(row[key]) for key in texts),
                 )
             )
         titles = (
             *(f"{state} page cache", "seconds", "from-to", "GB/s", "again"),
             *("streamload is", "again", "host", "pinned", "machine", "device", "checked"),
         )
-        return list(format_table(titles, rows, right=len(titles) - 1))
+        return format_table(titles, rows, right=len(titles) - 1)
 
     def svg(self) -> str:
         """The rates as bars."""
-        states = self._states()
+        states = self.states()
         series = [
             (state, again)
             for state in states
@@ -333,16 +355,12 @@ class Comparison:
         )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def _size(sizes: Sequence[int | None]) -> str:
+def _size(sizes: Sequence[int | None]) -> str | None:
     known = [n for n in sizes if n is not None]
-    return format_bytes(max(known)) if known else ""
+    return format_bytes(max(known)) if known else None
 
 
-def _middle(values: Sequence[int | None]) -> float | None:
+def _middle(values: Sequence[float | None]) -> float | None:
     known = [n for n in values if n is not None]
     return median(known) if known else None
 
@@ -364,14 +382,14 @@ def _spread(seconds: Sequence[float | None], nbytes: int) -> dict[str, float] | 
 
 
 def warm(files: Sequence[Path]) -> str:
-    """Bring files into the page cache, unless they are there; says what is wrong, or ""."""
+    """Bring files into the page cache, and dirty pages to the disk; says what is wrong, or ""."""
     block = memoryview(bytearray(_READ_NBYTES))
     for file in files:
-        if (resident_fraction(file) or 0) >= _RESIDENT:
-            continue
         with open(file, "rb", buffering=0) as data:
-            while data.readinto(block):
-                pass
+            os.fsync(data.fileno())
+            if (resident_fraction(data.fileno()) or 0) < _RESIDENT:
+                while data.readinto(block):
+                    pass
     known = [part for file in files if (part := resident_fraction(file)) is not None]
     if len(known) < len(files):
         return "the system does not say what is in the page cache"
@@ -453,9 +471,9 @@ def compare(options: Options) -> Comparison:
     """Measure.
 
     Raises:
-        CheckpointError: the checkpoint is not what it should be.
+        CheckpointError: the checkpoint is invalid, or not in files.
         DeviceNotFoundError: no device works.
-        ValueError: an argument is not what it should be.
+        ValueError: an argument is invalid.
     """
     for state in options.states:
         if state not in _STATES:
@@ -633,7 +651,7 @@ class _Comparing:
                 self._options.say(f"{where}: looking for the fastest way of {_LIMITS[name]}")
                 self._prepare(state)
                 try:
-                    with self._limit_child(f"{name}_way") as child:
+                    with self._limit_child(name) as child:
                         said = child.lap()[0]
                     self._ways[name] = {key: said[key] for key in ("threads", "block_nbytes")}
                 except MeasurementError as error:
@@ -643,10 +661,10 @@ class _Comparing:
         return [name for name in names if f"limit: {name}" not in self.found.skipped]
 
     def _limit_child(self, name: str, **more: Any) -> Child:
-        files = [str(file) for file in self._files]
-        return self._child(
-            {"kind": "limit", "limit": name, "files": files, "index": self._index or 0, **more}
-        )
+        how: dict[str, Any] = {"index": self._index}
+        if name != "copy":
+            how = {"paths": list(map(str, self._files)), "direct": name == "direct", **more}
+        return self._child(call("streamload.bench.limits:limit", **how))
 
     def _take_limit(self, name: str, state: str, child: Child) -> None:
         child.ready()
@@ -682,15 +700,13 @@ def refusal(options: Options) -> dict[str, Any]:
         MeasurementError: the load failed.
     """
     framework, device = resolve(options.device)
-    checkpoint = open_checkpoint(options.path)
-    task = {
-        "path": str(checkpoint.path),
-        "files": [],
-        "framework": framework,
-        "device": device,
-        "dtype": options.dtype,
-        "options": dict(options.options),
-    }
-    job = {"kind": "refusal", "task": task, "cores": options.cores}
-    with Child(job, timeout_s=options.timeout_s) as child:
-        return child.lap()[0]
+    job = call(
+        "streamload.bench.worker:refusal",
+        path=str(open_checkpoint(options.path).path),
+        files=(),
+        framework=framework,
+        device=device,
+        dtype=options.dtype,
+        options=dict(options.options),
+    )
+    return measure({**job, "cores": options.cores}, timeout_s=options.timeout_s).first

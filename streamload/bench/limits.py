@@ -13,9 +13,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from streamload._system import read_at
@@ -32,7 +32,7 @@ _RING_NBYTES = 64 * _MIB
 _SLOTS = (4 * _MIB, 16 * _MIB)
 _TARGET_NBYTES = 512 * _MIB
 _MOST_ROUNDS = 8  # over files that are so small
-_WINDOW_S = {"cached": 0.4, "direct": 0.8, "copy": 0.4}
+_WINDOW_S = 0.4  # of memory; a disk takes longer to tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,6 @@ class Rate:
     def gigabytes_per_second(self) -> float:
         """In GB/s."""
         return self.nbytes / 1e9 / self.seconds
-
-
-def best(rates: Sequence[Rate]) -> Rate:
-    """The fastest."""
-    return max(rates, key=lambda rate: rate.gigabytes_per_second)
 
 
 def read(
@@ -132,29 +127,24 @@ def read(
     return Rate(sum(moved), took, how, threads, block_nbytes)
 
 
-def cached_way(paths: Sequence[str], cores: int) -> Rate:
-    """The fastest of some ways to read files that are in the page cache."""
-    counts = sorted({n for n in (cores, 8, 12) if n <= cores})
-    return best(
-        [
-            read(paths, threads, block, direct=False, seconds=_WINDOW_S["cached"])
-            for threads in counts
-            for block in _CACHED_BLOCKS
-        ]
-    )
+def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
+    """The fastest of some ways to read files, each tried on other blocks.
+
+    What was read a moment ago may be in a cache below the disk.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    counts = _DIRECT_THREADS if direct else sorted({n for n in (cpus, 8, 12) if n <= cpus})
+    blocks, seconds = (_DIRECT_BLOCKS, 0.8) if direct else (_CACHED_BLOCKS, _WINDOW_S)
+    rates: list[Rate] = []
+    for threads, block in itertools.product(counts, blocks):
+        at = sum(rate.nbytes for rate in rates) // block + 1
+        rates.append(read(paths, threads, block, direct=direct, seconds=seconds, first_block=at))
+    return max(rates, key=_speed)
 
 
-def direct_way(paths: Sequence[str]) -> Rate:
-    """The fastest of some ways to read files past the page cache, each tried on other blocks."""
-    rates, turn = [], 0
-    for threads in _DIRECT_THREADS:
-        for block in _DIRECT_BLOCKS:
-            # what was read a moment ago may be in a cache below the disk
-            at = turn // block + 1
-            window = _WINDOW_S["direct"]
-            rates.append(read(paths, threads, block, direct=True, seconds=window, first_block=at))
-            turn += rates[-1].nbytes
-    return best(rates)
+def _speed(rate: Rate) -> float:
+    return rate.gigabytes_per_second
 
 
 def copy(index: int) -> Rate:
@@ -174,7 +164,7 @@ def copy(index: int) -> Rate:
     with context.current():
         context.check(driver.cuMemAlloc_v2(ctypes.byref(address), _TARGET_NBYTES), "cuMemAlloc")
     try:
-        return best([_copy(context, address.value, slot) for slot in _SLOTS])
+        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_speed)
     finally:
         with context.current():
             driver.cuMemFree_v2(address)
@@ -198,7 +188,7 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
         for slot in slots:
             slot.wait()
         begun = time.perf_counter()
-        while time.perf_counter() - begun < _WINDOW_S["copy"]:
+        while time.perf_counter() - begun < _WINDOW_S:
             once()
             moved += _RING_NBYTES
         for slot in slots:
@@ -211,21 +201,15 @@ def _copy(context: Context, address: int, slot_nbytes: int) -> Rate:
     return Rate(moved, took, how, 1, slot_nbytes)
 
 
-#: By name: from the job ("files", and for some "threads", "block_nbytes" and "index") and the
-#: number of CPUs to a rate. Those that try several ways come first; "cached" and "direct" go the
-#: best one again.
-LIMITS: dict[str, Callable[[Mapping[str, Any], int], Rate]] = {
-    "cached_way": lambda job, cores: cached_way(job["files"], cores),
-    "direct_way": lambda job, cores: direct_way(job["files"]),
-    "cached": lambda job, cores: read(
-        job["files"],
-        job["threads"],
-        job["block_nbytes"],
-        direct=False,
-        seconds=_WINDOW_S["cached"],
-    ),
-    "direct": lambda job, cores: read(
-        job["files"], job["threads"], job["block_nbytes"], direct=True
-    ),
-    "copy": lambda job, cores: copy(job["index"]),
-}
+def limit(index: int | None = None, **how: Any) -> Callable[[], dict[str, Any]]:
+    """For `streamload.bench.processes.call`: what a lap measures.
+
+    Args:
+        index: of the CUDA device that is copied to; None where files are read.
+        **how: "paths" and "direct" of `fastest`; with "threads" and "block_nbytes": of `read`.
+    """
+    if index is not None:
+        return lambda: asdict(copy(index))
+    if "threads" not in how:
+        return lambda: asdict(fastest(**how))
+    return lambda: asdict(read(**how, seconds=None if how["direct"] else _WINDOW_S))

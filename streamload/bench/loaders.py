@@ -75,9 +75,10 @@ class Runtime(Protocol):
 
     def says(self, device: str) -> dict[str, Any]:
         """The framework's own counters."""
+        return {}
 
 
-class _Torch:
+class _Torch(Runtime):
     def open(self, device: str) -> None:
         import torch
 
@@ -119,34 +120,27 @@ class _Torch:
         found = {"torch_reserved_nbytes": torch.cuda.max_memory_reserved(device)}
         pinned = getattr(torch.cuda, "host_memory_stats", None)
         if pinned is not None:
-            peak = pinned().get("allocated_bytes.peak", 0)
-            found["torch_pinned_nbytes"] = int(peak)
+            found["torch_pinned_nbytes"] = int(pinned().get("allocated_bytes.peak", 0))
         return found
 
 
-class _Tinygrad:
+class _Tinygrad(Runtime):
     def open(self, device: str) -> None:
         from tinygrad import Tensor
 
         (Tensor([1.0], device=device) + 1).realize()
-        self._synchronize(device)
+        self.finish({}, device)
 
-    def _synchronize(self, device: str) -> None:
+    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
         from tinygrad import Device
 
         Device[device].synchronize()
 
-    def finish(self, tensors: Mapping[str, Any], device: str) -> None:
-        self._synchronize(device)
-
     def bytes_of(self, tensor: Any) -> bytes:
         return bytes(tensor.uop.base.buffer.as_memoryview())
 
-    def says(self, device: str) -> dict[str, Any]:
-        return {}
 
-
-class _Host:
+class _Host(Runtime):
     def open(self, device: str) -> None:
         importlib.import_module("numpy")
 
@@ -161,9 +155,6 @@ class _Host:
         data: bytes = tensor.tobytes()
         return data
 
-    def says(self, device: str) -> dict[str, Any]:
-        return {}
-
 
 RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "host": _Host()}
 
@@ -172,7 +163,7 @@ RUNTIMES: dict[str, Runtime] = {"torch": _Torch(), "tinygrad": _Tinygrad(), "hos
 
 
 def _to(dtype: str) -> Callable[[Any], Any]:
-    """What makes a tensor of torch have the dtype that was asked for."""
+    """A function that casts a floating tensor of torch to the dtype that was asked for."""
     if dtype == "checkpoint":
         return lambda tensor: tensor
     import torch
@@ -347,86 +338,72 @@ class Loader:
 
     Attributes:
         load: what is timed.
-        frameworks: whose tensors it makes; the first where the device is none of theirs.
-        packages: distributions whose versions are told, the loader's own first.
-        modules: imported before the time runs.
-        cuda: it loads to CUDA devices.
-        cpu: it loads to the CPU, or to what shares its memory.
-        states: of the page cache in which it is compared unless it is asked for by name.
+        package: the distribution whose version is told.
         what: how it is used, in words, or "".
+        frameworks: those whose tensors it makes.
+        modules: other `imports` than the package, or none.
+        cuda_only: it loads to CUDA devices alone; else also to the CPU, or what shares its memory.
+        states: of the page cache in which it is compared unless it is asked for by name.
     """
 
     load: Callable[[Task], Loaded]
-    frameworks: tuple[str, ...]
-    packages: tuple[str, ...]
-    modules: tuple[str, ...]
-    cuda: bool = True
-    cpu: bool = True
-    states: tuple[str, ...] = ("warm", "cold")
+    package: str
     what: str = ""
+    frameworks: tuple[str, ...] = ("torch",)
+    modules: tuple[str, ...] = ()
+    cuda_only: bool = False
+    states: tuple[str, ...] = ("warm", "cold")
 
     def takes(self, framework: str, device: str) -> bool:
         """Whether it loads to a device of a framework."""
         on_cuda = device.partition(":")[0].lower() == "cuda"
-        return framework in self.frameworks and (self.cuda if on_cuda else self.cpu)
+        return framework in self.frameworks and (on_cuda or not self.cuda_only)
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """The modules that are imported before the time runs."""
+        return self.modules or (self.package.replace("-", "_"),)
 
 
 OURS = "streamload"
 LOADERS: dict[str, Loader] = {
-    OURS: Loader(_streamload, ("torch", "tinygrad", "host"), ("streamload",), ("streamload.load",)),
-    "safetensors": Loader(
-        _safetensors, ("torch",), ("safetensors",), ("safetensors.torch",), what="load_file"
+    OURS: Loader(
+        _streamload, "streamload", "", ("torch", "tinygrad", "host"), modules=("streamload.load",)
     ),
+    "safetensors": Loader(_safetensors, "safetensors", "load_file", modules=("safetensors.torch",)),
     "safetensors-numpy": Loader(
-        _safetensors_numpy, ("host",), ("safetensors",), ("safetensors.numpy",), what="load_file"
+        _safetensors_numpy, "safetensors", "load_file", ("host",), modules=("safetensors.numpy",)
     ),
     "safetensors-prefetch": Loader(
         _safetensors_prefetch,
-        ("torch",),
-        ("safetensors",),
-        ("safetensors", "safetensors.torch"),
-        cpu=False,
-        what="safe_open(...).prefetch()",
+        "safetensors",
+        "safe_open(...).prefetch()",
+        modules=("safetensors", "safetensors.torch"),
+        cuda_only=True,
     ),
-    "fastsafetensors": Loader(
-        _fastsafetensors,
-        ("torch",),
-        ("fastsafetensors",),
-        ("fastsafetensors",),
-        what="fastsafe_open",
-    ),
-    "runai": Loader(
-        _runai,
-        ("torch",),
-        ("runai-model-streamer",),
-        ("runai_model_streamer",),
-        what="SafetensorsStreamer",
-    ),
+    "fastsafetensors": Loader(_fastsafetensors, "fastsafetensors", "fastsafe_open"),
+    "runai": Loader(_runai, "runai-model-streamer", "SafetensorsStreamer"),
     "instanttensor": Loader(
         _instanttensor(buffered=True),
-        ("torch",),
-        ("instanttensor",),
-        ("instanttensor",),
-        cpu=False,
-        what="safe_open, BackendPolicy.BUFFERED",
+        "instanttensor",
+        "safe_open, BackendPolicy.BUFFERED",
+        cuda_only=True,
     ),
     "instanttensor-direct": Loader(
         _instanttensor(buffered=False),
-        ("torch",),
-        ("instanttensor",),
-        ("instanttensor",),
-        cpu=False,
+        "instanttensor",
+        "safe_open, its default backend",
+        cuda_only=True,
         states=("cold",),  # it reads the disk whatever is cached
-        what="safe_open, its default backend",
     ),
     "tinygrad": Loader(
         _tinygrad,
+        "tinygrad",
+        "safe_load, nn.state.load_state_dict",
         ("tinygrad",),
-        ("tinygrad",),
-        ("tinygrad.nn.state",),
-        what="safe_load, nn.state.load_state_dict",
+        modules=("tinygrad.nn.state",),
     ),
-    "numpy": Loader(_numpy, ("host",), ("numpy",), ("numpy", "ml_dtypes"), what="fromfile"),
+    "numpy": Loader(_numpy, "numpy", "fromfile", ("host",), modules=("numpy", "ml_dtypes")),
 }
 
 

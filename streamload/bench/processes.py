@@ -8,7 +8,6 @@ counters of the kernel and of the driver: nothing runs inside the child but what
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import os
 import select
@@ -18,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -30,7 +29,7 @@ from streamload.errors import DeviceError
 # Reading a process's status takes 20 microseconds; what a loader allocates to keep, and rings that
 # it goes through, stand for longer than this.
 _SAMPLE_S = 0.004
-_SLOW_SAMPLES = 5  # as many for one of the machine and of the driver, which take locks of theirs
+_SLOW_SAMPLES = 5  # the machine and the driver take locks: they are asked once in so many
 _GOODBYE_S = 20.0
 
 # the child imports just what this process would import, whatever was put on its path since
@@ -41,12 +40,20 @@ _CHILD = (
 
 
 class MeasurementError(Exception):
-    """A measurement did not come to its end; the message is one line that says why."""
+    """A measurement did not come to its end; the message is one line that says why.
+
+    Attributes:
+        status: the exit status of its process, negative for a signal; None while that still runs.
+    """
+
+    def __init__(self, why: str, status: int | None = None) -> None:
+        super().__init__(why)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was held at one time, or the most of each that was held over a while, in bytes.
+    """What was held at one time, or the most of each over a while, in bytes.
 
     Attributes:
         anon_nbytes: the process's RssAnon + RssShmem (proc_pid_status(5)).
@@ -65,32 +72,22 @@ class Memory:
 
     def above(self, base: Memory) -> Memory:
         """By how much this is more than ``base``."""
-        device = None
-        if self.device_nbytes is not None and base.device_nbytes is not None:
-            device = self.device_nbytes - base.device_nbytes
-        return Memory(
-            self.anon_nbytes - base.anon_nbytes,
-            self.file_nbytes - base.file_nbytes,
-            self.locked_nbytes - base.locked_nbytes,
-            self.system_nbytes - base.system_nbytes,
-            device,
-        )
+        return self._each(base, lambda a, b: None if None in (a, b) else a - b)
 
     def most(self, other: Memory) -> Memory:
         """The larger of each."""
-        both = [n for n in (self.device_nbytes, other.device_nbytes) if n is not None]
-        return Memory(
-            max(self.anon_nbytes, other.anon_nbytes),
-            max(self.file_nbytes, other.file_nbytes),
-            max(self.locked_nbytes, other.locked_nbytes),
-            max(self.system_nbytes, other.system_nbytes),
-            max(both, default=None),
+        return self._each(
+            other, lambda a, b: max((n for n in (a, b) if n is not None), default=None)
         )
+
+    def _each(self, other: Memory, of: Callable[[Any, Any], Any]) -> Memory:
+        found: list[Any] = [of(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return Memory(*found)
 
 
 def process_memory(pid: int | str) -> Memory:
     """What a process holds now; zeros once it has ended, and where there is no /proc."""
-    found = _fields(f"/proc/{pid}/status")
+    found = proc_nbytes(f"/proc/{pid}/status")
     return Memory(
         found.get("RssAnon", 0) + found.get("RssShmem", 0),
         found.get("RssFile", 0),
@@ -99,14 +96,14 @@ def process_memory(pid: int | str) -> Memory:
 
 
 def _system_nbytes() -> int:
-    found = _fields("/proc/meminfo")
+    found = proc_nbytes("/proc/meminfo")
     cached = found.get("Cached", 0) - found.get("Shmem", 0)  # shared memory counts as cache there
     free = found.get("MemFree", 0) + found.get("Buffers", 0) + found.get("SReclaimable", 0)
     return found.get("MemTotal", 0) - free - cached
 
 
-def _fields(path: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
+def proc_nbytes(path: str) -> dict[str, int]:
+    """The sizes in a file of /proc that tells of memory, in bytes; none where it is not there."""
     try:
         lines = Path(path).read_bytes().decode(errors="replace").splitlines()
     except OSError:
@@ -116,7 +113,7 @@ def _fields(path: str) -> dict[str, int]:
 
 
 class DriverMeter:
-    """Bytes of a CUDA device that are not free, asked of the driver from this process.
+    """Bytes of a CUDA device that are not free: this process asks the driver.
 
     Raises:
         DeviceError: this process cannot open the device.
@@ -139,6 +136,29 @@ class DriverMeter:
         return total.value - free.value
 
 
+def call(function: str, **arguments: Any) -> dict[str, Any]:
+    """A job: ``module:function`` gets ready, and returns what each lap calls.
+
+    Where a lap returns a dict, that is added to its "seconds" and "cpu_s".
+    """
+    return {"kind": "call", "function": function, "arguments": arguments}
+
+
+def command(
+    job: Mapping[str, Any], sites: Sequence[str] = (), *, at_once: bool = False
+) -> list[str]:
+    """The command of a job's process, which imports what this process would import.
+
+    Args:
+        job: what `streamload.bench.worker` is to do.
+        sites: folders that come first on its path.
+        at_once: it does one lap by itself, and ends; else its standard input says what to do.
+    """
+    path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
+    more = {"sys_path": path} | ({"commands": ["lap"]} if at_once else {})
+    return [sys.executable, "-c", _CHILD, json.dumps({**job, **more})]
+
+
 class Child:
     """One measurement's process, which gets ready by itself.
 
@@ -147,6 +167,12 @@ class Child:
         timeout_s: for each answer.
         sites: folders that come first on its path.
         device_nbytes: tells how much of the device is taken; None where nothing does.
+        prefix: a command that runs the process's own.
+        sample_s: how often its memory is looked at.
+
+    Attributes:
+        peak: the most that was held while it got ready and did laps.
+        cpu_s: user and system seconds of the whole process, once it has ended.
     """
 
     def __init__(
@@ -156,14 +182,17 @@ class Child:
         timeout_s: float,
         sites: Sequence[str] = (),
         device_nbytes: Callable[[], int] | None = None,
+        prefix: Sequence[str | os.PathLike[str]] = (),
+        sample_s: float = _SAMPLE_S,
     ) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._sample_s = timeout_s, sample_s
         self._device_nbytes = device_nbytes
         self._received = b""
+        self._turn = 0
+        self.peak, self.cpu_s = Memory(), 0.0
         self._errors = TemporaryFile()  # noqa: SIM115  (closed by close)
-        path = [*sites, *(entry or os.getcwd() for entry in sys.path)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, json.dumps({**job, "sys_path": path})],
+            [*prefix, *command(job, sites)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -192,11 +221,14 @@ class Child:
             MeasurementError: it failed.
         """
         if self._ready is None:
-            self._ready, _ = self._receive(sampled=False)
+            self._ready = self._receive(self._sample)
         return self._ready
 
-    def lap(self) -> tuple[dict[str, Any], Memory]:
+    def lap(self, look: Callable[[], None] | None = None) -> tuple[dict[str, Any], Memory]:
         """Do it once.
+
+        Args:
+            look: called again and again meanwhile, in place of reading counters.
 
         Returns:
             What the child says, and the most that was held meanwhile above what was held before.
@@ -205,69 +237,69 @@ class Child:
             MeasurementError: it failed, or took too long.
         """
         self.ready()
-        base = self._memory()
-        said, peak = self._ask("lap", sampled=True)
-        return said, peak.above(base)
+        before, base = self.peak, self._memory()
+        self.peak = base
+        said = self._ask("lap", look or self._sample)
+        lap_peak = self.peak.most(self._memory())
+        self.peak = lap_peak.most(before)
+        return said, lap_peak.above(base)
 
     def again(self) -> dict[str, Any]:
         """Do it again, a short lap many times; the middle of their seconds counts."""
-        return self._ask("again", sampled=False)[0]
+        return self._ask("again")
 
     def check(self) -> dict[str, Any]:
         """Compare what was loaded with the files; raises MeasurementError where it differs."""
-        return self._ask("check", sampled=False)[0]
+        return self._ask("check")
 
-    def _ask(self, command: str, *, sampled: bool) -> tuple[dict[str, Any], Memory]:
+    def _ask(self, word: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has died: the answer says of what
-            self._process.stdin.write(command.encode() + b"\n")
+            self._process.stdin.write(word.encode() + b"\n")
             self._process.stdin.flush()
-        return self._receive(sampled=sampled)
+        return self._receive(look)
+
+    def _sample(self) -> None:
+        self._turn += 1
+        self.peak = self.peak.most(self._memory(all_of_it=self._turn % _SLOW_SAMPLES == 0))
 
     def _memory(self, *, all_of_it: bool = True) -> Memory:
         held = process_memory(self._process.pid)
         if not all_of_it:
             return held
         device = self._device_nbytes() if self._device_nbytes else None
-        return Memory(
-            held.anon_nbytes, held.file_nbytes, held.locked_nbytes, _system_nbytes(), device
-        )
+        return replace(held, system_nbytes=_system_nbytes(), device_nbytes=device)
 
-    def _receive(self, *, sampled: bool) -> tuple[dict[str, Any], Memory]:
+    def _receive(self, look: Callable[[], None] | None) -> dict[str, Any]:
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         until = time.monotonic() + self._timeout_s
-        peak = self._memory() if sampled else Memory()
-        for turn in itertools.count(1):
-            if b"\n" in self._received:
-                break
+        while b"\n" not in self._received:
             if time.monotonic() > until:
                 raise MeasurementError(f"took longer than {self._timeout_s:g} s")
-            if select.select([fd], [], [], _SAMPLE_S)[0]:
+            if look is not None:
+                look()
+            if select.select([fd], [], [], self._sample_s)[0]:
                 more = os.read(fd, 2**16)
                 if not more:
-                    raise MeasurementError(self._last_words())
+                    raise self._end()
                 self._received += more
-            if sampled:
-                all_of_it = turn % _SLOW_SAMPLES == 0 or b"\n" in self._received
-                peak = peak.most(self._memory(all_of_it=all_of_it))
         line, _, self._received = self._received.partition(b"\n")
         said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise MeasurementError(said["error"])
-        return said, peak
+        if "failed" in said:
+            raise MeasurementError(said["failed"], 1)
+        return said
 
-    def _last_words(self) -> str:
+    def _end(self) -> MeasurementError:
         ended = self._ended(_GOODBYE_S)
         if ended is None:
-            return "it said nothing more"
-        killed = ended.si_code != os.CLD_EXITED
-        how = f"exit status {ended.si_status}"
-        if killed:
-            how = f"killed by {signal.Signals(ended.si_status).name}"
+            return MeasurementError("it said nothing more")
+        status, how = ended.si_status, f"exit status {ended.si_status}"
+        if ended.si_code != os.CLD_EXITED:
+            status, how = -status, f"killed by {signal.Signals(status).name}"
         self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"{how}: {lines[-1]}" if lines else how
+        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        return MeasurementError(": ".join([how, *last]), status)
 
     def _ended(self, timeout_s: float) -> os.waitid_result | None:
         """Wait for the end of the process, without reaping it: its number stays its own."""
@@ -292,5 +324,43 @@ class Child:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            _, status, usage = os.wait4(self._process.pid, 0)
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.cpu_s = usage.ru_utime + usage.ru_stime
             self._errors.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A process from its start to its end.
+
+    Attributes:
+        laps: what each lap said: "seconds", "cpu_s", and more.
+        wall_s: from its start to its end.
+        cpu_s: user and system seconds, also of the processes that it waited for.
+        peak_nbytes: the most RssAnon + RssShmem, by the kernel's counters.
+    """
+
+    laps: tuple[dict[str, Any], ...]
+    wall_s: float
+    cpu_s: float
+    peak_nbytes: int
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The first lap."""
+        return self.laps[0]
+
+
+def measure(
+    job: Mapping[str, Any], *, laps: int = 1, sample_s: float = _SAMPLE_S, timeout_s: float = 1800.0
+) -> Measured:
+    """Run a job from its start to its end.
+
+    Raises:
+        MeasurementError: it failed, or took too long.
+    """
+    begun = time.perf_counter()
+    with Child(job, timeout_s=timeout_s, sample_s=sample_s) as child:
+        said = tuple(child.lap()[0] for _ in range(laps))
+    return Measured(said, time.perf_counter() - begun, child.cpu_s, child.peak.anon_nbytes)

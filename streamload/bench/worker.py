@@ -1,14 +1,13 @@
 """The process of a measurement: says "ready", and then does laps when it is told to.
 
 Answers are lines of JSON on what was stdout; whatever a library prints goes to stderr. What fails
-is said in one line, ``{"error": ...}``, and ends the process.
+is said in one line, ``{"failed": ...}``, and ends the process.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import json
 import os
 import sys
@@ -20,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from streamload.bench import limits
 from streamload.bench.loaders import (
     CHECKED_NBYTES,
     LOADERS,
@@ -31,8 +29,9 @@ from streamload.bench.loaders import (
     Task,
     sample,
 )
+from streamload.bench.machine import installed_version
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.errors import StreamloadError
+from streamload.errors import PlanInfeasibleError, StreamloadError
 
 _MOST_SAID = 300  # characters of an error
 _FEW = 64  # elements of a tensor
@@ -44,31 +43,18 @@ Job = Mapping[str, Any]
 Said = dict[str, Any]
 
 
-class _Measured(Protocol):
-    """One measurement."""
-
-    def prepare(self) -> Said:
-        """What is not timed."""
-
-    def lap(self) -> Said:
-        """What is."""
-
-    def check(self) -> Said:
-        """Whether it was right."""
-
-
 class _Load:
     """A loader's load, again and again; what the last made is freed before the next."""
 
     def __init__(self, job: Job) -> None:
         self._loader = LOADERS[job["loader"]]
-        self._task = _task(job)
+        self._task = Task(**job["task"])
         self._runtime = RUNTIMES[self._task.framework]
         self._loaded: Loaded | None = None
 
     def prepare(self) -> Said:
         begun = time.perf_counter()
-        for name in self._loader.modules:
+        for name in self._loader.imports:
             importlib.import_module(name)
         imported = time.perf_counter()
         self._runtime.open(self._task.device)
@@ -77,13 +63,13 @@ class _Load:
         return {
             "import_s": imported - begun,
             "open_s": time.perf_counter() - imported,
-            "versions": {name: _version(name) for name in self._loader.packages},
+            "versions": {self._loader.package: _version(self._loader.package)},
         }
 
     def _load_little(self) -> None:
         """Load a few values of each dtype, so that no lap has to import, probe or compile.
 
-        What of that is kept on this machine from earlier loads would decide who is faster.
+        Otherwise what earlier loads have kept on this machine would decide which loader is faster.
         """
         infos = open_checkpoint(self._task.path).tensors.values()
         header: dict[str, Any] = {}
@@ -131,73 +117,56 @@ class _Load:
         return {"checked": checked}
 
 
-class _Limit:
-    """What the machine could do at most."""
+class _Call:
+    """A function of any module: what it returns is called by each lap; see `processes.call`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._made: Any = None
 
     def prepare(self) -> Said:
+        module, _, name = self._job["function"].partition(":")
+        self._made = getattr(importlib.import_module(module), name)(**self._job["arguments"])
         return {}
 
     def lap(self) -> Said:
-        rate = limits.LIMITS[self._job["limit"]](self._job, _cpus())
-        return {
-            "seconds": rate.seconds,
-            "nbytes": rate.nbytes,
-            "how": rate.how,
-            "threads": rate.threads,
-            "block_nbytes": rate.block_nbytes,
-        }
+        cpu, wall = time.process_time(), time.perf_counter()
+        said = self._made()
+        seconds, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        return {"seconds": seconds, "cpu_s": cpu_s, **(said if isinstance(said, dict) else {})}
 
     def check(self) -> Said:
-        return {}
+        said: Said = self._made.check()
+        return said
 
 
-class _Refusal:
+def refusal(**given: Any) -> Callable[[], Said]:
     """A budget of what a load is predicted to take succeeds, and one of a MiB less is refused.
 
     The refusal is to come before anything is allocated, by the framework's own counter.
+
+    Args:
+        **given: what a `Task` has.
     """
+    from streamload.devices.names import framework
+    from streamload.load import load_state_dict, plan
 
-    def __init__(self, job: Job) -> None:
-        self._task = _task(job)
-        self._runtime = RUNTIMES[self._task.framework]
+    task = Task(**given)
+    RUNTIMES[task.framework].open(task.device)
+    stated = {"device": task.full_device, "dtype": task.dtype, **task.options}
 
-    def prepare(self) -> Said:
-        self._runtime.open(self._task.device)
-        return {}
-
-    def lap(self) -> Said:
-        from streamload.devices.names import framework
-        from streamload.errors import PlanInfeasibleError
-        from streamload.load import load_state_dict, plan
-
-        task = self._task
-        made = plan(task.path, device=task.full_device, dtype=task.dtype, **task.options)
-        (planned,) = made.devices
+    def lap() -> Said:
+        (planned,) = plan(task.path, **stated).devices
         exact = planned.peak_nbytes
         device = framework(task.framework).device(task.device)
-
-        def load(budget: int) -> Any:
-            return load_state_dict(
-                None,
-                task.path,
-                budget=budget,
-                device=task.full_device,
-                dtype=task.dtype,
-                progress=False,
-                **task.options,
-            )
-
         before = device.allocated_nbytes()
         refused, said = False, ""
         try:
-            load(exact - 2**20)
+            load_state_dict(None, task.path, budget=exact - 2**20, progress=False, **stated)
         except PlanInfeasibleError as error:
             refused, said = True, str(error)
         allocated = device.allocated_nbytes()
-        report = load(exact)
+        report = load_state_dict(None, task.path, budget=exact, progress=False, **stated)
         return {
             "weights_nbytes": report.resident_nbytes,
             "exact_nbytes": exact,
@@ -210,15 +179,7 @@ class _Refusal:
             "loaded": len(report.state_dict),
         }
 
-    def check(self) -> Said:
-        return {}
-
-
-_KINDS: dict[str, Callable[[Job], _Measured]] = {
-    "load": _Load,
-    "limit": _Limit,
-    "refusal": _Refusal,
-}
+    return lap
 
 
 def again(lap: Callable[[], Said]) -> Said:
@@ -236,25 +197,20 @@ def main(job: Job) -> None:
     try:
         if job.get("cores"):
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["cores"]])
-        measured = _KINDS[job["kind"]](job)
+        measured = _Load(job) if job["kind"] == "load" else _Call(job)
         print(json.dumps(measured.prepare()), file=answers)
         commands: dict[str, Callable[[], Said]] = {
             "lap": measured.lap,
             "again": partial(again, measured.lap),
             "check": measured.check,
         }
-        for line in sys.stdin:
+        for line in job.get("commands") or sys.stdin:
             print(json.dumps(commands[line.strip()]()), file=answers)
     except BaseException as error:
-        print(json.dumps({"error": _in_words(error)}), file=answers)
-        sys.exit(1)
-    answers.flush()
-    os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
-
-
-def _task(job: Job) -> Task:
-    given = job["task"]
-    return Task(**given | {"files": tuple(given["files"])})
+        print(json.dumps({"failed": _in_words(error)}), file=answers)
+        raise
+    if "commands" not in job:  # that ends as other programs do: some engines need to be told
+        os._exit(0)  # freeing what was loaded is no part of it, and takes seconds for some
 
 
 def _in_words(error: BaseException) -> str:
@@ -266,13 +222,8 @@ def _in_words(error: BaseException) -> str:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        module = importlib.import_module(package.replace("-", "_"))
-        return str(getattr(module, "__version__", ""))
-
-
-def _cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    found = installed_version(package)
+    if found:
+        return found
+    module = importlib.import_module(package.replace("-", "_"))
+    return str(getattr(module, "__version__", ""))

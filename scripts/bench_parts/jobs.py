@@ -1,0 +1,307 @@
+"""What sections time: each function gets ready in a process of its own, and returns a lap.
+
+`streamload.bench.processes.call` names them: "bench_parts.jobs:memcpy".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import mmap
+import os
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench_parts.torture_job import make_target, tensors_of
+
+Lap = Callable[[], object]
+
+CAST_WINDOW_NBYTES = 8 * 2**20  # what the loader casts at once
+CAST_NBYTES = 32 * CAST_WINDOW_NBYTES
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+def _model(path: str, device: str, float32: bool = False) -> Any:
+    """What is loaded into: tensors of float16 without values, or of float32 with some."""
+    state = "resident" if float32 else "empty" if device == "host" else "lazy"
+    held = "float32" if float32 else "float16"
+    case = {"device": device, "state": state, "held": held, "kind": "dict"}
+    return make_target(case, tensors_of(Path(path)))
+
+
+def streamload(path: str, device: str, model: str = "empty", **options: Any) -> Lap:
+    """Load a checkpoint as float16, each lap into the same model.
+
+    Args:
+        path: the checkpoint.
+        device: where to.
+        model: "empty": float16 without values; "float32" with some.
+        **options: of `load_state_dict`.
+    """
+    from streamload import load_state_dict
+
+    into = _model(path, device, model == "float32")
+
+    def lap() -> dict[str, int]:
+        report = load_state_dict(
+            into, path, device=device, dtype="float16", progress=False, **options
+        )
+        return {"nbytes": report.resident_nbytes, "threads": report.plan.threads}
+
+    return lap
+
+
+#: Ways to load bf16 as fp16 that tinygrad's users write. "cast" is the plain one; "bits" shifts the
+#: raw bits on the device: that is exact, and the only one that works where the compiler has no
+#: __bf16. Synchronised, they wait for the device after each tensor.
+WAYS = ("cast", "cast, synchronised", "bits", "bits, synchronised")
+
+
+def tinygrad(path: str, device: str, way: str) -> Lap:
+    """tinygrad's own ``safe_load``, a cast, and ``nn.state.load_state_dict``.
+
+    Args:
+        path: a ``.safetensors`` file.
+        device: where to.
+        way: one of `WAYS`.
+    """
+    from tinygrad import Device, dtypes
+    from tinygrad.nn.state import load_state_dict, safe_load
+
+    def cast(tensor: Any) -> Any:
+        if way.startswith("cast"):
+            return tensor.to(device).cast(dtypes.float16)
+        raw = tensor.bitcast(dtypes.uint16).to(device).cast(dtypes.uint32)
+        return raw.lshift(16).bitcast(dtypes.float32).cast(dtypes.float16)
+
+    model = _model(path, device)
+
+    def lap() -> None:
+        state = {name: cast(tensor) for name, tensor in safe_load(Path(path)).items()}
+        if way.endswith("synchronised"):
+            for tensor in state.values():
+                tensor.realize()
+                Device[device].synchronize()
+        load_state_dict(model, state, verbose=False)
+        Device[device].synchronize()
+
+    return lap
+
+
+def many(path: str, way: str) -> Lap:
+    """Steps of loading very many small tensors, timed one by one: each from the files on.
+
+    Args:
+        path: the checkpoint.
+        way: "streamload" opens, plans for one device and for two nodes, and loads; or "load_file".
+    """
+    steps: dict[str, Lap] = {}
+    if way == "load_file":
+        from safetensors.torch import load_file
+
+        files = sorted(Path(path).glob("*.safetensors"))
+        steps["load_file"] = lambda: [load_file(file) for file in files]
+    else:
+        import streamload
+        from streamload.plan.partition import Node
+
+        device = "cpu" if importlib.util.find_spec("torch") is not None else "host"
+        nodes = [Node("a", "100GB"), Node("b", "100GB")]
+        to: dict[str, Any] = {"device": device, "dtype": "checkpoint"}
+        steps = {
+            "open": lambda: streamload.open_checkpoint(path),
+            "plan": lambda: streamload.plan(path, budget="100GB", **to),
+            "plan for nodes": lambda: streamload.split(path, nodes=nodes),
+            "load": lambda: streamload.load_state_dict(None, path, progress=False, **to),
+        }
+
+    def lap() -> dict[str, Any]:
+        took = {}
+        for name, step in steps.items():
+            begun = time.perf_counter()
+            made = step()
+            took[name] = time.perf_counter() - begun
+            del made  # it is gone when the next begins
+        return {"steps": took}
+
+    return lap
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _fresh(nbytes: int, kind: str = "private") -> ctypes.Array[ctypes.c_char]:
+    """Anonymous memory ("private" or "shared") in pages of the base size, which are not there."""
+    flag = {"private": mmap.MAP_PRIVATE, "shared": mmap.MAP_SHARED}[kind]
+    memory = mmap.mmap(-1, nbytes, flags=flag | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return (ctypes.c_char * nbytes).from_buffer(memory)
+
+
+def _split(nbytes: int, threads: int, work: Callable[[int, int], object]) -> None:
+    """Run ``work(start, nbytes)`` on equal parts, one thread each; ctypes drops the GIL."""
+    edges = [nbytes * i // threads // 4096 * 4096 for i in range(threads)] + [nbytes]
+    with ThreadPoolExecutor(threads) as crew:
+        list(crew.map(lambda at, stop: work(at, stop - at), edges, edges[1:]))
+
+
+def _fill(memory: ctypes.Array[ctypes.c_char], threads: int) -> None:
+    _split(len(memory), threads, lambda at, n: ctypes.memset(ctypes.byref(memory, at), 1, n))
+
+
+def memset(nbytes: int, threads: int, kind: str = "private") -> Lap:
+    """A plain memset of fresh memory, without huge pages."""
+    memory = _fresh(nbytes, kind)
+    return lambda: _fill(memory, threads)
+
+
+def memcpy(nbytes: int, threads: int) -> Lap:
+    """A plain memcpy between memory that exists."""
+    source, target = _fresh(nbytes), _fresh(nbytes)
+    for memory in (source, target):
+        _fill(memory, threads)
+
+    def copy(at: int, n: int) -> None:
+        ctypes.memmove(ctypes.byref(target, at), ctypes.byref(source, at), n)
+
+    return lambda: _split(nbytes, threads, copy)
+
+
+def pread(path: str, threads: int) -> Lap:
+    """Read a file that is in the page cache into memory that exists, without a cast."""
+    fd = os.open(path, os.O_RDONLY)
+    memory = _fresh(os.fstat(fd).st_size)
+    _fill(memory, threads)
+    view = memoryview(memory).cast("B")
+
+    def read(start: int, n: int) -> None:
+        for at in range(start, start + n, CAST_WINDOW_NBYTES):
+            os.preadv(fd, [view[at : min(at + CAST_WINDOW_NBYTES, start + n)]], at)
+
+    return lambda: _split(len(view), threads, read)
+
+
+def cast(engine: str) -> Lap:
+    """Cast bf16 to fp16 on one core, window by window through memory that exists.
+
+    Args:
+        engine: "llvm" (streamload's, with counts), "memcpy" (of as many bytes), "ml_dtypes" or
+            "numpy" (shifts, then its own float32 to float16).
+    """
+    import ml_dtypes
+    import numpy as np
+
+    from streamload.cast.table import make_cast
+    from streamload.dtypes import BF16, F16
+
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    np.seterr(all="ignore")
+    values = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(0.02)
+    block = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    source = np.tile(block, CAST_NBYTES // block.nbytes)
+    target = np.zeros_like(source)
+
+    kernel = make_cast(BF16, F16, engine="llvm")
+
+    def by_llvm(src: Any, out: Any) -> None:
+        kernel(memoryview(src).cast("B"), memoryview(out).cast("B"))
+
+    def by_memcpy(src: Any, out: Any) -> None:
+        ctypes.memmove(out.ctypes.data, src.ctypes.data, src.nbytes)
+
+    def by_ml_dtypes(src: Any, out: Any) -> None:
+        out.view(np.float16)[:] = src.view(ml_dtypes.bfloat16).astype(np.float16)
+
+    def by_numpy(src: Any, out: Any) -> None:
+        wide = src.astype(np.uint32)
+        wide <<= 16
+        out.view(np.float16)[:] = wide.view(np.float32)
+
+    work = {"llvm": by_llvm, "memcpy": by_memcpy, "ml_dtypes": by_ml_dtypes, "numpy": by_numpy}
+    step = CAST_WINDOW_NBYTES // source.itemsize
+
+    def lap() -> dict[str, int]:
+        for at in range(0, source.size, step):
+            work[engine](source[at : at + step], target[at : at + step])
+        return {"nbytes": CAST_NBYTES}
+
+    return lap
+
+
+# --- float16 checkpoints of bfloat16 ones, each to the disk (fsync) -------------------------------
+
+
+def convert(path: str, out: str, way: str) -> Lap:
+    """Make a float16 checkpoint of a bfloat16 one, on the disk (fsync).
+
+    Args:
+        path: a checkpoint in one file.
+        out: the folder to make.
+        way: "streamload"; "cp", which casts nothing; "numpy" or "torch": what one would write with
+            those and safetensors.
+    """
+    source, target = Path(path) / "model.safetensors", Path(out) / "model.safetensors"
+    if way == "streamload":
+        import streamload
+
+        make = streamload.convert  # a function to import here, and not in a lap
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return lambda: make(path, out, dtype="float16", max_shard_size="1TB", progress=False)
+    ways: dict[str, Callable[[Path, Path], Lap]]
+    ways = {"cp": _copied, "numpy": _by_numpy, "torch": _by_torch}
+    write = ways[way](source, target)
+
+    def lap() -> None:
+        target.parent.mkdir()
+        write()
+        for one in (target, target.parent):
+            fd = os.open(one, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+    return lap
+
+
+def _copied(source: Path, target: Path) -> Lap:
+    return lambda: subprocess.run(["cp", source, target], check=True)
+
+
+def _by_numpy(source: Path, target: Path) -> Lap:
+    """Tensor by tensor into a dict."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    np.seterr(all="ignore")
+
+    def write() -> None:
+        raw = np.memmap(source, np.uint8, "r")
+        start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+        tensors = {}
+        for name, entry in json.loads(raw[8:start].tobytes()).items():
+            if name != "__metadata__":
+                first, stop = entry["data_offsets"]
+                bits = np.frombuffer(raw[start + first : start + stop], np.uint16)
+                wide = (bits.astype(np.uint32) << 16).view(np.float32)
+                tensors[name] = wide.astype(np.float16).reshape(entry["shape"])
+        save_file(tensors, target, {"format": "pt"})
+
+    return write
+
+
+def _by_torch(source: Path, target: Path) -> Lap:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def write() -> None:
+        tensors = {name: t.to(torch.float16) for name, t in load_file(source).items()}
+        save_file(tensors, target, {"format": "pt"})
+
+    return write
