@@ -12,7 +12,8 @@ from pathlib import Path
 import cuda_stand_in
 import numpy as np
 import pytest
-from boxes import Boxes, forget
+from bench_parts.section import forget
+from boxes import Boxes
 from safetensors_files import write_safetensors
 
 PRELUDE = """

@@ -75,8 +75,8 @@ _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 # What allocations are rounded up to, by backend: those on CUDA at the least.
 _GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
 # On the CPU each buffer is a map of its own, of shared memory: 1,975 bytes of the kernel each.
-_COSTS = TensorCosts(object_nbytes=3150, parameter_nbytes=2150)
-_MAPPED_COSTS = TensorCosts(object_nbytes=3500, parameter_nbytes=2250, kernel_nbytes=2048)
+_COSTS = TensorCosts(object_nbytes=2800, parameter_nbytes=1850)
+_MAPPED_COSTS = TensorCosts(object_nbytes=3100, parameter_nbytes=1950, kernel_nbytes=2048)
 
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = (

@@ -54,7 +54,7 @@ _UNSUPPORTED = frozenset(BY_NAME) - frozenset(_TO_TORCH)
 
 _CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
 _CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
-_COSTS = TensorCosts(object_nbytes=850, parameter_nbytes=850)
+_COSTS = TensorCosts(object_nbytes=600, parameter_nbytes=500)
 _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
