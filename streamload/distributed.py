@@ -433,10 +433,10 @@ def _mine(
     names = place.devices.opened if place is not None else {}
     reader, reserve_nbytes = options.knobs.reader, options.room.reserve_nbytes
     if asked.split == "replicate" and session.group.size > 1:
-        if options.knobs.reader in ("mmap", "direct") or options.knobs.transfer == "mapped":
+        if options.knobs.reader in ("mmap", "direct"):
             raise ValueError(
                 'split="replicate" reads files by pread, for all ranks together, and not with '
-                f'reader="{reader}", transfer="{options.knobs.transfer}"'
+                f'reader="{reader}"'
             )
         if options.knobs.page_cache == "drop":
             raise ValueError('split="replicate" leaves the page cache: page_cache="drop" is not')

@@ -67,7 +67,6 @@ class StreamStats:
         counts: cast counts by placement index, of the casts that were counted.
         seconds: wall time.
         transfer_seconds: from the first read on until the last byte was in place.
-        transfer_fallback: why a mapped transfer became a staged one, or "".
         reader_fallbacks: why files were read otherwise than planned, and how many of them.
         page_cache: what became of the page cache, and why; "" where none was used.
         dropped_nbytes: file bytes that were dropped from it.
@@ -77,7 +76,6 @@ class StreamStats:
     counts: dict[int, CastCounts] = field(default_factory=dict)
     seconds: float = 0.0
     transfer_seconds: float = 0.0
-    transfer_fallback: str = ""
     reader_fallbacks: Counter[str] = field(default_factory=Counter)
     page_cache: str = ""
     dropped_nbytes: int = 0
@@ -107,7 +105,6 @@ class Job:
         self.host_visible = {name: info.host_visible for name, info in infos.items()}
         cast_there = {p.device for p, _ in plan.placements.counted if p.cast == "device"}
         self.casting = [name for name, info in infos.items() if info.casts and name in cast_there]
-        self.staged = plan.transfer == "staged"
         # of a buffer's first byte, for devices that tell
         self._address: dict[str, Callable[[Buffer], int]] = {}
         for name, device in devices.items():
@@ -190,8 +187,7 @@ class Job:
 
     def _close_if_done(self, shard: int) -> None:
         if shard in self._begun and not self._to_come[shard]:
-            # what windows still map cannot be dropped from the page cache
-            self._shards.close(self._paths[shard], with_cache=self.plan.transfer != "mapped")
+            self._shards.close(self._paths[shard])
 
     def close_all(self) -> None:
         """Close every file that is open still; no worker reads any more."""
@@ -233,10 +229,6 @@ class Job:
 
     def _chunk_nbytes(self, p: Placement) -> int:
         return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
-
-    def stage(self, reason: str) -> None:
-        """From here on, windows on mapped files are not used any more."""
-        self.staged, self.stats.transfer_fallback = True, reason
 
     def begin(self, batch: Sequence[Unit]) -> None:
         """Make room for the parameters that units are the first to write.

@@ -17,7 +17,6 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.readers import (
     ReaderChoice,
     choose_reader,
-    not_mapped,
 )
 from streamload.devices.base import Framework, Parameter
 from streamload.devices.names import environment_fp16_cast, framework, framework_of
@@ -42,6 +41,7 @@ from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
 from streamload.options import (
     DEFAULTS,
+    NO_TRANSFER,
     Knobs,
     LoadOptions,
     PlanOptions,
@@ -58,10 +58,9 @@ from streamload.plan.budget import (
 )
 from streamload.plan.kv_cache import KvCache
 from streamload.plan.partition import Node
-from streamload.plan.plan import Plan, Transfer
+from streamload.plan.plan import Plan
 from streamload.plan.planner import (
     DEFAULT_CHUNK_NBYTES,
-    MAPPED_WINDOW_NBYTES,
     CastChoice,
     DeviceSpec,
     DTypePolicy,
@@ -87,8 +86,6 @@ _MOST_THREADS = 8
 # Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
-# Up to this many CPUs "auto" maps what is in the page cache: that copies each byte once less.
-MAPPED_MOST_CPUS = 2
 # Below this, a map is not used unless it is asked for: such loads were killed.
 _MAP_ROOM_NBYTES = 64 * 2**20
 # To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
@@ -97,7 +94,7 @@ _WIDER_NBYTES = 64 * 2**20
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 
 
-@takes()
+@takes(transfer=NO_TRANSFER)
 def load_state_dict(
     model: Any, path: str | os.PathLike[str] | Checkpoint, **options: Unpack[LoadOptions]
 ) -> LoadReport:
@@ -178,6 +175,7 @@ def uncollected() -> Iterator[None]:
 @takes(
     devices='device=["cuda:0", "cpu"]',
     nodes="streamload.split(path, nodes=[...]), without a budget or a device",
+    transfer=NO_TRANSFER,
 )
 @uncollected()
 def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOptions]) -> Plan:
@@ -334,11 +332,7 @@ class Options:
         cast: CastChoice,
         host_free_nbytes: int | None = None,
     ) -> Plan:
-        """Plan under these options, and within what is free on the host (None: not looked at).
-
-        Raises:
-            ValueError: ``transfer="mapped"`` and a device or a file that cannot be.
-        """
+        """Plan under these options, and within what is free on the host (None: not looked at)."""
         knobs = self.knobs
         staged = not any(spec.host_visible for spec in specs)
         choices = [
@@ -348,24 +342,16 @@ class Options:
             )
             for header in checkpoint.shards
         ]
-        transfer = self._transfer(checkpoint, specs, choices)
-        if knobs.transfer == "mapped" and knobs.reader == "auto":
-            choices = [ReaderChoice("mmap", 'transfer="mapped" was asked for')] * len(choices)
         planned = partial(self._plan, checkpoint, wants, specs, tied, cast, host_free_nbytes)
-        made = planned(choices, transfer)
-        if knobs.transfer == "auto" and made.transfer == "mapped" and _host_moves(made, specs):
-            made = planned(choices, "staged")  # it needs slots anyhow
-        kinds = {choice.kind for choice in choices}
+        made = planned(choices)
         if host_free_nbytes is None:
             return made
         taken = made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
         if taken > host_free_nbytes:  # what devices with memory of their own need of the host
             raise PlanInfeasibleError("host", taken, host_free_nbytes, limit="free memory")
-        if "mmap" not in kinds:
+        if "mmap" not in made.readers or host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
             return made
-        if host_free_nbytes - taken >= _MAP_ROOM_NBYTES:
-            return made
-        if knobs.reader == "mmap" or knobs.transfer == "mapped":
+        if knobs.reader == "mmap":
             if host_free_nbytes - taken >= _LEAST_MAP_ROOM_NBYTES:
                 note = "one thread: files are mapped, and the host has little memory"
                 return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
@@ -374,46 +360,16 @@ class Options:
                 taken + _MAP_ROOM_NBYTES,
                 host_free_nbytes,
                 limit="free memory",
-                would_fit=['reader="pread"' if knobs.reader == "mmap" else 'transfer="staged"'],
+                would_fit=['reader="pread"'],
             )
         left = format_bytes(max(host_free_nbytes - taken, 0))
         reason = "not mapped: the host has little memory"
         choices = [
             ReaderChoice("pread", reason) if choice.kind == "mmap" else choice for choice in choices
         ]
-        made = planned(choices, "staged")
+        made = planned(choices)
         note = f"files are read and not mapped: the host would be left with {left}"
         return replace(made, notes=(*made.notes, note))
-
-    def _transfer(
-        self,
-        checkpoint: Checkpoint,
-        specs: Sequence[DeviceSpec],
-        choices: Sequence[ReaderChoice],
-    ) -> Transfer:
-        """How bytes get to the devices that are staged."""
-        knobs = self.knobs
-        if knobs.transfer == "staged":
-            return "staged"
-        staged = [spec for spec in specs if not spec.host_visible]
-        unable = [spec.name for spec in staged or specs if not spec.maps_host_memory]
-        if knobs.transfer == "mapped":
-            if unable:
-                raise ValueError(
-                    f'transfer="mapped" is for CUDA devices that copy from page-locked files: '
-                    f"{', '.join(unable)} cannot"
-                )
-            for header in checkpoint.shards:
-                if why := not_mapped(header.path):
-                    raise ValueError(
-                        f'transfer="mapped" needs files that can be mapped: {header.path}: {why}'
-                    )
-            return "mapped"
-        if unable or (knobs.threads or self.cpus or available_cpus()) > MAPPED_MOST_CPUS:
-            return "staged"
-        # not where it has to be read first: mapping waits for the disk, and reads it no faster
-        resident = all(c.kind == "mmap" and c.resident == 1 for c in choices)
-        return "mapped" if resident else "staged"
 
     def _plan(
         self,
@@ -424,13 +380,12 @@ class Options:
         cast: CastChoice,
         host_free_nbytes: int | None,
         choices: Sequence[ReaderChoice],
-        transfer: Transfer,
     ) -> Plan:
         budget, free = self.budget.host_nbytes, host_free_nbytes
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind == "http" for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
-        most_nbytes = MAPPED_WINDOW_NBYTES if transfer == "mapped" else DEFAULT_CHUNK_NBYTES
+        most_nbytes = DEFAULT_CHUNK_NBYTES
         if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
         asked, path = self.room.cache, checkpoint.path
@@ -447,7 +402,6 @@ class Options:
             host_budget_nbytes=budget if free is None else min(budget, free),
             host_limit="budget" if free is None or budget <= free else "free memory",
             chunk_nbytes=self.knobs.chunk_nbytes or most_nbytes,
-            transfer=transfer,
             page_cache=self.knobs.page_cache,
             reader_reasons=[choice.reason for choice in choices],
             threads=self.knobs.threads or threads,
@@ -460,15 +414,6 @@ def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
     lengths = [header.file_nbytes for header in checkpoint.shards]
     direct = sum(n for n, choice in zip(lengths, choices, strict=True) if choice.kind == "direct")
     return 2 * direct > sum(lengths)
-
-
-def _host_moves(made: Plan, specs: Iterable[DeviceSpec]) -> bool:
-    """Whether the host casts or reorders something on its way to a device that is staged."""
-    staged = {spec.name for spec in specs if not spec.host_visible}
-    return any(
-        p.device in staged and (p.cast in ("llvm", "numpy") or p.transpose is not None)
-        for p, _ in made.placements.counted
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -721,8 +666,6 @@ class Load:
         fallbacks = [
             f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
         ]
-        if stats.transfer_fallback:
-            fallbacks.append(stats.transfer_fallback)
         counts = {
             made.placements[index].name: count
             for index, count in sorted(stats.counts.items())

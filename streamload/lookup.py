@@ -135,7 +135,6 @@ class Devices:
                     native_bf16=bf16_undecided and self._native_bf16(name),
                     unsupported=info.unsupported,
                     device_casts=casts,
-                    maps_host_memory=info.maps_host_memory,
                     casts=info.casts,
                     object_nbytes=info.costs.parameter_nbytes
                     if of_model
@@ -240,7 +239,6 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
             granularity_nbytes=512,
             allocator=allocator,
             threads=16,
-            maps_host_memory=True,
             casts=True,
         )
     return DeviceSpec(name, budget_nbytes)

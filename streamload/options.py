@@ -20,8 +20,9 @@ from streamload.plan.kv_cache import CacheRequest
 from streamload.progress import Progress
 from streamload.units import parse_bytes
 
+#: What stands in place of an option that is gone.
+NO_TRANSFER = "nothing in its place: all bytes reach a GPU through staging"
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
-TransferArgument = Literal["auto", "staged", "mapped"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -50,7 +51,6 @@ class StreamOptions(TypedDict, total=False):
     cast: CastArgument
     reader: ReaderKind
     page_cache: PageCacheKind
-    transfer: TransferArgument
     chunk_nbytes: int | None
     threads: int | None
 
@@ -94,9 +94,6 @@ class LoadOptions(PlanOptions, total=False):
         page_cache: what becomes of the page cache that the load fills: "keep" leaves it, for the
             next load; "drop" gives it back behind what is read; "auto" does that where memory is
             short. What was in it before stays.
-        transfer: how bytes get to a device that the CPU does not write to: "staged" through host
-            memory, or "mapped" straight from the page cache; "auto" maps files that are in the page
-            cache, for CUDA, with few CPUs or a small ``Budget(host=...)``.
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
@@ -111,8 +108,8 @@ class LoadOptions(PlanOptions, total=False):
             for it, and until the load is done its bytes may be the load's own.
         batch: how many sequences of ``context`` tokens the cache is for.
         cache_dtype: the dtype of the cache; None is that of the weights as they are loaded.
-        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB where mapped, and
-            past the page cache to CUDA.
+        chunk_nbytes: most bytes read and cast at once; None: 8 MiB, or 16 MiB past the
+            page cache to CUDA.
         threads: most streaming threads; None: the CPUs that this process may use (affinity, and
             the limit of its cgroup), at most 8, and past the page cache to CUDA 2.
     """
@@ -130,7 +127,6 @@ DEFAULTS: LoadOptions = {
     "cast": "auto",
     "reader": "auto",
     "page_cache": "auto",
-    "transfer": "auto",
     "rename": None,
     "mapping": None,
     "strict": True,
@@ -250,7 +246,6 @@ class Knobs:
     cast: CastArgument
     reader: ReaderKind
     page_cache: PageCacheKind
-    transfer: TransferArgument
     chunk_nbytes: int | None
     threads: int | None
 
@@ -265,9 +260,4 @@ class Knobs:
                     raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
             elif value not in choices:
                 raise ValueError(f"{name} is one of {', '.join(choices)}, not {value!r}")
-        reader = given["reader"]
-        if given["transfer"] == "mapped" and reader in ("pread", "direct"):
-            raise ValueError(
-                f'transfer="mapped" copies from maps of the files, and reader="{reader}" makes none'
-            )
         return cls(**given)

@@ -266,15 +266,10 @@ class Shards:
             for reader in self._open.values():
                 reader.stop()
 
-    def close(self, shard: Location, *, with_cache: bool = True) -> None:
-        """Close a file if it is open; nobody reads it any more.
-
-        Args:
-            shard: the file.
-            with_cache: drop its pages now: no window shows them any more. Else `close_all` does.
-        """
+    def close(self, shard: Location) -> None:
+        """Close a file if it is open, and drop the rest of its pages; nobody reads it any more."""
         with self._lock:
-            self._close(shard, with_cache=with_cache)
+            self._close(shard)
 
     def close_all(self) -> None:
         """Close every file, and drop the rest of what is to be dropped."""
@@ -282,13 +277,13 @@ class Shards:
             for shard in {**self._open, **self._caches}:
                 self._close(shard)
 
-    def _close(self, shard: Location, *, with_cache: bool = True) -> None:
+    def _close(self, shard: Location) -> None:
         reader = self._open.pop(shard, None)
         if reader is not None:
             reader.close()
             if reader.fallback:
                 self.fallbacks[reader.fallback] += 1
-        if with_cache and (cache := self._caches.pop(shard, None)):
+        if cache := self._caches.pop(shard, None):
             if self._stopped:  # what threads had read, and nobody was told of
                 cache.done(0, self._headers[shard].file_nbytes)
             cache.close()

@@ -132,7 +132,6 @@ class LoadReport:
             "device_map": dict(self.device_map),
             "allocators": {name: dict(counters) for name, counters in self.allocators.items()},
             "notes": list(self.notes),
-            "transfer": self.plan.transfer,
             "reading": self.plan.reading,
             "page_cache": self.page_cache,
             "dropped_nbytes": self.dropped_nbytes,
@@ -151,7 +150,7 @@ class LoadReport:
                 f"{self.gigabytes_per_second:.2f} GB/s",
             ),
         ]
-        if "direct" in self.plan.readers or self.plan.transfer == "mapped":
+        if "direct" in self.plan.readers:
             rows += [("read by", line) for line in self.plan.reading]
         if self.dropped_nbytes:
             said = f"{format_bytes(self.dropped_nbytes)} dropped; {self.page_cache}"
@@ -171,7 +170,7 @@ class LoadReport:
                 said = ", ".join(f"{key} {format_bytes(n)}" for key, n in counters.items())
                 rows.append((f"{d.device} counts", said))
         if self.plan.host_nbytes:
-            rows.append((self.plan.host_memory, format_bytes(self.plan.host_nbytes)))
+            rows.append(("staging", format_bytes(self.plan.host_nbytes)))
         if "process" in self.measured_nbytes:
             said = (
                 f"{format_bytes(self.measured_nbytes['process'])}, predicted "

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from streamload._system import populate, scatter
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket
-from streamload.errors import AllocationError, CheckpointError, DeviceError
+from streamload.errors import CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
 from streamload.plan.allocators import DRIVER_BLOCK_NBYTES
 from streamload.plan.chunks import Chunk, Pack, Run, split
@@ -30,21 +30,18 @@ from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.units import round_up
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
-_SlotKind = Literal["staging", "window"]
 
 
 class _Slot(NamedTuple):
     """What a device copies from.
 
     Attributes:
-        staging: staging, or a window.
+        staging: the memory.
         scratch: device address of the elements that are still to be cast; 0 where none are.
-        of: the reader whose file a window is of; None for staging.
     """
 
     staging: Staging
     scratch: int
-    of: Reader | None
 
 
 class _SlotTicket(NamedTuple):
@@ -62,41 +59,21 @@ class _UnderWay:
         unit: the chunks.
         counts: of each.
         tickets: of copies that may not have ended.
-        ends: what else there is to be seen to, when they have.
     """
 
     unit: Unit
     counts: list[CastCounts]
     tickets: list[_SlotTicket]
-    ends: _StillThere | None = None
 
     def outcome(self) -> Outcome:
         """Wait for the copies."""
         failure: BaseException | None = None
-        for ticket in (*(ticket for _, ticket in self.tickets), self.ends):
+        for _, ticket in self.tickets:
             try:
-                if ticket is not None:
-                    ticket.wait()
+                ticket.wait()
             except BaseException as error:
                 failure = error
         return self.unit, self.counts, failure
-
-
-@dataclass(frozen=True, slots=True)
-class _StillThere:
-    """A ticket for the bytes that a window showed, of a file that may have changed meanwhile."""
-
-    reader: Reader
-    unit: Unit
-    job: Job
-
-    def wait(self) -> None:
-        """Raise CheckpointError where it has."""
-        try:
-            with self.reader.unchanged():
-                return
-        except CheckpointError as error:
-            raise error.of_tensor(self.job.tensor(_at_fault(self.unit, error))[0]) from error
 
 
 class Worker:
@@ -108,7 +85,6 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._slots: dict[str, deque[_Slot]] = {}  # by device, least recently used first
-        self._scratch: dict[str, list[int]] = {}  # by device, of slots that were closed
         self._under_way: deque[_UnderWay] = deque()
         self._finished: list[Outcome] = []  # and not told yet
         self._source = memoryview(b"")
@@ -122,8 +98,8 @@ class Worker:
         """
         job = self._job
         devices = {p.device for p, _ in job.plan.placements.counted}
-        if len(devices) == 1 and job.staged and job.bulk[name := devices.pop()] is not None:
-            self._slots.setdefault(name, deque()).append(self._new_slot(name, None))
+        if len(devices) == 1 and job.bulk[name := devices.pop()] is not None:
+            self._slots.setdefault(name, deque()).append(self._new_slot(name))
             self._fresh = True
 
     def close(self) -> BaseException | None:
@@ -141,9 +117,6 @@ class Worker:
             unit: the unit.
             start: the file byte from which on its bytes are to be placed; None for all.
         """
-        device = self._job.plan.placements[unit[0].placement].device
-        if any(slot.of is not None for slot in self._slots.get(device, ())):
-            yield from self.settle()  # windows, which make room for slots
         counts: list[CastCounts] = []
         tickets: list[_SlotTicket] = []
         failure: BaseException | None = None
@@ -219,13 +192,9 @@ class Worker:
         job = self._job
         name = job.plan.placements[units[0][0].placement].device
         bulk = job.bulk[name]
-        kind: _SlotKind = "window" if reader.mapped and not job.staged else "staging"
-        # of others, what is not aligned would be refused, and what is would not fit
-        alignment = mmap.PAGESIZE if kind == "window" else reader.alignment
+        alignment = reader.alignment
         room = job.plan.staging_nbytes - job.plan.slot_nbytes
-        if bulk is None or not reader.has_file:
-            return 0, None
-        if kind == "staging" and 2 * (alignment - 1) > room:
+        if bulk is None or not reader.has_file or 2 * (alignment - 1) > room:
             return 0, None
         whole = list(takewhile(lambda unit: self._goes_in_bulk(unit, name), units))
         if not whole:
@@ -233,16 +202,13 @@ class Worker:
         begins = [0]  # of each unit, the first of its reads
         reads: list[Read] = []
         failure = None
-        fresh, self._fresh = self._fresh and kind == "staging", False
+        fresh, self._fresh = self._fresh, False
         if fresh:  # of all that `open` took: something is on its way before more pages are locked
             whole = whole[:1]
         try:
-            self._prepare(name, kind, reader, 1 if fresh else STAGING_SLOTS)
+            self._prepare(name, 1 if fresh else STAGING_SLOTS)
         except BaseException as error:
             yield from self._take_finished()
-            if kind == "window" and isinstance(error, AllocationError):
-                job.stage(f"{reader.path} cannot be mapped for the device: {error.problem}")
-                return 0, None  # by itself, which closes what windows there are
             yield whole[0], [], error
             return 1, None
         try:
@@ -274,8 +240,7 @@ class Worker:
             last = range(max(begins[index], done - len(slots)), begins[index + 1])
             stagings = [slots[at % len(slots)].staging for at in last]
             tickets = [_SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
-            ends = _StillThere(reader, unit, job) if kind == "window" else None
-            self._under_way.append(_UnderWay(unit, [NO_COUNTS] * len(unit), tickets, ends))
+            self._under_way.append(_UnderWay(unit, [NO_COUNTS] * len(unit), tickets))
         self._refilled(())
         self._slots[name].rotate(-done)
         yield from self._take_finished()
@@ -285,9 +250,7 @@ class Worker:
         start = next(run.start for chunk in whole[begun] for run in chunk.runs)
         if done > begins[begun]:
             start = reads[done - 1].offset + reads[done - 1].needed
-        if failure.stage == "lock":  # from here on through slots, which are as large
-            job.stage(f"pages of {reader.path} could not be locked: status {failure.code}")
-        if failure.stage in ("read", "end", "lock"):
+        if failure.stage in ("read", "end"):
             return begun, start
         problem = f"a copy failed: status {failure.code}"
         yield whole[begun], [], DeviceError(name, problem)
@@ -317,44 +280,31 @@ class Worker:
         finished, self._finished = self._finished, []
         yield from finished
 
-    def _prepare(self, device: str, kind: _SlotKind, reader: Reader, count: int) -> None:
-        """See that the slots of a device are there, of a kind; windows on the reader's file."""
+    def _prepare(self, device: str, count: int) -> None:
+        """Make sure that a device has so many slots."""
         job = self._job
-        of = reader if kind == "window" else None
         slots = self._slots.setdefault(device, deque())
-        others = any(
+        if any(
             job.plan.placements[entry.unit[0].placement].device != device
             for entry in self._under_way
-        )
-        if others or any(slot.of is not of for slot in slots):
+        ):
             self._finished += self.settle()  # what is under way is in other slots
-        if any(slot.of is not of for slot in slots):
-            self._close(device)  # first: both together are more than was planned
         while len(slots) < count:
-            slots.appendleft(self._new_slot(device, of))
+            slots.appendleft(self._new_slot(device))
 
-    def _new_slot(self, device: str, of: Reader | None) -> _Slot:
+    def _new_slot(self, device: str) -> _Slot:
         job = self._job
-        bulk = job.bulk[device]
-        if of is not None and bulk is not None:
-            # as long as it was: past a new end, the kernel refuses its pages
-            staging = bulk.window(of.fileno(), of.nbytes)
-        else:
-            staging = job.devices[device].staging(job.plan.staging_nbytes)
-        kept = self._scratch.setdefault(device, [])
+        staging = job.devices[device].staging(job.plan.staging_nbytes)
         casts = job.casts.get(device)
-        scratch = kept.pop() if kept else casts.scratch() if casts is not None else 0
-        return _Slot(staging, scratch, of)
+        return _Slot(staging, casts.scratch() if casts is not None else 0)
 
     def _close(self, device: str) -> BaseException | None:
         """Give back the slots of a device; returns what went wrong with the last."""
         slots = self._slots[device]
         failure: BaseException | None = None
         while slots:
-            slot = slots.popleft()
-            self._scratch.setdefault(device, []).append(slot.scratch)
             try:
-                slot.staging.close()
+                slots.popleft().staging.close()
             except BaseException as error:
                 failure = error
         return failure
@@ -579,10 +529,8 @@ class Worker:
             tickets: of the unit that it is for; its copies from this slot are waited for.
         """
         slots = self._slots.setdefault(device, deque())
-        if slots and slots[0].of is not None:  # windows, of which nothing is under way
-            self._close(device)
         if len(slots) < STAGING_SLOTS:
-            slots.append(self._new_slot(device, None))
+            slots.append(self._new_slot(device))
         else:
             slots.rotate(-1)
         slot = slots[-1]

@@ -262,7 +262,7 @@ class RecordedBulk:
                 self._wrong(f"slot {index} of {len(slots)} is busy, and {busy} are said to be")
             if closed:
                 self._wrong("a closed slot")
-            flat.append((_address(slot), number, number, may_be_busy, 0))
+            flat.append((_address(slot), number, number, may_be_busy))
         nbytes = min(slot.view.nbytes for slot in slots)
         for read in reads:
             if not 0 <= read.needed <= read.asked <= nbytes:
@@ -280,13 +280,13 @@ class RecordedBulk:
         return failure
 
     def _interpreted(
-        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool, int]]
+        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
     ) -> BulkFailure | None:
         """What the compiled loop does."""
         busy = [slot[3] for slot in slots]
         for index, read in enumerate(reads):
             which = index % len(slots)
-            address, stream, event, _, _ = slots[which]
+            address, stream, event, _ = slots[which]
             if busy[which] and self._wait(event):
                 return BulkFailure(index, "wait", self.status)
             done = 0

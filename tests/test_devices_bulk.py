@@ -72,7 +72,7 @@ class Slots:
     def __init__(self, count: int, nbytes: int) -> None:
         self._memory = [bytearray(nbytes) for _ in range(count)]
         self.rows = [
-            (ctypes.addressof(ctypes.c_char.from_buffer(memory)), 100 + i, 200 + i, False, 0)
+            (ctypes.addressof(ctypes.c_char.from_buffer(memory)), 100 + i, 200 + i, False)
             for i, memory in enumerate(self._memory)
         ]
 
@@ -115,7 +115,7 @@ def test_a_file_arrives(file: Callable[[bytes], int], nbytes: int, count: int) -
 def test_slots_with_copies_under_way_are_waited_for(file: Callable[[bytes], int]) -> None:
     """Those that are said to be busy, before they are filled for the first time."""
     driver, slots = Driver(2000), Slots(2, 1000)
-    rows = [slots.rows[0], (*slots.rows[1][:3], True, 0)]
+    rows = [slots.rows[0], (*slots.rows[1][:3], True)]
     driver.loop(file(bytes(2000)), _reads(2000, 1000, driver.base), rows)
     assert driver.log == ["copy", "record", "wait", "copy", "record"]
 

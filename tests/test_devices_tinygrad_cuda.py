@@ -147,14 +147,13 @@ check_clean()
 
 
 WAYS: dict[str, dict[str, str]] = {
-    "staged": {"transfer": "staged"},
-    "mapped": {"transfer": "mapped"},
+    "auto": {},
     "direct": {"reader": "direct"},
 }
 
 
 def test_casts_and_ways_to_the_device_come_with_the_driver(folder: Path, path: Path) -> None:
-    """Casts in the device's memory, and bytes from mapped files or past the page cache."""
+    """Casts in the device's memory, and bytes through the page cache or past it."""
     run(
         folder,
         path,
@@ -233,7 +232,7 @@ def test_a_device_that_nobody_looks_at_is_planned_as_cuda(path: Path) -> None:
         spec = unseen_spec(name, 10**9)
         assert (spec.host_visible, spec.shared_memory) == (False, False)
         assert (spec.allocator, spec.threads) == ("cuda_driver", 16)
-        assert spec.maps_host_memory and spec.casts
+        assert spec.casts
     assert unseen_spec("cuda", 10**9).allocator == "cuda_caching"  # torch's spelling
     assert unseen_spec("CL", 10**9).allocator == "exact"
     made = plan(path, device="CUDA", budget="3GB", dtype="float16")
@@ -435,12 +434,12 @@ def test_cold_files_are_read_by_few_threads_into_long_slots(folder: Path, path: 
         path,
         """
 direct, pread = (
-    streamload.plan(path, device="CUDA", transfer="staged", reader=reader)
+    streamload.plan(path, device="CUDA", reader=reader)
     for reader in ("direct", "pread")
 )
 assert direct.threads <= 2 and 15 * 2**20 <= direct.chunk_nbytes <= 2**24, direct
 assert pread.chunk_nbytes <= 2**23, pread
-asked = streamload.plan(path, device="CUDA", transfer="staged", reader="direct", threads=4)
+asked = streamload.plan(path, device="CUDA", reader="direct", threads=4)
 assert asked.threads == 4 and asked.host_nbytes <= 2**26, asked
 """,
     )

@@ -699,9 +699,7 @@ def test_timeouts_are_seconds(timeout: Any, path: Path) -> None:
         distributed.load_state_dict(None, path, timeout=timeout)
 
 
-@pytest.mark.parametrize(
-    "options", [{"reader": "mmap"}, {"reader": "direct"}, {"transfer": "mapped"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"reader": "mmap"}, {"reader": "direct"}], ids=str)
 def test_replicas_are_read_in_one_way(options: dict[str, str], path: Path) -> None:
     """Another way that was asked for is refused, and not passed over."""
     found = run(World(2), load(path, split="replicate", **options))

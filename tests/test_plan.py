@@ -418,9 +418,7 @@ def test_the_host_budget_bounds_staging() -> None:
     assert plan_of(BIG, spec, host_budget_nbytes=131072)
 
 
-GPU = DeviceSpec(
-    "cuda:0", 10**9, host_visible=False, shared_memory=False, threads=16, maps_host_memory=True
-)
+GPU = DeviceSpec("cuda:0", 10**9, host_visible=False, shared_memory=False, threads=16)
 
 
 @pytest.mark.parametrize("host_mib", [8, 12, 64, 100])
@@ -454,41 +452,6 @@ def test_room_for_direct_reads_is_there_where_any_shard_has_them() -> None:
     plain = plan_of(two, GPU, readers=["mmap", "pread"])
     assert plain.staging_nbytes == plain.slot_nbytes
     assert Plan.from_json(mixed.to_json()).staging_nbytes == mixed.staging_nbytes
-
-
-@pytest.mark.parametrize(
-    ("threads", "host_mib", "expected"),
-    [(1, 64, 1), (2, 64, 2), (3, 64, 3), (12, 64, 4), (2, 8, 2), (12, 8, 3), (2, 1000, 2)],
-)
-def test_windows_of_a_mapped_transfer(threads: int, host_mib: int, expected: int) -> None:
-    """Up to 16 MiB each, up to four threads, and never more than 64 MiB or the budget at a time."""
-    plan = plan_of(
-        checkpoint_of({f"w{i}": ("BF16", [64 * MIB]) for i in range(4)}),
-        GPU,
-        transfer="mapped",
-        threads=threads,
-        chunk_nbytes=64 * MIB,
-        host_budget_nbytes=host_mib * MIB,
-    )
-    assert plan.threads == expected
-    assert plan.staging_nbytes <= 16 * MIB
-    assert plan.host_nbytes == 2 * plan.threads * plan.staging_nbytes <= min(host_mib, 64) * MIB
-    assert plan.chunk_nbytes >= MIB
-    if threads == 2 and host_mib == 64:
-        assert plan.chunk_nbytes > 15 * MIB
-    assert "page-locked" in str(plan) and "staging" not in str(plan)
-    assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_what_the_host_casts_has_slots_beside_windows() -> None:
-    """Under a mapped transfer, what is not copied as it is needs memory of its own as well."""
-    mapped = {"transfer": "mapped", "chunk_nbytes": 2 * MIB}
-    as_they_are = plan_of(BIG, GPU, **mapped)
-    cast = plan_of(BIG, GPU, dtype="float16", **mapped)
-    assert cast.slot_nbytes == as_they_are.slot_nbytes == 2 * MIB
-    assert cast.host_nbytes == 2 * as_they_are.host_nbytes
-    on_the_device = plan_of(BIG, replace(GPU, casts=True), dtype="float16", **mapped)
-    assert on_the_device.host_nbytes == as_they_are.host_nbytes
 
 
 def test_how_shards_are_read_is_said_in_few_lines() -> None:
@@ -710,10 +673,10 @@ def recount_host(plan: Plan, mine: list[Placement], spec: DeviceSpec) -> int:
     workers = max(plan.threads, 1)
     casts = {p.cast for p in mine}
     on_host = bool(casts & {"llvm", "numpy"})
-    room = {"mapped": 2 * 65536}.get(plan.transfer, 2 * 4096 * ("direct" in plan.readers))
+    room = 2 * 4096 * ("direct" in plan.readers)
     slots = 0
     if not spec.host_visible or "device" in casts:
-        slots = 2 * (1 + (on_host and plan.transfer == "mapped"))
+        slots = 2
     total = workers * slots * (plan.slot_nbytes + room)
     if {"pread", "direct"} & set(plan.readers) and on_host:
         total += workers * plan.slot_nbytes
@@ -745,7 +708,6 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
     )
     spec = replace(spec, casts=rng.random() < 0.3 and not spec.host_visible)
     reader = rng.choice(("mmap", "pread", "direct"))
-    mapped = reader == "mmap" and not spec.host_visible and rng.random() < 0.5
     wants = []
     for want in wants_of(checkpoint):
         if rng.random() < 0.4:
@@ -761,7 +723,6 @@ def random_case(rng: random.Random) -> tuple[Checkpoint, list[DeviceSpec], dict[
             "dtype": rng.choice((None, "checkpoint", "float16", "float32")),
             "cast": rng.choice(("llvm", "numpy", "device")),
             "readers": [reader] * len(checkpoint.shards),
-            "transfer": "mapped" if mapped else "staged",
             "chunk_nbytes": rng.choice((1, 5000, MIB, 8 * MIB)),
             "threads": rng.randint(1, 8),
         },

@@ -22,12 +22,10 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
 from streamload.checkpoint.readers import (
     DIRECT_FILESYSTEMS,
-    MAPPED_FILESYSTEMS,
     filesystem_and_length,
 )
 from streamload.job import StreamStats, file_ranges
-from streamload.load import MAPPED_MOST_CPUS
-from streamload.plan.budget import STAGING, Ledger, available_cpus
+from streamload.plan.budget import STAGING, Ledger
 from streamload.plan.chunks import Chunk, Run
 from streamload.plan.plan import Plan, RowRange, RowTranspose
 from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
@@ -215,102 +213,32 @@ def test_a_reader_that_is_asked_for_is_had(disk: Path, reader: Any) -> None:
         warm(path)
 
 
-# --- transfer: what is planned --------------------------------------------------------------------
-
-
-def test_few_cpus_copy_straight_from_the_page_cache(disk: Path) -> None:
-    """What is resident, in long windows; more CPUs than that, or a cold shard, and it is staged."""
-    path = warm(write(disk / "c", 40 * MIB, 40 * MIB))
-    mapped = plan(path, threads=MAPPED_MOST_CPUS)
-    assert (mapped.transfer, mapped.threads) == ("mapped", MAPPED_MOST_CPUS)
-    assert 8 * MIB < mapped.slot_nbytes < mapped.staging_nbytes <= 16 * MIB
-    assert mapped.host_nbytes == 2 * MAPPED_MOST_CPUS * mapped.staging_nbytes <= 64 * MIB
-    assert plan(path, threads=MAPPED_MOST_CPUS + 1).transfer == "staged"
-    assert (plan(path).transfer == "mapped") == (available_cpus() <= MAPPED_MOST_CPUS)
-    assert plan(path, threads=1, transfer="staged").transfer == "staged"
-    assert plan(path, threads=1, device="CPU").transfer == "staged"
-    assert plan(path, threads=1, reader="pread").transfer == "staged"
-    cool(files(path)[1])
-    assert plan(path, threads=1).transfer == "staged"
-
-
-@pytest.mark.parametrize("transfer", ["auto", "mapped"])
-def test_little_host_memory_is_kept_to(disk: Path, transfer: Any) -> None:
-    """By slots, and by windows, which are locked pages and count as much."""
+def test_little_host_memory_is_kept_to(disk: Path) -> None:
+    """By slots."""
     path = warm(write(disk / "c", 40 * MIB))
-    small = plan(path, threads=12, budget=Budget("1GB", host="8MiB"), transfer=transfer)
-    assert small.transfer == ("staged" if transfer == "auto" else "mapped")
+    small = plan(path, threads=12, budget=Budget("1GB", host="8MiB"))
     assert 4 * MIB < small.host_nbytes <= 8 * MIB
 
 
-def test_what_the_host_casts_is_staged(disk: Path) -> None:
-    """Auto maps only what goes as it is; what the device casts does."""
-    weights = {"w": ("F32", [2**20], bytes(4 * MIB))}
-    write_safetensors(disk / "w.safetensors", weights)
-    path = warm(disk / "w.safetensors")
-    assert plan(path, threads=1, dtype="float16").transfer == "mapped"
-    on_host = plan(path, threads=1, dtype="float16", cast="llvm")
-    assert (on_host.transfer, on_host.placements[0].cast) == ("staged", "llvm")
-    asked = plan(path, threads=1, dtype="float16", cast="llvm", transfer="mapped")
-    assert asked.transfer == "mapped"
-
-
-def test_a_chunk_that_is_asked_for_bounds_windows_too(disk: Path) -> None:
+def test_a_chunk_that_is_asked_for_bounds_slots_too(disk: Path) -> None:
     """Only where nothing was said are they longer than chunks are elsewhere."""
     path = warm(write(disk / "c", 40 * MIB))
     assert plan(path, threads=2, chunk_nbytes=MIB).slot_nbytes == MIB
 
 
-@pytest.mark.parametrize("reader", ["pread", "direct"])
-def test_mapped_with_a_reader_that_makes_no_map(disk: Path, reader: Any) -> None:
-    """The two exclude each other, and the error names both."""
-    path = write(disk / "c", 1000)
-    with pytest.raises(ValueError, match=f'transfer="mapped".*reader="{reader}"'):
-        plan(path, transfer="mapped", reader=reader)
-    with pytest.raises(ValueError, match=f'transfer="mapped".*reader="{reader}"'):
-        streamload.load_state_dict(None, path, device="host", transfer="mapped", reader=reader)
-
-
-@pytest.mark.parametrize("device", ["host", "CL", "torch:mps"])
-def test_mapped_for_a_device_that_cannot(disk: Path, device: str) -> None:
-    """What was asked for and cannot be had is refused by the device's name, before any byte."""
-    path = write(disk / "c", 1000)
-    with pytest.raises(ValueError, match=device.removeprefix("torch:")):
-        plan(path, device=device, transfer="mapped")
-    with pytest.raises(ValueError, match="host cannot"):
-        streamload.load_state_dict(None, path, device="host", transfer="mapped")
-
-
-def test_mapped_for_a_file_that_cannot() -> None:
-    """A file on a filesystem that is never mapped is refused, by its name and the filesystem's."""
-    for folder in map(Path, ("/dev", "/sys/fs/cgroup", "/run", "/mnt")):
-        filesystem, _ = filesystem_and_length(folder)
-        file = folder / f"streamload-{os.getpid()}.safetensors"
-        if filesystem in MAPPED_FILESYSTEMS:
-            continue
-        try:
-            write_safetensors(file, {"w": ("U8", [4], b"abcd")})
-        except OSError:
-            continue
-        try:
-            with pytest.raises(ValueError, match=f"{file.name}: {filesystem} does not hold back"):
-                plan(file, transfer="mapped")
-            assert plan(file, threads=1).transfer == "staged"
-            return
-        finally:
-            file.unlink()
-    pytest.skip("every folder that can be written is on a filesystem that is mapped")
-
-
-@pytest.mark.parametrize("name", ["page_cache", "transfer"])
-def test_unknown_choices(disk: Path, name: str) -> None:
-    """Each names what there is."""
+def test_unknown_choices(disk: Path) -> None:
+    """The error names what there is; an option that is gone says so."""
     path = write(disk / "c", 10)
-    arguments: dict[str, Any] = {name: "some"}
-    with pytest.raises(ValueError, match=f"{name} is one of auto"):
+    arguments: dict[str, Any] = {"page_cache": "some"}
+    with pytest.raises(ValueError, match="page_cache is one of auto"):
         plan(path, **arguments)
-    with pytest.raises(ValueError, match=f"{name} is one of auto"):
+    with pytest.raises(ValueError, match="page_cache is one of auto"):
         streamload.load_state_dict(None, path, device="host", **arguments)
+    gone: dict[str, Any] = {"transfer": "mapped"}
+    with pytest.raises(TypeError, match="'transfer': write nothing"):
+        plan(path, **gone)
+    with pytest.raises(TypeError, match="'transfer': write nothing"):
+        streamload.load_state_dict(None, path, device="host", **gone)
 
 
 # --- direct reads: what is done -------------------------------------------------------------------
@@ -459,13 +387,13 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_options_of_the_commands(disk: Path) -> None:
     """They reach the plan and the report; what is wrong is one line and exit code 2."""
     path = write(disk / "c", 100_000)
-    ways = ("--reader", "direct", "--page-cache", "drop", "--transfer", "staged")
+    ways = ("--reader", "direct", "--page-cache", "drop")
     planned = command("plan", path, "--budget", "1GB", "--dtype", "checkpoint", *ways)
     assert 'read by direct: 1 file (reader="direct" was asked for)' in planned.stdout
     done = command("load", path, "--device", "host", "--no-progress", "--json", *ways)
     report = json.loads(done.stdout)
-    assert (report["transfer"], report["page_cache"]) == ("staged", "")
+    assert report["page_cache"] == ""
     assert report["reading"] == ['direct: 1 file (reader="direct" was asked for)']
-    wrong = command("load", path, "--device", "host", "--reader", "pread", "--transfer", "mapped")
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert 'reader="pread"' in wrong.stderr
+    wrong = command("load", path, "--device", "host", "--reader", "tape")
+    assert wrong.returncode == 2
+    assert "tape" in wrong.stderr

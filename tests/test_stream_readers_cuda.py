@@ -114,23 +114,11 @@ def on_a_local_disk(path: Path) -> None:
 
 @pytest.mark.parametrize("cold", [False, True])
 @pytest.mark.parametrize("dtype", ["checkpoint", "float16", "float32"])
-@pytest.mark.parametrize(
-    ("reader", "transfer"),
-    [
-        ("auto", "auto"),
-        ("mmap", "staged"),
-        ("pread", "staged"),
-        ("direct", "staged"),
-        ("auto", "mapped"),
-        ("mmap", "mapped"),
-    ],
-)
-def test_every_way_brings_the_right_bits(
-    path: Path, reader: Any, transfer: Any, dtype: str, cold: bool
-) -> None:
-    """Reader and transfer forced each way, cold and resident, with casts and without."""
+@pytest.mark.parametrize("reader", ["auto", "mmap", "pread", "direct"])
+def test_every_way_brings_the_right_bits(path: Path, reader: Any, dtype: str, cold: bool) -> None:
+    """Each reader, cold and resident, with casts and without."""
     (cool if cold else warm)(path)
-    load(path, reader=reader, transfer=transfer, dtype=dtype)
+    load(path, reader=reader, dtype=dtype)
 
 
 @pytest.mark.parametrize("cast", ["auto", "llvm", "device"])
@@ -161,15 +149,10 @@ def test_what_is_cold_is_read_past_the_page_cache(path: Path) -> None:
 
 
 @pytest.mark.parametrize("reader", ["mmap", "pread"])
-@pytest.mark.parametrize("transfer", ["staged", "mapped"])
 @pytest.mark.parametrize("page_cache", ["keep", "drop"])
-def test_what_becomes_of_the_page_cache(
-    path: Path, reader: Any, transfer: Any, page_cache: Any
-) -> None:
-    """Kept or dropped, also of pages that were locked meanwhile."""
+def test_what_becomes_of_the_page_cache(path: Path, reader: Any, page_cache: Any) -> None:
+    """Kept or dropped."""
     on_a_local_disk(path)
-    if (reader, transfer) == ("pread", "mapped"):
-        pytest.skip("these exclude each other")
     report = streamload.load_state_dict(
         None,
         path,
@@ -177,7 +160,6 @@ def test_what_becomes_of_the_page_cache(
         device="cuda:0",
         progress=False,
         reader=reader,
-        transfer=transfer,
         page_cache=page_cache,
     )
     left = resident(path)
@@ -190,19 +172,11 @@ def test_what_becomes_of_the_page_cache(
 
 
 @pytest.mark.parametrize("host", ["8MiB", "16MiB", "64MiB", "200MiB"])
-@pytest.mark.parametrize("transfer", ["auto", "staged", "mapped"])
 @pytest.mark.parametrize("threads", [1, 2, None])
-def test_host_memory_stays_within_its_budget(
-    path: Path, host: str, transfer: Any, threads: int | None
-) -> None:
-    """Whatever the budget; mapped, at most 64 MiB are locked at a time."""
+def test_host_memory_stays_within_its_budget(path: Path, host: str, threads: int | None) -> None:
+    """Whatever the budget."""
     warm(path)
-    report = load(path, budget=Budget(host=host), transfer=transfer, threads=threads)
-    made = report.plan
-    if transfer != "auto":
-        assert made.transfer == transfer, made
-    if made.transfer == "mapped":
-        assert made.host_nbytes <= 64 * MIB, made
+    load(path, budget=Budget(host=host), threads=threads)
 
 
 def test_weights_and_scratch_are_enough_and_a_mebibyte_less_is_refused(path: Path) -> None:
@@ -224,12 +198,7 @@ def test_weights_and_scratch_are_enough_and_a_mebibyte_less_is_refused(path: Pat
 def test_figures(path: Path) -> None:
     """Not a test of speed: what each way took, for who reads the output (pytest -s)."""
     for cold in (False, True):
-        for reader, transfer in (
-            ("auto", "auto"),
-            ("pread", "staged"),
-            ("direct", "staged"),
-            ("auto", "mapped"),
-        ):
+        for reader in ("auto", "pread", "direct"):
             rates = []
             for _ in range(3):
                 (cool if cold else warm)(path)
@@ -240,7 +209,6 @@ def test_figures(path: Path) -> None:
                     device="cuda:0",
                     progress=False,
                     reader=reader,  # type: ignore[arg-type]
-                    transfer=transfer,  # type: ignore[arg-type]
                 )
                 rates.append(report.read_nbytes / 1e9 / report.stream_seconds)
                 assert report.read_nbytes == sum(
@@ -249,7 +217,7 @@ def test_figures(path: Path) -> None:
                 del report
                 torch.cuda.empty_cache()
             print(
-                f"{'cold' if cold else 'warm'} reader={reader} transfer={transfer}: "
+                f"{'cold' if cold else 'warm'} reader={reader}: "
                 + ", ".join(f"{rate:.1f}" for rate in rates)
                 + " GB/s streaming"
             )

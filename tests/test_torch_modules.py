@@ -793,7 +793,6 @@ def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
             dtype=dtype,
             cast=cast,
             reader="pread",
-            transfer="staged",
             chunk_nbytes=2**23,
             threads=count,
         )

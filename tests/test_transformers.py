@@ -670,7 +670,6 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         ({"dtype": "float8_e4m3fn"}, "computes in .* not in float8_e4m3fn"),
         ({"reader": "tape"}, "tape"),
         ({"page_cache": "tape"}, "page_cache is one of auto, keep, drop"),
-        ({"transfer": "mapped", "reader": "pread"}, 'transfer="mapped".*reader="pread"'),
     ]
     for given, said in wrong:
         with pytest.raises(ValueError, match=said):
@@ -680,11 +679,11 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 
 
 def test_how_files_are_read_is_passed_on(tmp_path: Path) -> None:
-    """Reader, page cache and transfer reach the plan, and its report."""
+    """Reader and page cache reach the plan, and its report."""
     folder = saved(tmp_path, "llama")
-    model = load(folder, device="cpu", reader="direct", page_cache="drop", transfer="staged")
+    model = load(folder, device="cpu", reader="direct", page_cache="drop")
     made = model.streamload_report.plan
-    assert (set(made.readers), made.page_cache, made.transfer) == ({"direct"}, "drop", "staged")
+    assert (set(made.readers), made.page_cache) == ({"direct"}, "drop")
 
 
 def test_auto_classes_choose_the_class(tmp_path: Path) -> None:

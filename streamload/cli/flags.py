@@ -12,7 +12,7 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.convert.planning import RenamePatterns
 from streamload.mapping import MAPPINGS, Rename
-from streamload.options import CastArgument, TransferArgument
+from streamload.options import CastArgument
 from streamload.plan.partition import Node
 
 
@@ -93,14 +93,6 @@ class LoadFlags(TypedDict, total=False):
             "WHAT",
             "What becomes of the page cache that the load fills: auto (dropped where memory is "
             "short), keep or drop.",
-        ),
-    ]
-    transfer: Annotated[
-        TransferArgument,
-        option(
-            "WAY",
-            "How bytes get to a GPU: auto, staged (through page-locked memory) or mapped "
-            "(straight from the page cache).",
         ),
     ]
     mapping: Annotated[

@@ -58,7 +58,6 @@ class DeviceInfo:
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively, or in float16 no better.
         casts: casts what it was sent where that lies, exactly, and counts what changes.
-        maps_host_memory: copies from windows on a mapped file as well as from staging.
         unsupported: names of dtypes that it cannot hold.
         caveat: what a plan cannot know of it, one sentence, or "".
     """
@@ -79,7 +78,6 @@ class DeviceInfo:
     threads: int = 16
     native_bf16: bool = False
     casts: bool = False
-    maps_host_memory: bool = False
     unsupported: frozenset[str] = frozenset()
     caveat: str = ""
 
@@ -121,7 +119,7 @@ class Staging(Protocol):
         """Give it back; no copy from it may be under way."""
 
 
-BulkStage = Literal["wait", "read", "end", "copy", "lock"]
+BulkStage = Literal["wait", "read", "end", "copy"]
 
 
 class Copy(NamedTuple):
@@ -197,8 +195,8 @@ class BulkFailure:
 
     Attributes:
         index: of the read. Those before it have been read, and their copies begun.
-        stage: "wait" (for a copy from the slot before), "read", "end" (of the file), "copy" (or
-            cast) or "lock" (of a window's pages).
+        stage: "wait" (for a copy from the slot before), "read", "end" (of the file), or "copy" (or
+            cast).
         code: errno of a read, or the status of the driver's call.
     """
 
@@ -235,16 +233,6 @@ class BulkCopier(Protocol):
             DeviceError: the driver does not take it.
         """
 
-    def window(self, fd: int, file_nbytes: int) -> Staging:
-        """A slot for `run` that is a window on a file: its copies are from the page cache.
-
-        What it shows is page-locked from its read on until the slot's next read, or its `close`.
-        It has no `view`.
-
-        Raises:
-            AllocationError: the file cannot be mapped.
-        """
-
     def address(self, buffer: Any) -> int:
         """The device address of a buffer's first byte."""
 
@@ -260,9 +248,9 @@ class BulkCopier(Protocol):
         tells when they have ended. Drops the interpreter's lock.
 
         Args:
-            fd: the file; windows are of this file.
+            fd: the file.
             reads: what to do, in order.
-            slots: read ``i`` goes to slot ``i % len(slots)``; of one kind, staging or windows.
+            slots: read ``i`` goes to slot ``i % len(slots)``.
             busy: how many of the slots, the last ones, may have copies under way; those are waited
                 for before the slot is filled.
         """

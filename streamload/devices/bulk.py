@@ -4,14 +4,12 @@ Between two reads an interpreter's work takes some tens of microseconds, under a
 other thread wants as well: docs/measurements.md, "The copy loop". The loop is LLVM IR, compiled as
 the casts are. Where it cannot be compiled, the stream goes on in Python.
 
-A slot is filled by pread, or is a window on a map of the file: pages of the page cache that the
-driver locks, copies from, and lets go of again. A cast is a kernel on the copy's stream.
+A slot is filled by pread. A cast is a kernel on the copy's stream.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 from array import array
 from collections.abc import Mapping, Sequence
@@ -31,24 +29,19 @@ from streamload.cast.kernels import (
 from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
 from streamload.devices.ptx import BLOCK_THREADS
 
-_STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy", "lock")
+_STAGES: tuple[BulkStage, ...] = ("wait", "read", "end", "copy")
 
 #: What is called, in the order in which their addresses are passed: pread(2), __errno_location,
 #: and of the driver a copy to the device, the recording of an event, and the wait for one; a
-#: kernel's launch, where there are casts; madvise(2) and the driver's locking and unlocking of
-#: pages, where there are windows.
-CALLS = ("pread", "errno", "copy", "record", "wait", "launch", "madvise", "lock", "unlock")
-
-_POPULATE_READ, _DONTNEED = 22, 4  # MADV_...
-_READ_ONLY = 8  # CU_MEMHOSTREGISTER_READ_ONLY
+#: kernel's launch, where there are casts.
+CALLS = ("pread", "errno", "copy", "record", "wait", "launch")
 
 _SYMBOL = "streamload_bulk"
 
 # reads:  {fd, offset, bytes to ask for, bytes needed, first copy, copies} each
 # copies: {offset in the slot, bytes, device address, kernel or 0, elements, address of the cast
 #         elements, of their tally, blocks} each; a kernel takes (address, cast, elements, tally)
-# slots:  {address, stream, event, busy, window or 0} each; read i goes to slot i modulo how many
-# window: {address of the file's first byte, locked address, locked bytes}
+# slots:  {address, stream, event, busy} each; read i goes to slot i modulo how many
 # failed: {index of the read, what a call returned}; the result is 0 or the stage's number from 1 on
 
 
@@ -100,9 +93,8 @@ begin:
   {_words("%r", "fd64", "offset", "asked", "needed", "first", "count")}
   %fd = trunc i64 %fd64 to i32
   %which = urem i64 %i, %nslots
-  %slot = getelementptr [5 x i64], ptr %slots, i64 %which
-  {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy", "ptr window")}
-  %is.window = icmp ne ptr %window, null
+  %slot = getelementptr [4 x i64], ptr %slots, i64 %which
+  {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy")}
   %is.busy = icmp ne i64 %busy, 0
   br i1 %is.busy, label %waiting, label %free
 
@@ -113,44 +105,7 @@ waiting:
   br i1 %wait.failed, label %failed.wait, label %free
 
 free:
-  br i1 %is.window, label %letting.go, label %reading
-
-letting.go:
-  {_words("%window", "ptr map", "ptr locked", "size.locked")}
-  %is.locked = icmp ne i64 %size.locked, 0
-  br i1 %is.locked, label %let.go, label %showing
-
-let.go:
-  store i64 0, ptr %size.locked.p
-  %unlocked = call i32 %unlock(ptr %locked)
-  %dropped = call i32 %madvise(ptr %locked, i64 %size.locked, i32 {_DONTNEED})
-  %unlock.failed = icmp ne i32 %unlocked, 0
-  br i1 %unlock.failed, label %failed.unlock, label %showing
-
-showing:
-  %shown = getelementptr i8, ptr %map, i64 %offset
-  br label %populate
-
-populate:
-  %populated = call i32 %madvise(ptr %shown, i64 %asked, i32 {_POPULATE_READ})
-  %is.populated = icmp eq i32 %populated, 0
-  br i1 %is.populated, label %locking, label %not.populated
-
-not.populated:
-  %why.at = call ptr %errno()
-  %why = load i32, ptr %why.at
-  switch i32 %why, label %failed.populate [ i32 4, label %populate
-                                            i32 {errno.EINVAL}, label %locking ]
-
-locking:
-  %lock.code = call i32 %lock(ptr %shown, i64 %asked, i32 {_READ_ONLY})
-  %lock.failed = icmp ne i32 %lock.code, 0
-  br i1 %lock.failed, label %failed.lock, label %is.locked.now
-
-is.locked.now:
-  store ptr %shown, ptr %locked.p
-  store i64 %asked, ptr %size.locked.p
-  br label %copying
+  br label %reading
 
 reading:
   %done = phi i64 [ 0, %free ], [ %done1, %got.some ], [ %done, %interrupted ]
@@ -183,7 +138,6 @@ interrupted:
   br label %reading
 
 copying:
-  %address = phi ptr [ %memory, %reading ], [ %shown, %is.locked.now ]
   store i64 1, ptr %busy.p
   br label %copy.next
 
@@ -196,7 +150,7 @@ copy.one:
   %c.i = add i64 %first, %k
   %c = getelementptr [8 x i64], ptr %copies, i64 %c.i
   {_words("%c", "at", "size", "target", "ptr kernel", "numel", "cast", "tally", "blocks64")}
-  %source = getelementptr i8, ptr %address, i64 %at
+  %source = getelementptr i8, ptr %memory, i64 %at
   %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
   %copy.failed = icmp ne i32 %copy.code, 0
   br i1 %copy.failed, label %failed.copy, label %is.there
@@ -234,13 +188,10 @@ ok:
 
 {_failed("wait", "wait", "%waited")}
 {_failed("read", "read", "%code")}
-{_failed("populate", "read", "%why")}
 {_failed("end", "end", "0")}
 {_failed("copy", "copy", "%copy.code")}
 {_failed("launch", "copy", "%launched")}
 {_failed("record", "copy", "%record.code")}
-{_failed("lock", "lock", "%lock.code")}
-{_failed("unlock", "lock", "%unlocked")}
 }}
 """
 
@@ -257,15 +208,14 @@ class Loop:
         self._calls = array("Q", [calls.get(name, 0) for name in CALLS])
 
     def __call__(
-        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool, int]]
+        self, fd: int, reads: Sequence[Read], slots: Sequence[tuple[int, int, int, bool]]
     ) -> BulkFailure | None:
         """Run it.
 
         Args:
             fd: the file.
             reads: what to do, in order.
-            slots: (address, stream, event, whether copies may be under way, address of what is
-                known of the window, or 0) of each.
+            slots: (address, stream, event, whether copies may be under way) of each.
         """
         flat_reads, flat_copies = array("Q"), array("Q")
         for read in reads:
@@ -295,13 +245,13 @@ def _address(values: array[int]) -> int:
 
 
 def libc_calls() -> dict[str, int]:
-    """Addresses of pread (with an offset of 64 bits), errno's place and madvise: glibc and musl.
+    """Addresses of pread (with an offset of 64 bits), and errno's place: glibc and musl.
 
     Raises:
         OSError: this C library has them under other names.
     """
     try:
-        functions = {name: getattr(libc(), name) for name in ("pread", "errno", "madvise")}
+        functions = {name: getattr(libc(), name) for name in ("pread", "errno")}
     except AttributeError as error:
         raise OSError(str(error)) from error
     return addresses_of(functions)

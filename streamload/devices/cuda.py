@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from streamload._system import address_of, libc, map_file, populate
+from streamload._system import address_of, populate
 from streamload.checkpoint.readers import direct_memory
 from streamload.devices.base import BulkCopier, BulkFailure, DeviceInfo, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
@@ -280,8 +280,6 @@ class PinnedStaging(_Stream):
         AllocationError: the memory cannot be had, or not be page-locked.
     """
 
-    window = 0  # see `devices.bulk`
-
     def __init__(self, context: Context, nbytes: int) -> None:
         super().__init__(context)
         self._registered = False
@@ -312,64 +310,6 @@ class PinnedStaging(_Stream):
             self.view.release()
         if failure:
             self._context.check(failure, "giving staging back")
-
-
-_Known = ctypes.c_uint64 * 3  # address of the file's first byte, locked address, locked bytes
-
-
-class Window(_Stream):
-    """A slot that shows a part of a mapped file, page-locked while it does.
-
-    A map of its own: pages that two windows have in common, where one ends and the other begins,
-    cannot be locked twice at one address. Its page tables stay until it is closed, 1 MB for each GB
-    of the file that was shown.
-
-    Attributes:
-        window: address of what the compiled loop knows of it, see `devices.bulk`.
-
-    Raises:
-        AllocationError: the file cannot be mapped.
-    """
-
-    address = 0
-
-    def __init__(self, context: Context, fd: int, nbytes: int) -> None:
-        super().__init__(context)
-        self._nbytes = nbytes
-        self._known = _Known()
-        self.window = ctypes.addressof(self._known)
-        try:
-            self._known[0] = map_file(fd, 0, nbytes)
-        except OSError as error:
-            problem = f"cannot be mapped: {error.strerror}"
-            raise AllocationError("window", problem, nbytes=nbytes) from error
-        try:
-            with context.current():
-                self._create()
-        except DeviceError as error:
-            with suppress(DeviceError):
-                self.close()
-            raise AllocationError("window", error.problem, nbytes=nbytes) from error
-
-    @property
-    def view(self) -> memoryview:
-        """Not to be written to."""
-        raise TypeError("a window on a file has no bytes to be written")
-
-    def close(self) -> None:
-        """Let go of the pages; waits for a copy under way."""
-        if not self._known[0]:
-            return
-        try:
-            with self._context.current():
-                failure = self._destroy()
-                if self._known[2]:
-                    failure = self._slow.cuMemHostUnregister(self._known[1]) or failure
-        finally:
-            libc().munmap(self._known[0], self._nbytes)
-            self._known[:] = [0, 0, 0]
-        if failure:
-            self._context.check(failure, "letting go of a window")
 
 
 class _Memory(_Stream):
@@ -423,9 +363,6 @@ class _BulkCopier:
         with _compiling:
             return _kernel(self._context.name, self._context.handle, src, dst, clamp)
 
-    def window(self, fd: int, file_nbytes: int) -> Window:
-        return Window(self._context, fd, file_nbytes)
-
     def ticket(self, slot: Staging) -> Ticket:
         """A slot is its own ticket."""
         assert isinstance(slot, _Stream)
@@ -436,10 +373,10 @@ class _BulkCopier:
     ) -> BulkFailure | None:
         flat = []
         for index, slot in enumerate(slots):
-            assert isinstance(slot, (PinnedStaging, Window))
+            assert isinstance(slot, PinnedStaging)
             under_way = index >= len(slots) - busy
             stream, event = slot.stream, slot.event.value or 0
-            flat.append((slot.address, stream, event, under_way, slot.window))
+            flat.append((slot.address, stream, event, under_way))
         with self._context.current():
             failure = self._loop(fd, reads, flat)
             if failure is not None and failure.stage == "copy":
@@ -536,7 +473,7 @@ class Copies:
     def in_bulk(self, info: DeviceInfo) -> DeviceInfo:
         """What a device is that makes its copies like this."""
         able = self._bulk is not None
-        return replace(info, casts=able, maps_host_memory=able)
+        return replace(info, casts=able)
 
 
 @cache
@@ -547,8 +484,6 @@ def _loop() -> Loop | None:
         "record": driver.cuEventRecord,
         "wait": driver.cuEventSynchronize,
         "launch": driver.cuLaunchKernel,
-        "lock": driver.cuMemHostRegister_v2,
-        "unlock": driver.cuMemHostUnregister,
     }
     try:
         return Loop(libc_calls() | addresses_of(calls))

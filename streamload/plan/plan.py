@@ -28,15 +28,12 @@ from streamload.plan.kv_cache import CacheRequest
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
-Transfer = Literal["staged", "mapped"]
 
 STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
 SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 # What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
 # reader's alignment before the first byte that is wanted, and end at one after the last.
 DIRECT_ROOM_NBYTES = 2 * 4096
-# The same of a window on a mapped file, which begins and ends at a page, of 64 KiB at the most.
-MAPPED_ROOM_NBYTES = 2 * 2**16
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
@@ -356,9 +353,6 @@ class Plan:
         readers: "mmap", "pread" or "direct", for each shard.
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
-        transfer: how bytes get to devices that the CPU does not write to: "staged" through slots
-            of host memory, or "mapped" straight from the page cache, in windows of at most
-            ``slot_nbytes`` that are page-locked meanwhile; `host_nbytes` is what is locked then.
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
         reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
         cache: the KV cache that there is room for when the load is done, with its dtype, or None.
@@ -375,19 +369,13 @@ class Plan:
     readers: tuple[ResolvedKind, ...]
     out_of_range: OutOfRange
     notes: tuple[str, ...] = ()
-    transfer: Transfer = "staged"
     page_cache: PageCacheKind = "auto"
     reader_reasons: tuple[str, ...] = ()
     cache: CacheRequest | None = None
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of one staging slot as it is allocated, or of the longest window.
-
-        There is room for the chunks, and for what is read or mapped around them.
-        """
-        if self.transfer == "mapped":
-            return self.slot_nbytes + MAPPED_ROOM_NBYTES
+        """Bytes of one staging slot as it is allocated: chunks, and what is read around them."""
         return self.slot_nbytes + (DIRECT_ROOM_NBYTES if "direct" in self.readers else 0)
 
     @property
@@ -399,15 +387,9 @@ class Plan:
     def process_nbytes(self) -> int:
         """By how much the process will grow at most: RssAnon + RssShmem, in bytes."""
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
-        staged = self.host_nbytes if self.transfer == "staged" else 0
         shared = all(d.shared_memory for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
-        return load + fresh + staged + sum(d.object_nbytes for d in self.devices)
-
-    @property
-    def host_memory(self) -> str:
-        """What `host_nbytes` are, in a word: slots of our own, or pages of the page cache."""
-        return "page-locked" if self.transfer == "mapped" else "staging"
+        return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)
 
     @property
     def reading(self) -> list[str]:
@@ -471,7 +453,7 @@ class Plan:
                     if src != dst
                 ),
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
-                f"{format_bytes(self.chunk_nbytes)}, host {self.host_memory} "
+                f"{format_bytes(self.chunk_nbytes)}, host staging "
                 f"{format_bytes(self.host_nbytes)}",
                 *([self._cache_line(self.cache)] if self.cache else []),
                 *(f"read by {line}" for line in self.reading),

@@ -35,7 +35,6 @@ from streamload.plan.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.plan.partition import Item, Node, Part, partition, smallest_count, units_of
 from streamload.plan.plan import (
     LOAD_NBYTES,
-    MAPPED_ROOM_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
     TALLY_NBYTES,
@@ -46,7 +45,6 @@ from streamload.plan.plan import (
     Plan,
     RowRange,
     RowTranspose,
-    Transfer,
     all_rows,
     slot_nbytes,
 )
@@ -59,18 +57,6 @@ DEFAULT_CHUNK_NBYTES = 8 * 2**20
 MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
-
-# Of a mapped transfer: a window costs calls that take the lock of the process's address space, so
-# windows are long, and more threads than these only wait for each other. On one H200's virtual
-# machine, GB/s of pages that had been locked before, one thread: 7.5 with windows of 4 MiB, 14 with
-# 16 MiB, 15 with 64 MiB; two and four threads 13 to 15. Locked pages cannot be reclaimed, and count
-# in the cgroup of whoever read them in: what is locked is bound by the host budget and by what is
-# free, so that a file of 400 MB that was not cached came through in cgroups of 80 to 240 MB (base
-# of the process 38 MB, mlock in the driver's place), each time with its limit reached and nothing
-# killed.
-MAPPED_WINDOW_NBYTES = 16 * 2**20
-MAPPED_MOST_NBYTES = 64 * 2**20
-MAPPED_MOST_THREADS = 4
 
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
@@ -96,7 +82,6 @@ class DeviceSpec:
         native_bf16: it computes in bfloat16 natively.
         unsupported: names of dtypes that it cannot hold.
         device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
-        maps_host_memory: it copies straight from windows of a file that is mapped.
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
@@ -121,7 +106,6 @@ class DeviceSpec:
     native_bf16: bool = False
     unsupported: frozenset[str] = frozenset()
     device_casts: frozenset[tuple[str, str]] = frozenset()
-    maps_host_memory: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
     object_nbytes: int = 0
@@ -304,7 +288,6 @@ def make_plan(
     host_limit: str = "budget",
     chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
     threads: int = 2,
-    transfer: Transfer = "staged",
     page_cache: PageCacheKind = "auto",
     reader_reasons: Sequence[str] = (),
     cache: KvCache | None = None,
@@ -325,8 +308,6 @@ def make_plan(
         host_limit: what sets that: "budget" or "free memory".
         chunk_nbytes: most bytes in a chunk; made smaller where budgets or devices ask for it.
         threads: most streaming threads; made fewer likewise.
-        transfer: how bytes get to devices that the CPU does not write to; "mapped" where all of
-            them map host memory and every shard is read by a map.
         page_cache: what becomes of the page cache; for `Plan.page_cache`.
         reader_reasons: why each shard is read so; for `Plan.reader_reasons`.
         cache: the KV cache that each device is to have room for when the load is done, for the
@@ -362,7 +343,6 @@ def make_plan(
         readers=tuple(readers),
         out_of_range=out_of_range,
         notes=tuple(notes),
-        transfer=transfer,
         page_cache=page_cache,
         reader_reasons=tuple(reader_reasons),
         cache=room.request if room is not None else None,
@@ -794,10 +774,6 @@ def _fit(
         + [spec.max_transfer_nbytes for spec in specs.values() if spec.max_transfer_nbytes]
     )
     most_host_nbytes = draft.host_budget_nbytes
-    if draft.transfer == "mapped":
-        threads = min(threads, MAPPED_MOST_THREADS)
-        chunk = min(chunk, MAPPED_WINDOW_NBYTES - MAPPED_ROOM_NBYTES)
-        most_host_nbytes = min(most_host_nbytes, MAPPED_MOST_NBYTES)
     base = {name: _timeline(ps, specs[name]) for name, ps in by_device.items()}
     fresh = {name: _fresh(ps, specs[name], *base[name]) for name, ps in by_device.items()}
     whole = 0
@@ -1032,8 +1008,6 @@ def _staging(
             scratch[name] += 2 * nbytes
         if "device" in casts or not spec.host_visible:
             staged = slots * plan.staging_nbytes
-            if plan.transfer == "mapped" and name in needs.moves:
-                staged *= 2  # what the host casts or reorders has slots, beside the windows
             scratch[name] += staged if spec.shared_memory else 0
             host += 0 if spec.shared_memory else staged
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
