@@ -20,18 +20,12 @@ from streamload import (
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, Verification, diff, verify_checkpoint
-from streamload.convert.convert import ConvertReport
-from streamload.convert.convert import convert as _convert
-from streamload.load import load_state_dict, split
-from streamload.load import plan as _plan
-from streamload.plan.budget import Budget
-from streamload.plan.partition import Node
-from streamload.plan.plan import Plan, RowRange
+from streamload.conversion.convert import ConvertReport, convert
+from streamload.load import load_state_dict, plan, split
+from streamload.planning.budget import Budget
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan, RowRange
 from streamload.report import LoadReport
-
-# after the imports above: the packages of these names give them to the functions
-plan = _plan
-convert = _convert
 
 __version__ = "0.1.0"
 

@@ -32,8 +32,8 @@ from streamload.errors import (
     UnsupportedCastError,
 )
 from streamload.mapping import Rename, sources
-from streamload.plan.budget import first_that_fits
-from streamload.plan.planner import DTypePolicy
+from streamload.planning.budget import first_that_fits
+from streamload.planning.planner import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards
 from streamload.selection import Patterns, Selection

@@ -10,7 +10,7 @@ from streamload.devices.base import Copy, Device
 from streamload.devices.ptx import blocks
 from streamload.dtypes import DType
 from streamload.errors import AllocationError
-from streamload.plan.plan import TALLY_NBYTES, Placement, Plan
+from streamload.planning.plan import TALLY_NBYTES, Placement, Plan
 
 
 class DeviceCasts:

@@ -59,9 +59,9 @@ from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Share, Split, make_shares
 from streamload.options import NameOptions, SplitOptions, WeightOptions, takes
-from streamload.plan.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
-from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
+from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
 from streamload.progress import Progress, reporting
 from streamload.reading import open_shard
 from streamload.report import Clock, LoadReport, NodeReport

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from streamload.errors import DeviceError, MemoryTakenError
-from streamload.plan.budget import HostMemory, overhead_nbytes
-from streamload.plan.plan import Plan
+from streamload.planning.budget import HostMemory, overhead_nbytes
+from streamload.planning.plan import Plan
 
 # Given to workers and written by them between two looks, so half as many of each, as long as
 # little is left beside what was promised. A look takes 70 microseconds, 250 in a cgroup with a

@@ -20,8 +20,8 @@ from streamload.devices.base import Addressed, Buffer, Device
 from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
-from streamload.plan.chunks import Chunk, Cut, Pack
-from streamload.plan.plan import SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.plan import SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.reading import Opener as Opener
 from streamload.reading import Shards, page_cache
 from streamload.reading import open_shard as open_shard

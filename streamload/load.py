@@ -49,17 +49,17 @@ from streamload.options import (
     SplitOptions,
     takes,
 )
-from streamload.plan.budget import (
+from streamload.planning.budget import (
     STAGING,
     Budget,
     Ledger,
     available_cpus,
     canonical_device,
 )
-from streamload.plan.kv_cache import KvCache
-from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
-from streamload.plan.planner import (
+from streamload.planning.kv_cache import KvCache
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
+from streamload.planning.planner import (
     DEFAULT_CHUNK_NBYTES,
     CastChoice,
     DeviceSpec,

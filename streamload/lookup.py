@@ -27,15 +27,15 @@ from streamload.errors import (
     UnsupportedCastError,
 )
 from streamload.options import CastArgument
-from streamload.plan.allocators import AllocatorKind
-from streamload.plan.budget import (
+from streamload.planning.allocators import AllocatorKind
+from streamload.planning.budget import (
     OVERHEAD_NBYTES,
     Budget,
     available_host_nbytes,
     overhead_nbytes,
 )
-from streamload.plan.plan import Plan
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want
+from streamload.planning.plan import Plan
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
 
 # By framework: how a device of CUDA that nobody looks at has its memory.

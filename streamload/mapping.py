@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import records
 from streamload.errors import CheckpointError
-from streamload.plan.plan import RowRange, RowTranspose, all_rows, whole
+from streamload.planning.plan import RowRange, RowTranspose, all_rows, whole
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 

@@ -15,8 +15,8 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.dtypes import DTypeArgument, DTypeLike
 from streamload.mapping import MappingArgument, Rename
-from streamload.plan.budget import BudgetLike
-from streamload.plan.kv_cache import CacheRequest
+from streamload.planning.budget import BudgetLike
+from streamload.planning.kv_cache import CacheRequest
 from streamload.progress import Progress
 from streamload.units import parse_bytes
 

@@ -25,7 +25,7 @@ from streamload.checkpoint.readers import (
 )
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError, DeviceError
-from streamload.plan.budget import available_host_nbytes
+from streamload.planning.budget import available_host_nbytes
 from streamload.units import round_up
 
 #: Most bytes that a thread reads, or writes, at once (docs/measurements.md).

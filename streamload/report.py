@@ -13,7 +13,7 @@ from typing import Any
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.devices.base import Device
 from streamload.headroom import process_nbytes
-from streamload.plan.plan import Plan
+from streamload.planning.plan import Plan
 from streamload.units import format_bytes
 
 _SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds

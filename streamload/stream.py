@@ -23,8 +23,8 @@ from streamload.devices.base import Device
 from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, StreamStats, Target, Unit
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.plan import STAGING_SLOTS, Plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.plan import STAGING_SLOTS, Plan
 from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 

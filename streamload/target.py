@@ -14,9 +14,9 @@ from streamload._pages import reusable_nbytes
 from streamload.cast.table import CastCounts
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
-from streamload.plan.allocators import TRIM_NBYTES
-from streamload.plan.budget import Ledger
-from streamload.plan.plan import Plan
+from streamload.planning.allocators import TRIM_NBYTES
+from streamload.planning.budget import Ledger
+from streamload.planning.plan import Plan
 
 _POISON_NBYTES = 2**24
 

@@ -39,10 +39,10 @@ from streamload.lookup import Devices, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
-from streamload.plan.allocators import taken
-from streamload.plan.budget import Budget, BudgetLike
-from streamload.plan.plan import RowRange
-from streamload.plan.planner import DTypePolicy
+from streamload.planning.allocators import taken
+from streamload.planning.budget import Budget, BudgetLike
+from streamload.planning.plan import RowRange
+from streamload.planning.planner import DTypePolicy
 from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.units import parse_bytes

@@ -27,8 +27,8 @@ from streamload.checkpoint.url import Location
 from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
 from streamload.errors import TruncatedFileError
-from streamload.plan.budget import first_that_fits
-from streamload.plan.plan import Placement
+from streamload.planning.budget import first_that_fits
+from streamload.planning.plan import Placement
 from streamload.report import LoadReport
 
 _BLOCK_NBYTES = 4 * 2**20

@@ -24,9 +24,9 @@ from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
-from streamload.plan.allocators import DRIVER_BLOCK_NBYTES
-from streamload.plan.chunks import Chunk, Pack, Run, split
-from streamload.plan.plan import STAGING_SLOTS, Placement, slot_nbytes
+from streamload.planning.allocators import DRIVER_BLOCK_NBYTES
+from streamload.planning.chunks import Chunk, Pack, Run, split
+from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.units import round_up
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]

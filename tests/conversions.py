@@ -10,7 +10,7 @@ import numpy as np
 
 from streamload.cast.reference import cast_array
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.convert.convert import ConvertReport, convert
+from streamload.conversion.convert import ConvertReport, convert
 from streamload.dtypes import DType
 
 

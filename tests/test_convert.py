@@ -26,10 +26,10 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload.bench.processes import call, measure
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.convert.beside import INDEX, SINGLE
-from streamload.convert.convert import convert
-from streamload.convert.disk import WORK
-from streamload.convert.planning import OutFile, RenamePatterns
+from streamload.conversion.beside import INDEX, SINGLE
+from streamload.conversion.convert import convert
+from streamload.conversion.disk import WORK
+from streamload.conversion.planning import OutFile, RenamePatterns
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
 from streamload.errors import (
@@ -39,8 +39,8 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
-from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
 
 NBYTES = 2_000_000
 

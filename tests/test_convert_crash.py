@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
+from streamload.convert import convert as conversion
 
 from streamload import reading
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
-from streamload.convert import convert as conversion
-from streamload.convert.disk import WORK
+from streamload.conversion.disk import WORK
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
 
@@ -35,7 +35,7 @@ OPTIONS = {"dtype": "float16", "max_shard_size": "5MB"}
 SERVER = """
 import json, os, sys, warnings
 from streamload.cast.table import make_cast
-from streamload.convert.convert import convert
+from streamload.conversion.convert import convert
 from streamload.dtypes import BF16, F16
 
 make_cast(BF16, F16)

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
 from safetensors_files import write_safetensors
-
 from streamload.convert import convert as module
-from streamload.convert.beside import INDEX, SINGLE
-from streamload.convert.disk import WORK
+
+from streamload.conversion.beside import INDEX, SINGLE
+from streamload.conversion.disk import WORK
 from streamload.digests import SIDECAR
 from streamload.errors import CheckpointError
-from streamload.plan.partition import Node
+from streamload.planning.partition import Node
 
 
 def checkpoint(folder: Path, seed: int = 0, layers: int = 4) -> Path:
@@ -255,7 +255,7 @@ def test_an_unfinished_conversion_in_the_folder_of_a_node(source: Path, tmp_path
 
 _AS_NOBODY = """
 import os, sys
-from streamload.convert.convert import convert  # from where others may not read
+from streamload.conversion.convert import convert  # from where others may not read
 from streamload.errors import CheckpointError
 os.setgid(65534), os.setuid(65534)
 try:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from safetensors_files import write_safetensors
+from streamload.convert import convert as module
+from streamload.convert import disk
 
 import streamload
 from streamload._system import sync as real_sync
-from streamload.convert import convert as module
-from streamload.convert import disk
-from streamload.convert.planning import RenamePatterns
+from streamload.conversion.planning import RenamePatterns
 from streamload.errors import CheckpointError
 
 

@@ -12,7 +12,7 @@ from conversions import quiet, reference, same_values, tensors_of
 from make_checkpoint import make_checkpoint, shape_of_size
 from safetensors import safe_open
 
-from streamload.convert.beside import INDEX, SINGLE
+from streamload.conversion.beside import INDEX, SINGLE
 from streamload.dtypes import BF16, F16
 
 

@@ -14,9 +14,9 @@ from conversions import files_of, quiet, tensors_of, visible
 from remote_server import Answer, Site, serve
 
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.convert.beside import SINGLE
-from streamload.convert.convert import convert
-from streamload.convert.disk import WORK
+from streamload.conversion.beside import SINGLE
+from streamload.conversion.convert import convert
+from streamload.conversion.disk import WORK
 from streamload.errors import CheckpointError
 
 needs.module("httpx2")

@@ -38,9 +38,9 @@ from streamload.errors import (
     StreamloadError,
     UnsupportedCastError,
 )
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.plan import RowRange
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.plan import RowRange
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 
@@ -639,7 +639,7 @@ MEASURED = """
 import json, sys, threading
 import numpy as np
 import streamload
-from streamload.plan.budget import STAGING
+from streamload.planning.budget import STAGING
 
 def now():
     total = 0

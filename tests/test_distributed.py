@@ -34,7 +34,7 @@ from streamload.errors import (
 )
 from streamload.nodes.gather import Gatherer
 from streamload.nodes.session import Member
-from streamload.plan.partition import Node
+from streamload.planning.partition import Node
 
 ROOT = Path(__file__).parent.parent
 LAYERS, WIDTH = 5, 16

@@ -32,7 +32,7 @@ ROBBED = """
 import json, subprocess, sys, time
 import streamload
 from streamload.errors import MemoryTakenError
-from streamload.plan.budget import available_host_nbytes
+from streamload.planning.budget import available_host_nbytes
 
 streamload.progress._TELL_EVERY_S = 0  # of each unit: ten a second are too few for a load this fast
 path, tiny, device, speed = sys.argv[1:]

@@ -11,16 +11,16 @@ from typing import Any
 import needs
 import pytest
 from safetensors_files import write_safetensors
+from streamload.plan import kv_cache
 
 import streamload
 from streamload import Node
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dtypes import BF16, F16, F32
 from streamload.errors import CheckpointError, PlanInfeasibleError
-from streamload.plan import kv_cache
-from streamload.plan.kv_cache import CacheRequest, KvCache
-from streamload.plan.plan import Plan, RowRange
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.kv_cache import CacheRequest, KvCache
+from streamload.planning.plan import Plan, RowRange
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {

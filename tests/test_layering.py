@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +16,13 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 LAYERS = (
     ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages", "_kept"),
     # their __init__.py: a docstring
-    ("bench", "cast", "checkpoint", "convert", "devices", "nodes", "plan"),
+    ("bench", "cast", "checkpoint", "conversion", "devices", "nodes", "planning"),
     ("nodes.group",),
     ("nodes.store",),
     ("nodes.mpi", "nodes.torch"),
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
-    ("checkpoint.url", "plan.budget"),
+    ("checkpoint.url", "planning.budget"),
     ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header",),
     ("checkpoint.wire",),
@@ -34,12 +36,12 @@ LAYERS = (
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),
-    ("plan.allocators", "plan.kv_cache"),
-    ("plan.partition",),
-    ("plan.plan",),
+    ("planning.allocators", "planning.kv_cache"),
+    ("planning.partition",),
+    ("planning.plan",),
     ("nodes.gather",),
-    ("plan.planner",),
-    ("plan.chunks",),
+    ("planning.planner",),
+    ("planning.chunks",),
     ("devices.base",),
     ("devices.names", "devices.slots"),
     ("devices.probing",),
@@ -62,13 +64,13 @@ LAYERS = (
     ("match",),
     ("load",),
     ("transformers", "distributed"),
-    ("convert.beside",),
-    ("convert.planning",),
-    ("convert.disk",),
-    ("convert.journal", "convert.destination"),
-    ("convert.memory",),
-    ("convert.writing",),
-    ("convert.convert",),
+    ("conversion.beside",),
+    ("conversion.planning",),
+    ("conversion.disk",),
+    ("conversion.journal", "conversion.destination"),
+    ("conversion.memory",),
+    ("conversion.writing",),
+    ("conversion.convert",),
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
     ("bench.worker", "bench.compare"),
     ("",),  # streamload/__init__.py
@@ -95,7 +97,7 @@ READ_ENVIRONMENT = (
     *("nodes.launch", "nodes.store", "nodes.torch"),
 )
 START_THREADS = (
-    *("stream", "convert.writing", "bench.limits"),  # of a process each
+    *("stream", "conversion.writing", "bench.limits"),  # of a process each
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
     "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load
@@ -181,3 +183,11 @@ def test_the_environment_is_read_at_the_edge(module: str) -> None:
     """Environment variables are read where the world comes in, and nowhere else."""
     read = _names(module) & {"environ", "environb", "getenv", "getenvb"}
     assert not read or module in READ_ENVIRONMENT, f"{module} uses {read}"
+
+
+@pytest.mark.parametrize("package", sorted(p.name for p in PACKAGE.iterdir() if p.is_dir()))
+def test_no_package_hides_behind_a_function(package: str) -> None:
+    """``import streamload.planning.planner as p`` finds the module."""
+    if (PACKAGE / package / "__init__.py").exists():
+        importlib.import_module(f"streamload.{package}")
+        assert inspect.ismodule(getattr(importlib.import_module("streamload"), package))

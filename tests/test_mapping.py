@@ -15,7 +15,7 @@ import streamload
 from streamload import RowRange
 from streamload.errors import CheckpointError, StateDictMismatchError
 from streamload.mapping import MAPPINGS, sources
-from streamload.plan.plan import RowTranspose
+from streamload.planning.plan import RowTranspose
 
 Array = np.ndarray[Any, Any]
 

@@ -67,11 +67,11 @@ PROGRAM = """
     path = Path(sys.argv[1])
 
     from streamload import open_checkpoint
-    from streamload.convert.journal import _whole_lines
-    from streamload.convert.beside import _is_json
+    from streamload.conversion.journal import _whole_lines
+    from streamload.conversion.beside import _is_json
     from streamload.digests import Digests
     from streamload.nodes.index import Index
-    from streamload.plan.plan import Plan
+    from streamload.planning.plan import Plan
 
     text = path.read_bytes()
     call = {

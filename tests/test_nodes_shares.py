@@ -19,8 +19,8 @@ from streamload.dtypes import BY_CODE
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.nodes.session import Member
 from streamload.nodes.shares import ClusterPlan, Split, make_shares
-from streamload.plan.partition import Node
-from streamload.plan.plan import Plan
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
 
 WIDTH = 8
 

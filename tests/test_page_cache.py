@@ -441,7 +441,7 @@ IN_BOX = """
     from pathlib import Path
     from streamload.checkpoint.page_cache import PageCache, resident_fraction
     from streamload.checkpoint.readers import open_reader
-    from streamload.plan.budget import available_host_nbytes
+    from streamload.planning.budget import available_host_nbytes
 
     path = Path(sys.argv[1])
     nbytes = path.stat().st_size

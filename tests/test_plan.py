@@ -22,8 +22,8 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.plan.chunks import chunks
-from streamload.plan.plan import (
+from streamload.planning.chunks import chunks
+from streamload.planning.plan import (
     DevicePlan,
     Placement,
     Placements,
@@ -31,7 +31,7 @@ from streamload.plan.plan import (
     RowRange,
     RowTranspose,
 )
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 
 MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

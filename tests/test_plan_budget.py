@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamload.errors import BudgetExceededError, DeviceError
-from streamload.plan.budget import (
+from streamload.planning.budget import (
     DEFAULT_HOST_NBYTES,
     STAGING,
     Budget,
@@ -404,7 +404,7 @@ import json, mmap, os, sys
 from pathlib import Path
 procs, data, usage_file = sys.argv[1:]
 Path(procs).write_text(str(os.getpid()))
-from streamload.plan.budget import available_host_nbytes
+from streamload.planning.budget import available_host_nbytes
 def usage(): return int(Path(usage_file).read_text())
 out = {"start": available_host_nbytes(), "start_usage": usage()}
 block = os.urandom(2**20)
@@ -559,7 +559,7 @@ def test_cpus(tmp_path: Path, files: dict[str, str], expected: int) -> None:
 IN_CPU_BOX = """
 import os, sys
 from pathlib import Path
-from streamload.plan.budget import available_cpus
+from streamload.planning.budget import available_cpus
 Path(sys.argv[1]).write_text(str(os.getpid()))
 print(available_cpus())
 """

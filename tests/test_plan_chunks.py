@@ -16,8 +16,15 @@ import pytest
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BY_CODE, F16, F32, F64, DType
-from streamload.plan.chunks import Chunk, Run, chunks
-from streamload.plan.plan import Placement, Placements, Plan, RowRange, RowTranspose, slot_nbytes
+from streamload.planning.chunks import Chunk, Run, chunks
+from streamload.planning.plan import (
+    Placement,
+    Placements,
+    Plan,
+    RowRange,
+    RowTranspose,
+    slot_nbytes,
+)
 
 Array = np.ndarray[Any, Any]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload.plan.partition import (
+from streamload.planning.partition import (
     Item,
     Node,
     Part,

@@ -13,9 +13,9 @@ from test_plan import checkpoint_of, plan_of
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
-from streamload.plan.chunks import Chunk, Cut, Pack
-from streamload.plan.plan import Placement, Placements, Plan, RowRange
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, Wants, different
+from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.plan import Placement, Placements, Plan, RowRange
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, Wants, different
 
 MIB = 2**20
 

@@ -17,7 +17,7 @@ from remote_server import Act, Answer, Handler, Site, serve
 
 import streamload
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.plan.plan import Plan
+from streamload.planning.plan import Plan
 
 needs.module("httpx2")
 

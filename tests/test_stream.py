@@ -37,10 +37,10 @@ from streamload.errors import (
 )
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.chunks import chunks
-from streamload.plan.plan import Plan, RowRange, RowTranspose
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.chunks import chunks
+from streamload.planning.plan import Plan, RowRange, RowTranspose
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 from streamload.reading import Opener, open_shard
 from streamload.stream import stream
 from streamload.target import ModelTarget

@@ -32,9 +32,9 @@ from streamload.errors import (
     StreamloadError,
     TruncatedFileError,
 )
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.plan import Plan, RowRange
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.plan import Plan, RowRange
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

@@ -31,10 +31,10 @@ from streamload.devices.base import (
 from streamload.devices.host import HostDevice, HostFramework
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.chunks import Chunk, Cut, Pack, chunks
-from streamload.plan.plan import Plan
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, Wants, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.chunks import Chunk, Cut, Pack, chunks
+from streamload.planning.plan import Plan
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, Wants, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

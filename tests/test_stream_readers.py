@@ -25,10 +25,10 @@ from streamload.checkpoint.readers import (
     filesystem_and_length,
 )
 from streamload.job import StreamStats, file_ranges
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.chunks import Chunk, Run
-from streamload.plan.plan import Plan, RowRange, RowTranspose
-from streamload.plan.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.chunks import Chunk, Run
+from streamload.planning.plan import Plan, RowRange, RowTranspose
+from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

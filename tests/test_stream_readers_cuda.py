@@ -19,7 +19,7 @@ from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
 from streamload.checkpoint.readers import DIRECT_FILESYSTEMS, filesystem_and_length
 from streamload.errors import PlanInfeasibleError
-from streamload.plan.plan import Plan
+from streamload.planning.plan import Plan
 from streamload.report import LoadReport
 from streamload.verify import verify
 

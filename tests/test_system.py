@@ -124,7 +124,7 @@ def test_the_commands_without_what_only_linux_has(checkpoint: Path) -> None:
 def test_what_psutil_says_is_free_is_free() -> None:
     """Without /proc, what is available is what the system says by other means."""
     code = """
-    from streamload.plan.budget import available_host_nbytes
+    from streamload.planning.budget import available_host_nbytes
     print(available_host_nbytes(), psutil.virtual_memory().available)
     """
     done = child(MACOS + textwrap.dedent(code))

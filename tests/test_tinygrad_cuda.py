@@ -28,7 +28,7 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload.dtypes import BY_NAME
 from streamload.errors import PlanInfeasibleError
-from streamload.plan.allocators import taken
+from streamload.planning.allocators import taken
 from streamload.verify import verify
 
 MIB = 2**20

@@ -19,7 +19,7 @@ import pytest
 import streamload
 from streamload.devices.probing import nvidia_parts
 from streamload.errors import AllocationError, PlanInfeasibleError
-from streamload.plan.allocators import taken
+from streamload.planning.allocators import taken
 from streamload.verify import verify
 
 torch = needs.module("torch")

@@ -36,9 +36,9 @@ from streamload.errors import (
 )
 from streamload.mapping import sources
 from streamload.match import Match, match
-from streamload.plan.budget import STAGING, Ledger
-from streamload.plan.plan import Plan
-from streamload.plan.planner import DeviceSpec, DTypePolicy, make_plan
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.plan import Plan
+from streamload.planning.planner import DeviceSpec, DTypePolicy, make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

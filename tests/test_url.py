@@ -24,7 +24,7 @@ import streamload
 from streamload import cli
 from streamload.checkpoint.url import Url, local, without_secrets
 from streamload.compare import diff, verify_checkpoint
-from streamload.convert.convert import convert
+from streamload.conversion.convert import convert
 from streamload.digests import Digests
 from streamload.errors import CheckpointError, StreamloadError
 

@@ -111,7 +111,7 @@ def many(path: str, way: str) -> Lap:
         steps["load_file"] = lambda: [load_file(file) for file in files]
     else:
         import streamload
-        from streamload.plan.partition import Node
+        from streamload.planning.partition import Node
 
         device = "cpu" if importlib.util.find_spec("torch") is not None else "host"
         nodes = [Node("a", "100GB"), Node("b", "100GB")]

@@ -17,7 +17,7 @@ from make_checkpoint import PRESETS
 
 from bench_parts.section import NotHereError, Options, Section, cached_checkpoint
 from streamload.bench.processes import call, command
-from streamload.plan.budget import available_host_nbytes
+from streamload.planning.budget import available_host_nbytes
 from streamload.units import format_bytes
 
 HOSTS = (4, 14)

@@ -44,7 +44,7 @@ from bench_parts.section import (
 )
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.dtypes import BF16, DType, parse_dtype
-from streamload.plan.budget import available_cpus
+from streamload.planning.budget import available_cpus
 from streamload.units import format_bytes
 
 Case = dict[str, Any]

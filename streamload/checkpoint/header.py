@@ -41,7 +41,7 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.nesting import check_nesting
-from streamload.plan.budget import first_that_fits
+from streamload.planning.budget import first_that_fits
 
 #: The longest header that the format allows, in bytes of JSON.
 MAX_HEADER_NBYTES = 100_000_000

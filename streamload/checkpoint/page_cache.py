@@ -222,7 +222,7 @@ class PageCache:
             to_read_nbytes: file bytes that the load will read.
             to_allocate_nbytes: host memory that it will allocate while it reads them.
             available: bytes of host memory that the process can still take, asked at the opening
-                of a shard (`streamload.plan.budget.available_host_nbytes`); None: not known.
+                of a shard (`streamload.planning.budget.available_host_nbytes`); None: not known.
 
         Raises:
             ValueError: there is no such kind.

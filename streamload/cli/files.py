@@ -9,8 +9,8 @@ import typer
 from streamload import compare
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
-from streamload.convert.convert import DEFAULT_SHARD_SIZE
-from streamload.convert.convert import convert as convert_checkpoint
+from streamload.conversion.convert import DEFAULT_SHARD_SIZE
+from streamload.conversion.convert import convert as convert_checkpoint
 from streamload.progress import Progress
 
 BecameOption = Annotated[

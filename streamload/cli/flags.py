@@ -10,10 +10,10 @@ import typer
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
-from streamload.convert.planning import RenamePatterns
+from streamload.conversion.planning import RenamePatterns
 from streamload.mapping import MAPPINGS, Rename
 from streamload.options import CastArgument
-from streamload.plan.partition import Node
+from streamload.planning.partition import Node
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:

@@ -24,8 +24,8 @@ from streamload.load import load_state_dict, split
 from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch
 from streamload.options import takes
-from streamload.plan.budget import available_host_nbytes
-from streamload.plan.plan import Plan
+from streamload.planning.budget import available_host_nbytes
+from streamload.planning.plan import Plan
 from streamload.units import format_bytes, format_table
 
 

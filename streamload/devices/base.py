@@ -30,7 +30,7 @@ import numpy as np
 from streamload._system import bytes_at, trim_heap
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
-from streamload.plan.allocators import NO_COSTS, AllocatorKind, TensorCosts
+from streamload.planning.allocators import NO_COSTS, AllocatorKind, TensorCosts
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 

@@ -23,7 +23,7 @@ from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.ptx import SYMBOL, cast_ptx
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
-from streamload.plan.budget import available_cpus
+from streamload.planning.budget import available_cpus
 
 _STREAMS = 4
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not ordered after the null stream

@@ -23,7 +23,7 @@ from streamload.devices.base import (
 from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.plan.allocators import TensorCosts
+from streamload.planning.allocators import TensorCosts
 
 _COSTS = TensorCosts(object_nbytes=300, parameter_nbytes=450, left_nbytes=1024)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)

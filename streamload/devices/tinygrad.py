@@ -62,7 +62,7 @@ from streamload.devices.tinygrad_tensors import (
 )
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.plan.allocators import TensorCosts
+from streamload.planning.allocators import TensorCosts
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
 

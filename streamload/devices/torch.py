@@ -40,7 +40,7 @@ from streamload.devices.probing import computed, doubles, nvidia_parts
 from streamload.devices.slots import Slot, dict_slots, make_parameters
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.plan.allocators import AllocatorKind, TensorCosts
+from streamload.planning.allocators import AllocatorKind, TensorCosts
 
 # torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
 # checkpoint's shapes are those of whole bytes

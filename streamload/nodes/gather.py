@@ -23,7 +23,7 @@ from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.checkpoint.url import Location
 from streamload.nodes.group import Group
-from streamload.plan.plan import Placement, whole
+from streamload.planning.plan import Placement, whole
 from streamload.reading import Shards, open_shard
 
 BLOCK_NBYTES = 4 * 2**20

@@ -13,8 +13,8 @@ import numpy as np
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.mapping import Source
 from streamload.nodes.session import Member
-from streamload.plan.partition import Item, Node, ordered, partition
-from streamload.plan.plan import Placement, Plan
+from streamload.planning.partition import Item, Node, ordered, partition
+from streamload.planning.plan import Placement, Plan
 from streamload.units import format_bytes, format_table
 
 #: Nodes and the parameters with their bytes, to the names that each node loads.

@@ -31,7 +31,7 @@ from streamload.checkpoint.header import (
     parse_header,
 )
 from streamload.checkpoint.readers import ResolvedKind
-from streamload.convert.beside import (
+from streamload.conversion.beside import (
     CONFIG,
     INDEX,
     NODE_PLAN,
@@ -46,8 +46,8 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.load import split
 from streamload.mapping import Rename, sources
-from streamload.plan.partition import Node
-from streamload.plan.planner import DTypePolicy
+from streamload.planning.partition import Node
+from streamload.planning.planner import DTypePolicy
 from streamload.selection import Selection, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 

@@ -23,17 +23,17 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import BOUNCE_NBYTES, ResolvedKind
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.errors import CheckpointError, PlanInfeasibleError, UnsupportedCastError
-from streamload.plan.allocators import (
+from streamload.planning.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
     TRIM_NBYTES,
     AllocatorKind,
     taken,
 )
-from streamload.plan.budget import DEFAULT_HOST_NBYTES, STAGING
-from streamload.plan.kv_cache import COMPUTED_IN, CacheRequest, KvCache
-from streamload.plan.partition import Item, Node, Part, partition, smallest_count, units_of
-from streamload.plan.plan import (
+from streamload.planning.budget import DEFAULT_HOST_NBYTES, STAGING
+from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
+from streamload.planning.partition import Item, Node, Part, partition, smallest_count, units_of
+from streamload.planning.plan import (
     LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,

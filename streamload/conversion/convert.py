@@ -24,9 +24,9 @@ from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import Header, unreadable
 from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
-from streamload.convert.beside import LARGEST_COPIED_NBYTES
-from streamload.convert.destination import Destination
-from streamload.convert.disk import (
+from streamload.conversion.beside import LARGEST_COPIED_NBYTES
+from streamload.conversion.destination import Destination
+from streamload.conversion.disk import (
     exists,
     file_digest,
     locked,
@@ -35,22 +35,22 @@ from streamload.convert.disk import (
     write_file,
     writing_to,
 )
-from streamload.convert.journal import Journal, first_line, plain
-from streamload.convert.memory import Way, choose_way
-from streamload.convert.planning import (
+from streamload.conversion.journal import Journal, first_line, plain
+from streamload.conversion.memory import Way, choose_way
+from streamload.conversion.planning import (
     ConvertPlan,
     Options,
     folder_of,
     in_folder,
     plan_conversion,
 )
-from streamload.convert.writing import Writer, check_written
+from streamload.conversion.writing import Writer, check_written
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
 from streamload.mapping import Rename
-from streamload.plan.partition import Node
-from streamload.plan.planner import DTypePolicy
+from streamload.planning.partition import Node
+from streamload.planning.planner import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.report import Clock, warn_of_overflow
 from streamload.selection import Patterns, Selection

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from streamload._system import sync_folder
-from streamload.convert.beside import CONFIG
-from streamload.convert.disk import WORK, exists, writing_to
-from streamload.convert.planning import ConvertPlan, in_folder
+from streamload.conversion.beside import CONFIG
+from streamload.conversion.disk import WORK, exists, writing_to
+from streamload.conversion.planning import ConvertPlan, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
 

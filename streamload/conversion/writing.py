@@ -21,11 +21,11 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.readers import direct_memory
 from streamload.checkpoint.url import Location
-from streamload.convert.destination import Destination
-from streamload.convert.disk import Output, writing_to
-from streamload.convert.journal import Finished, Journal
-from streamload.convert.memory import Way
-from streamload.convert.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
+from streamload.conversion.destination import Destination
+from streamload.conversion.disk import Output, writing_to
+from streamload.conversion.journal import Finished, Journal
+from streamload.conversion.memory import Way
+from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
 from streamload.digests import Hasher, digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError

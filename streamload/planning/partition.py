@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
-from streamload.plan.budget import Size
+from streamload.planning.budget import Size
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]
 

@@ -13,7 +13,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import BOUNCE_NBYTES
 from streamload.checkpoint.url import Url
 from streamload.dtypes import DType
-from streamload.plan.budget import available_cpus, first_that_fits
+from streamload.planning.budget import available_cpus, first_that_fits
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES
 
 # More threads wait for the disk, or take memory; one would not read while it writes.

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
-from streamload.plan.plan import (
+from streamload.planning.plan import (
     SLOT_ALIGNMENT,
     Placement,
     Placements,

@@ -23,8 +23,8 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
 from streamload.nesting import parse_json
-from streamload.plan.allocators import AllocatorKind
-from streamload.plan.kv_cache import CacheRequest
+from streamload.planning.allocators import AllocatorKind
+from streamload.planning.kv_cache import CacheRequest
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
