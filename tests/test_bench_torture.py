@@ -16,7 +16,7 @@ from bench_parts.torture_section import FAILURES, STATES, draw, run_boxed
 from boxes import Boxes
 from make_checkpoint import ManyTensors, make_checkpoint
 
-RUNS = 12
+RUNS = 6
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 
 

@@ -142,10 +142,11 @@ def _readable_at_once(fd: int, nbytes: int) -> float | None:
                 os.preadv(own, [byte], offset, nowait)
             except BlockingIOError:
                 missed.add(offset)
-        # what is refused is read all the same, in the background; left there, the next who asks
-        # would find just these pages. A page that is being read cannot be dropped: wait for it.
+        # A refused page is read all the same, in the background. Left there, it would mislead the
+        # next question. A page that is being read cannot be dropped, so wait for all of them.
         for offset in missed:
             os.preadv(own, [byte], offset)
+        for offset in missed:
             os.posix_fadvise(own, offset // _PAGE * _PAGE, _PAGE, os.POSIX_FADV_DONTNEED)
         return 1 - sum(offset in missed for offset in offsets) / _SAMPLES
     finally:
