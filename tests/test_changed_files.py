@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 from adversary import ACTS, Adversary, leases
 from safetensors_files import write_safetensors
-from streamload.convert import convert, writing
 
 import streamload
 from streamload import RowRange, open_checkpoint, progress
 from streamload.checkpoint.header import read_header
 from streamload.checkpoint.readers import MmapReader, choose_reader, open_reader
 from streamload.compare import diff, verify_checkpoint
+from streamload.conversion import convert, writing
 from streamload.conversion.memory import Way
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
 from streamload.verify import verify

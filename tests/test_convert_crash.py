@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
-from streamload.convert import convert as conversion
 
 from streamload import reading
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
+from streamload.conversion import convert as conversion
 from streamload.conversion.disk import WORK
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError

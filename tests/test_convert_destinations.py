@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
 from safetensors_files import write_safetensors
-from streamload.convert import convert as module
 
+from streamload.conversion import convert as module
 from streamload.conversion.beside import INDEX, SINGLE
 from streamload.conversion.disk import WORK
 from streamload.digests import SIDECAR

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from safetensors_files import write_safetensors
-from streamload.convert import convert as module
-from streamload.convert import disk
 
 import streamload
 from streamload._system import sync as real_sync
+from streamload.conversion import convert as module
+from streamload.conversion import disk
 from streamload.conversion.planning import RenamePatterns
 from streamload.errors import CheckpointError
 

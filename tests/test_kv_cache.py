@@ -11,13 +11,13 @@ from typing import Any
 import needs
 import pytest
 from safetensors_files import write_safetensors
-from streamload.plan import kv_cache
 
 import streamload
 from streamload import Node
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dtypes import BF16, F16, F32
 from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.planning import kv_cache
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import Plan, RowRange
 from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
