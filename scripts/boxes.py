@@ -124,11 +124,6 @@ class Box:
         lines = (self.folder / "memory.stat").read_text().splitlines()
         return {name: int(number) for name, _, number in (line.partition(" ") for line in lines)}
 
-    def reset_peak(self) -> None:
-        """Begin anew with `peak_nbytes`, where the kernel can (v1)."""
-        if self.files is _V1:
-            (self.folder / self.files.peak).write_text("0")
-
     def limit(self, nbytes: int) -> None:
         """Give it another limit; page cache makes way for a smaller one."""
         (self.folder / self.files.limit).write_text(str(nbytes))

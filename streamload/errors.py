@@ -133,9 +133,8 @@ class CheckpointError(StreamloadError, ValueError):
 
     def of_tensor(self, tensor: str | None) -> Self:
         """The same error, with the tensor's name."""
-        return type(self)(
-            self.path, self.problem, tensor=tensor, expected=self.expected, found=self.found
-        )
+        facts = {key: getattr(self, key) for key in self._facts}
+        return type(self)(**facts | {"tensor": tensor})
 
     def again(self) -> Self:
         """The same error, to be raised by another thread, or once more."""
@@ -175,17 +174,6 @@ class FileChangedError(CheckpointError):
     ) -> None:
         super().__init__(path, problem, tensor=tensor, expected=expected, found=found)
         self._facts["held_back"] = self.held_back = held_back
-
-    def of_tensor(self, tensor: str | None) -> Self:
-        """The same error, with the tensor's name."""
-        return type(self)(
-            self.path,
-            self.problem,
-            tensor=tensor,
-            expected=self.expected,
-            found=self.found,
-            held_back=self.held_back,
-        )
 
 
 class ShardNotFoundError(CheckpointError):

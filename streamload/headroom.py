@@ -41,8 +41,8 @@ class Headroom:
         self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
         self._scratch_nbytes = sum(d.scratch_nbytes for d in on_host)
         self._staging_nbytes = plan.host_nbytes
-        self._to_come_nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
-        self._handed_out_nbytes = self._under_way_nbytes = 0
+        self._nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
+        self._handed_out_nbytes = self._done_nbytes = 0
         self._held_nbytes = process_nbytes()
         self._memory = HostMemory()
         self._free_nbytes = self._available_nbytes()
@@ -61,7 +61,6 @@ class Headroom:
         """
         self._look(nbytes)
         self._handed_out_nbytes += nbytes
-        self._under_way_nbytes += nbytes
 
     def done(self, nbytes: int) -> None:
         """Look, after as many bytes were written: what was handed out is not touched yet.
@@ -69,8 +68,7 @@ class Headroom:
         Raises:
             MemoryTakenError: the load does not fit any more.
         """
-        self._to_come_nbytes -= nbytes
-        self._under_way_nbytes -= nbytes
+        self._done_nbytes += nbytes
         self._look(nbytes)
 
     def _look(self, nbytes: int) -> None:
@@ -88,13 +86,13 @@ class Headroom:
         touched = min(grown, handed_out + self._scratch_nbytes)
         # what was promised for a peak that is over is not needed any more
         needed = min(
-            self._promised_nbytes - touched, self._to_come_nbytes + self._scratch_nbytes
+            self._promised_nbytes - touched, self._nbytes - self._done_nbytes + self._scratch_nbytes
         ) + max(self._staging_nbytes - handed_out, 0)
         needed = max(needed, 0)
         # Others that have taken something go on: as much as since the last look, and, if they are
         # such a load as well, as much as is written here before this one can stop.
         taken = max(self._free_nbytes - free - grown, 0)
-        others = max(taken - self._taken_nbytes, min(taken, self._under_way_nbytes))
+        others = max(taken - self._taken_nbytes, min(taken, handed_out - self._done_nbytes))
         margin = self._margin_nbytes + others
         self._taken_nbytes = taken
         spare = free - needed - min(needed, margin)

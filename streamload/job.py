@@ -22,9 +22,7 @@ from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileEr
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import SEGMENTS, Placement, Plan, slot_nbytes
-from streamload.reading import Opener as Opener
-from streamload.reading import Shards, page_cache
-from streamload.reading import open_shard as open_shard
+from streamload.reading import Opener, Shards, page_cache
 
 NO_COUNTS = CastCounts()
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,

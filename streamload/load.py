@@ -14,10 +14,7 @@ from typing import Any, Unpack
 from streamload._pages import reusable_nbytes
 from streamload.cast.table import cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import (
-    ReaderChoice,
-    choose_reader,
-)
+from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.devices.base import Framework, Parameter
 from streamload.devices.names import environment_fp16_cast, framework, framework_of
 from streamload.errors import (
@@ -28,7 +25,6 @@ from streamload.errors import (
 )
 from streamload.headroom import Headroom, process_nbytes
 from streamload.interrupt import deferred_interrupt
-from streamload.job import Opener, open_shard
 from streamload.lookup import (
     Devices,
     bf16_is_undecided,
@@ -70,6 +66,7 @@ from streamload.planning.planner import (
     make_plan,
 )
 from streamload.progress import Progress, reporting
+from streamload.reading import Opener, open_shard
 from streamload.report import (
     Clock,
     LoadReport,
@@ -88,10 +85,10 @@ _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
 # Below this, a map is not used unless it is asked for: such loads were killed.
 _MAP_ROOM_NBYTES = 64 * 2**20
-# To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
-_WIDER_NBYTES = 64 * 2**20
 # One thread, where a map was asked for.
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
+# To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
+_WIDER_NBYTES = 64 * 2**20
 
 
 @takes(transfer=NO_TRANSFER)

@@ -125,7 +125,7 @@ class ModelTarget:
         like = placements.kinds
         name = like[0].device
         device = self._devices[name]
-        if not placements.all_new or not isinstance(device, Addressed):
+        if not (self._all_new or placements.all_new) or not isinstance(device, Addressed):
             return [self.begin(index) for index in indices]
         nbytes = sum(placements.resident_nbytes)
         self._ledger.reserve(name, nbytes)

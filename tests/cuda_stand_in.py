@@ -56,7 +56,6 @@ void (*launch)(void *kernel, uint64_t, uint64_t, uint64_t, uint64_t);
 int null_busy;              /* the null stream has work until somebody waits for it */
 int copies_left = -1;       /* copies on streams that succeed; -1 for all */
 int locks_left = -1;        /* page locks that succeed; -1 for all */
-int sink;                   /* locked pages stay in memory, as the real ones; a device's do not */
 size_t memory_nbytes = (size_t)1 << 30, used_nbytes[2];
 size_t lost_nbytes;         /* said to be free, and not to be had */
 
@@ -119,11 +118,6 @@ static void run(Stream *stream, uint64_t until) {
                 wrong(0, "memory was freed before the copy to it had ended");
             else
                 memcpy(work->to, work->from, work->n);
-            if (sink) {
-                uintptr_t first = ((uintptr_t)work->to + 4095) & ~(uintptr_t)4095;
-                uintptr_t stop = (uintptr_t)(work->to + work->n) & ~(uintptr_t)4095;
-                if (first < stop) madvise((void *)first, stop - first, MADV_DONTNEED);
-            }
             copies_run++;
         }
         stream->work = work->next;
@@ -200,7 +194,7 @@ int cuMemAlloc_v2(uint64_t *address, size_t n) {
     int status = NO_MEMORY;
     if (used_nbytes[context->device] + n <= memory_nbytes - lost_nbytes) {
         void *made = aligned_alloc(256, (n + 255) / 256 * 256);
-        if (!sink) memset(made, 0xA5, n);
+        memset(made, 0xA5, n);
         add_memory(made, n, DEVICE);
         used_nbytes[context->device] += n;
         *address = (uint64_t)made;
@@ -243,7 +237,7 @@ int cuMemHostRegister_v2(void *first, size_t n, unsigned flags) {
     for (Memory *m = memories; m; m = m->next)
         if (m->kind == HOST && (char *)first < m->first + m->n && (char *)first + n > m->first)
             status = wrong(LOCKED, "memory is locked twice");
-    if (!status && (locks_left == 0 || (sink && mlock(first, n)))) status = INVALID;
+    if (!status && locks_left == 0) status = INVALID;
     if (!status) { add_memory(first, n, HOST); registered++; locks_left -= locks_left > 0; }
     pthread_mutex_unlock(&mutex);
     return status;
@@ -253,7 +247,6 @@ int cuMemHostUnregister(void *first) {
     pthread_mutex_lock(&mutex);
     size_t n;
     int status = remove_memory(first, HOST, &n);
-    if (!status && sink) munlock(first, n);
     registered -= !status;
     pthread_mutex_unlock(&mutex);
     return status;

@@ -175,8 +175,7 @@ class Read:
     """One read into a slot, and where its bytes go.
 
     Attributes:
-        offset: first file byte; of a window a multiple of the page, of a direct read one of the
-            reader's alignment.
+        offset: first file byte; of a direct read a multiple of the reader's alignment.
         asked: bytes to ask for.
         needed: how many of those there must be; fewer where the read runs past the file's end, 0
             where the slot holds what is to be copied.

@@ -14,12 +14,7 @@ import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
-from streamload.planning.plan import (
-    SLOT_ALIGNMENT,
-    Placement,
-    Placements,
-    Plan,
-)
+from streamload.planning.plan import SLOT_ALIGNMENT, Placement, Placements, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
 # stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which

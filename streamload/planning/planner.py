@@ -390,7 +390,7 @@ def _place(
     kinds: dict[Any, Placement] = {}
     doubtful = set()
     for key, at in _firsts(keys).items():
-        kind = kinds[key] = _kind(wants[at], wants.infos[at], specs[at], policy, engine)
+        kind = kinds[key] = _kind(checkpoint, wants[at], specs[at], policy, engine)
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
         if kind.dst.name in specs[at].unsupported or (kind.src is not kind.dst and small):
             doubtful.add(key)
@@ -415,11 +415,14 @@ def _place(
 
 
 def _kind(
-    want: Want, info: TensorInfo, spec: DeviceSpec, policy: DTypePolicy, engine: _EngineChoice
+    checkpoint: Checkpoint,
+    want: Want,
+    spec: DeviceSpec,
+    policy: DTypePolicy,
+    engine: _EngineChoice,
 ) -> Placement:
     """What wants of a kind have in common, with all of what they hold as reusable."""
-    src = info.dtype
-    dst = want.dtype or policy.resolve(info.name, src, spec.native_bf16)
+    src, dst = _want_dtypes(checkpoint, want, policy, spec.native_bf16)
     dst_nbytes = dst.nbytes(math.prod(want.shape))
     resident = spec.resident(dst_nbytes)
     action: Action = "new"
