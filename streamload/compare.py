@@ -33,7 +33,7 @@ from streamload.errors import (
 )
 from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
-from streamload.planning.planner import DTypePolicy
+from streamload.planning.demand import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards
 from streamload.selection import Patterns, Selection

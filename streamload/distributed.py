@@ -32,6 +32,7 @@ from typing import Any, Literal, NoReturn, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
 from streamload.checkpoint.readers import resolve_reader
+from streamload.decide import Decision, Options, Place
 from streamload.devices.names import framework, spelled_as, split_name
 from streamload.errors import (
     LoadState,
@@ -42,9 +43,8 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.interrupt import deferred_interrupt
-from streamload.load import Load, Options, Place, uncollected
+from streamload.load import run, uncollected
 from streamload.load import split as split_by_layers
-from streamload.lookup import bf16_is_undecided
 from streamload.nodes.gather import (
     BLOCK_NBYTES,
     BLOCKS,
@@ -60,6 +60,7 @@ from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Share, Split, make_shares
 from streamload.options import NameOptions, SplitOptions, WeightOptions, takes
 from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, BudgetLike, available_cpus
+from streamload.planning.demand import Wants
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.progress import Progress, reporting
@@ -351,12 +352,12 @@ def _offer(
     """What this rank's device may hold, and how it would decide about bfloat16."""
     options, name = asked.options, asked.device or "device"
     said = {"room": _block_room(options.budget, session.me.local_size)}
-    undecided = bf16_is_undecided(options.policy, checkpoint, checkpoint.tensors)
+    undecided = Wants.every(checkpoint).needs_native_bf16(options.policy)
     if model is None and not undecided and options.budget.is_stated(name):
         nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
         return said | {"budget": max(nbytes, 0), "bf16": None}, None
     place = _one_device(model, options, asked.device)
-    (spec,) = place.specs(options, bf16_undecided=undecided)
+    (spec,) = place.specs(options, undecided)
     nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
     if not options.budget.is_stated(spec.name) and spec.shared_memory:
         # all ranks of this host found the same memory free, and each keeps some of it so
@@ -517,7 +518,7 @@ def _planned(
     return made[0]
 
 
-def _prepared(session: Session, asked: _Asked, agreed: _Agreed) -> tuple[_Agreed, Load]:
+def _prepared(session: Session, asked: _Asked, agreed: _Agreed) -> tuple[_Agreed, Decision]:
     """Plan this rank's own load, and see that all can.
 
     What a load takes beside weights (scratch, the allocator's rounding) is known to the rank
@@ -526,9 +527,11 @@ def _prepared(session: Session, asked: _Asked, agreed: _Agreed) -> tuple[_Agreed
     stated = agreed.budgets
     again = _REPLANS if asked.split in ("layers", "balanced") else 0
     for last in (*[False] * again, True):
-        made: list[Load] = []
+        made: list[Decision] = []
 
-        def prepare(last: bool = last, made: list[Load] = made, agreed: _Agreed = agreed) -> int:
+        def prepare(
+            last: bool = last, made: list[Decision] = made, agreed: _Agreed = agreed
+        ) -> int:
             place = agreed.place or _one_device(None, agreed.options, asked.device)
             try:
                 made.append(_own_load(agreed, place, asked.strict))
@@ -563,7 +566,7 @@ def _prepared(session: Session, asked: _Asked, agreed: _Agreed) -> tuple[_Agreed
     raise AssertionError("the last round raises or returns")
 
 
-def _own_load(agreed: _Agreed, place: Place, strict: bool) -> Load:
+def _own_load(agreed: _Agreed, place: Place, strict: bool) -> Decision:
     """Plan the load of this rank's share."""
     plan, whole = agreed.plan, agreed.index.checkpoint
     fill = plan.sources(plan.mine)
@@ -586,13 +589,13 @@ def _own_load(agreed: _Agreed, place: Place, strict: bool) -> Load:
     if plan.split == "layers" and not plan.mine.layers:
         # of no layers: the names here tell of none
         options = replace(options, room=replace(options.room, cache=None))
-    return Load.prepare(
+    return Decision.make(
         replace(place, parameters=parameters), part, options, (fill, [], {}), strict
     )
 
 
 @contextmanager
-def _gathered(session: Session, agreed: _Agreed, load: Load) -> Iterator[Gatherer | None]:
+def _gathered(session: Session, agreed: _Agreed, load: Decision) -> Iterator[Gatherer | None]:
     """What is read by all ranks together, where all load the same."""
     if agreed.plan.split != "replicate" or session.group.size == 1:
         yield None
@@ -609,7 +612,7 @@ def _gathered(session: Session, agreed: _Agreed, load: Load) -> Iterator[Gathere
 def _loaded(
     session: Session,
     plan: ClusterPlan,
-    load: Load,
+    load: Decision,
     gatherer: Gatherer | None,
     progress: Progress,
     clock: Clock,
@@ -628,7 +631,7 @@ def _loaded(
                     deferred_interrupt() as interrupt,
                     heartbeat.listening(interrupt.cancel),
                 ):
-                    report = load.run(heartbeat.progress, clock, opener)
+                    report = run(load, heartbeat.progress, clock, opener)
                     after.enter_context(_stated(load))
                     while gatherer is not None and not gatherer.wait(_LOOK_S):
                         interrupt.check()
@@ -651,7 +654,7 @@ def _loaded(
 
 
 @contextmanager
-def _stated(load: Load) -> Iterator[None]:
+def _stated(load: Decision) -> Iterator[None]:
     """Say of an error that it came when this rank's own part was done."""
     try:
         yield
@@ -671,7 +674,7 @@ def _verified(
     session: Session,
     asked: _Asked,
     plan: ClusterPlan,
-    load: Load,
+    load: Decision,
     report: LoadReport,
     read_nbytes: int,
     model: Any,

@@ -6,10 +6,8 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 from streamload.cast.table import supported
-from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.base import Device, Framework
 from streamload.devices.names import (
     environment_device,
@@ -19,7 +17,7 @@ from streamload.devices.names import (
     split_name,
 )
 from streamload.devices.probing import probe
-from streamload.dtypes import BF16, F16, DType
+from streamload.dtypes import BF16, F16
 from streamload.errors import (
     DeviceError,
     DeviceNotFoundError,
@@ -34,8 +32,8 @@ from streamload.planning.budget import (
     available_host_nbytes,
     overhead_nbytes,
 )
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Wants
 from streamload.planning.plan import Plan
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want
 from streamload.units import format_bytes
 
 # By framework: how a device of CUDA that nobody looks at has its memory.
@@ -148,8 +146,7 @@ class Devices:
     def compile_casts(
         self,
         specs: Sequence[DeviceSpec],
-        wants: Sequence[Want],
-        checkpoint: Checkpoint,
+        wants: Wants,
         policy: DTypePolicy,
         *,
         clamp: bool,
@@ -162,8 +159,7 @@ class Devices:
 
         Args:
             specs: the devices, described.
-            wants: what is loaded; of each kind one will do.
-            checkpoint: the headers.
+            wants: what is loaded.
             policy: the dtypes asked for.
             clamp: what overflows becomes the largest finite value.
             required: the devices are to cast: a kernel that cannot be had is an error.
@@ -178,14 +174,12 @@ class Devices:
         out, notes = [], []
         for spec in specs:
             bulk = self.opened[spec.name].bulk if spec.casts else None
-            mine = [want for want in wants if want.device in (None, spec.name)] if bulk else []
-            pairs = cast_pairs(checkpoint, mine, policy, spec.native_bf16)
-            if policy.fp16_cast == "llvm":
-                pairs.discard((BF16, F16))
+            pairs = wants.casts(policy, spec.native_bf16, spec.name) if bulk else []
             try:
-                for src, dst in sorted(pairs, key=str):
-                    if bulk is not None and supported(src, dst):  # else the planner says so
-                        bulk.kernel(src, dst, clamp)
+                for src, dst in pairs:
+                    by_host = policy.fp16_cast == "llvm" and (src, dst) == (BF16, F16)
+                    if bulk is not None and not by_host and supported(src, dst):
+                        bulk.kernel(src, dst, clamp)  # what is not supported, the planner refuses
             except (UnsupportedCastError, DeviceError) as error:
                 if required:
                     raise
@@ -275,29 +269,6 @@ def _host_free_nbytes(*, needed: bool) -> int | None:
             raise
         return None
     return free - overhead_nbytes(free)
-
-
-def cast_pairs(
-    checkpoint: Checkpoint, wants: Iterable[Want], policy: DTypePolicy, native_bf16: bool
-) -> set[tuple[DType, DType]]:
-    """The pairs of dtypes between which a load casts, on a device of which that is known."""
-    pairs = set()
-    for want in wants:
-        name = want.source[0].tensor
-        src = checkpoint.tensors[name].dtype
-        dst = want.dtype or policy.resolve(name, src, native_bf16)
-        if src is not dst:
-            pairs.add((src, dst))
-    return pairs
-
-
-def bf16_is_undecided(policy: DTypePolicy, checkpoint: Checkpoint, names: Iterable[str]) -> bool:
-    """Whether the dtype of some of these tensors depends on what a device computes in natively."""
-    found = (name for name in names if checkpoint.tensors[name].dtype is BF16)
-    return any(
-        policy.resolve(name, BF16, False) is not policy.resolve(name, BF16, True)
-        for name in (found if policy.by_name else islice(found, 1))
-    )
 
 
 def open_devices(

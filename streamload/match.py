@@ -15,8 +15,8 @@ from streamload.checkpoint.url import Location
 from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import DROPPED, Source
+from streamload.planning.demand import DTypePolicy, Want
 from streamload.planning.plan import Placement
-from streamload.planning.planner import DTypePolicy, Want
 
 _BLOCK_NBYTES = 2**20
 

@@ -31,18 +31,19 @@ from transformers import initialization
 
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.url import Url
+from streamload.decide import on_unstored
 from streamload.devices.names import environment_fp16_cast, framework
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.errors import CheckpointError, DeviceError, ShapeMismatch, StateDictMismatchError
-from streamload.load import load_state_dict, on_unstored
+from streamload.load import load_state_dict
 from streamload.lookup import Devices, open_devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
 from streamload.planning.allocators import taken
 from streamload.planning.budget import Budget, BudgetLike
+from streamload.planning.demand import DTypePolicy
 from streamload.planning.plan import RowRange
-from streamload.planning.planner import DTypePolicy
 from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.units import parse_bytes

@@ -18,9 +18,10 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dtypes import BF16, F16, F32
 from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning import kv_cache
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import Plan, RowRange
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.planner import make_plan
 
 #: A config.json of each kind, with the keys that published ones have; small.
 GROUPED: dict[str, Any] = {

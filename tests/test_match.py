@@ -16,8 +16,9 @@ from streamload.dtypes import BF16, F16, F32, DType
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source, sources
 from streamload.match import Match, incoherent, match
+from streamload.planning.demand import DeviceSpec, DTypePolicy
 from streamload.planning.plan import RowRange, RowTranspose
-from streamload.planning.planner import DeviceSpec, DTypePolicy, make_plan
+from streamload.planning.planner import make_plan
 
 
 @dataclass

@@ -23,6 +23,7 @@ from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.plan import (
     DevicePlan,
     Placement,
@@ -31,7 +32,7 @@ from streamload.planning.plan import (
     RowRange,
     RowTranspose,
 )
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.planner import make_plan
 
 MIB = 2**20
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -19,7 +19,7 @@ from test_plan import checkpoint_of, plan_of, wants_of
 from streamload.dtypes import BF16
 from streamload.errors import PlanInfeasibleError
 from streamload.planning.allocators import AllocatorKind, round_up, taken
-from streamload.planning.planner import DeviceSpec, Want
+from streamload.planning.demand import DeviceSpec, Want
 
 KIB, MIB = 2**10, 2**20
 GIB = 2**30

@@ -6,16 +6,18 @@ import copy
 import pickle
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_plan import checkpoint_of, plan_of
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.dtypes import BF16, F16, F32
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.plan import Placement, Placements, Plan, RowRange
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, Wants, different
 
 MIB = 2**20
 
@@ -211,18 +213,39 @@ def _chunk_nbytes(placement: Placement) -> int:
     return 300_000
 
 
-def test_one_want_of_each_kind() -> None:
-    """Their dtypes, in the order in which they come; all of them where names matter."""
+@pytest.mark.parametrize("native_bf16", [True, False])
+@pytest.mark.parametrize("dtype", [None, "float16", {"layers.1*": "float32", "*": "float16"}])
+def test_dtypes_are_resolved_once(dtype: Any, native_bf16: bool) -> None:
+    """By columns or one by one; the casts are their pairs, ordered by name."""
     checkpoint = mixed(6)
-    every = Wants.every(checkpoint)
-    for policy in (DTypePolicy(), DTypePolicy.parse("float16")):
-        found = different(every, policy)
-        assert list(found) == list(different(Wants.of(checkpoint, list(every)), policy))
-        dtypes = [info.dtype for info in checkpoint.tensors.values()]
-        assert [checkpoint.tensors[want.name].dtype for want in found] == sorted(
-            set(dtypes), key=dtypes.index
-        )
-    assert different(every, DTypePolicy.parse({"a*": "float16"})) is every
+    policy = DTypePolicy.parse(dtype)
+    wants = Wants.every(checkpoint)
+    expected = [
+        policy.resolve(info.name, info.dtype, native_bf16) for info in checkpoint.tensors.values()
+    ]
+    assert wants.dsts(policy, native_bf16) == expected
+    pairs = {(a, b) for a, b in zip(wants.srcs, expected, strict=True) if a is not b}
+    assert wants.casts(policy, native_bf16) == sorted(pairs, key=lambda x: (x[0].name, x[1].name))
+
+
+def test_the_casts_of_one_device() -> None:
+    """Those of what has to be there, or may be; what a model asks for goes before the policy."""
+    checkpoint = checkpoint_of({"a": ("BF16", (4,)), "b": ("BF16", (4,)), "c": ("F32", (4,))})
+    places = {"a": ("x", None), "b": ("y", F32), "c": (None, F16)}
+    wants = Wants.of(
+        checkpoint,
+        [
+            replace(want, device=places[want.name][0], dtype=places[want.name][1])
+            for want in Wants.every(checkpoint)
+        ],
+    )
+    policy = DTypePolicy()
+    assert wants.needs_native_bf16(policy)
+    assert wants.casts(policy, False, "x") == [(BF16, F16), (F32, F16)]
+    assert wants.casts(policy, True, "x") == [(F32, F16)]
+    assert wants.casts(policy, False, "y") == [(BF16, F32), (F32, F16)]
+    assert not wants.needs_native_bf16(DTypePolicy.parse("float16"))
+    assert wants.nbytes(policy) == [8, 16, 8]
 
 
 def test_tensors_longer_than_any_file_do_not_fit() -> None:

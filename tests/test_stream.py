@@ -39,8 +39,9 @@ from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import chunks
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.plan import Plan, RowRange, RowTranspose
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.planner import make_plan
 from streamload.reading import Opener, open_shard
 from streamload.stream import stream
 from streamload.target import ModelTarget

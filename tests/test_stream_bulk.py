@@ -33,8 +33,9 @@ from streamload.errors import (
     TruncatedFileError,
 )
 from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.plan import Plan, RowRange
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, make_plan
+from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

@@ -33,8 +33,9 @@ from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import Chunk, Cut, Pack, chunks
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.plan import Plan
-from streamload.planning.planner import DeviceSpec, DTypePolicy, Want, Wants, make_plan
+from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

@@ -780,12 +780,12 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     """What the host only reads takes more of them than its casts do; what is asked for is had."""
-    from streamload.load import Options, _wants
+    from streamload.decide import Options, wants_of
     from streamload.lookup import unseen_spec
     from streamload.mapping import sources
 
     checkpoint = open_checkpoint(save(nn.Linear(2000, 2000), tmp_path / "m"))
-    wants = _wants(checkpoint, sources(checkpoint, None, None)[0])
+    wants = wants_of(checkpoint, sources(checkpoint, None, None)[0])
     spec = unseen_spec("cuda:0", 10**9)
 
     def threads(dtype: str, count: int | None, cast: Any = "llvm") -> int:

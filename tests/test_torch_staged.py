@@ -37,8 +37,9 @@ from streamload.errors import (
 from streamload.mapping import sources
 from streamload.match import Match, match
 from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.demand import DeviceSpec, DTypePolicy
 from streamload.planning.plan import Plan
-from streamload.planning.planner import DeviceSpec, DTypePolicy, make_plan
+from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
 

@@ -49,8 +49,8 @@ from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
 from streamload.mapping import Rename
+from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
-from streamload.planning.planner import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.report import Clock, warn_of_overflow
 from streamload.selection import Patterns, Selection

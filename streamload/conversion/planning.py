@@ -46,8 +46,8 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.load import split
 from streamload.mapping import Rename, sources
+from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
-from streamload.planning.planner import DTypePolicy
 from streamload.selection import Selection, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 

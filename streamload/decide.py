@@ -1,0 +1,443 @@
+"""Deciding a load: its options read, its model and devices looked at, its plan made.
+
+Nothing is moved, and nothing of the model is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Unpack
+
+from streamload._pages import reusable_nbytes
+from streamload.cast.table import cast_engine, supported
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.readers import ReaderChoice, choose_reader
+from streamload.devices.base import Framework, Parameter
+from streamload.devices.names import environment_fp16_cast, framework, framework_of
+from streamload.errors import PlanInfeasibleError, StateDictMismatchError
+from streamload.headroom import process_nbytes
+from streamload.lookup import Devices, host_room_nbytes, open_devices
+from streamload.mapping import Source, Unchanged
+from streamload.match import Match, incoherent, want_of
+from streamload.match import match as match_parameters
+from streamload.options import DEFAULTS, Knobs, LoadOptions, Room
+from streamload.planning.budget import Budget, available_cpus, canonical_device
+from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
+from streamload.planning.kv_cache import KvCache
+from streamload.planning.plan import Plan
+from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, make_plan
+from streamload.units import format_bytes
+
+# Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
+_MOST_THREADS = 8
+# Past the page cache fewer and longer reads are better, with the same bytes under way.
+_DIRECT_THREADS = 2
+_DIRECT_CHUNK_NBYTES = 16 * 2**20
+# Below this, a map is not used unless it is asked for: such loads were killed.
+_MAP_ROOM_NBYTES = 64 * 2**20
+# One thread, where a map was asked for.
+_LEAST_MAP_ROOM_NBYTES = 20 * 2**20
+# To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
+_WIDER_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of a load that are numbers and names, read and checked."""
+
+    budget: Budget
+    policy: DTypePolicy
+    knobs: Knobs
+    room: Room
+    cpus: int | None = None  # of those that there are, for this load; None: all
+    host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
+
+    @classmethod
+    def read(cls, **given: Unpack[LoadOptions]) -> Options:
+        """Read the options; raises ValueError for one that is invalid."""
+        options: LoadOptions = {**DEFAULTS, **given}
+        return cls(
+            room=Room.read(options),
+            knobs=Knobs.read(options),
+            budget=Budget.parse(options["budget"]),
+            policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
+        )
+
+    def check_names(self, names: Iterable[str], device: object) -> None:
+        """Refuse a budget for a device that the load does not have: it would hold nothing back."""
+        known = {canonical_device(name) for name in names}
+        unknown = [name for name in self.budget.devices if name not in known]
+        if unknown and device != "auto":  # which device that is could not be known
+            raise ValueError(
+                f"the budget names {', '.join(unknown)}; the load's devices are {', '.join(names)}"
+            )
+
+    def casting(self, specs: Iterable[DeviceSpec]) -> list[DeviceSpec]:
+        """The devices, of which none casts where the host is asked to, with what stays free."""
+        casts, reserved = self.knobs.cast in ("auto", "device"), self.room.reserve_nbytes
+        return [
+            replace(spec, casts=spec.casts and casts, reserve_nbytes=reserved) for spec in specs
+        ]
+
+    def plan(
+        self,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        specs: Sequence[DeviceSpec],
+        tied: Mapping[str, str],
+        cast: CastChoice,
+        host_free_nbytes: int | None = None,
+    ) -> Plan:
+        """Plan under these options, and within what is free on the host (None: not looked at)."""
+        knobs, free = self.knobs, host_free_nbytes
+        staged = not any(spec.host_visible for spec in specs)
+        choices = [
+            # only whole slots: see `choose_reader` for what it costs elsewhere
+            choose_reader(
+                header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=staged
+            )
+            for header in checkpoint.shards
+        ]
+        made = self._plan(checkpoint, wants, specs, tied, cast, free, choices)
+        if free is None:
+            return made
+        taken = made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
+        if taken > free:  # what devices with memory of their own need of the host
+            raise PlanInfeasibleError("host", taken, free, limit="free memory")
+        if "mmap" not in made.readers or free - taken >= _MAP_ROOM_NBYTES:
+            return made
+        if knobs.reader == "mmap":
+            if free - taken >= _LEAST_MAP_ROOM_NBYTES:
+                note = "one thread: files are mapped, and the host has little memory"
+                return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
+            needed, instead = taken + _MAP_ROOM_NBYTES, ['reader="pread"']
+            raise PlanInfeasibleError("host", needed, free, limit="free memory", would_fit=instead)
+        read = ReaderChoice("pread", "not mapped: the host has little memory")
+        choices = [read if choice.kind == "mmap" else choice for choice in choices]
+        left = format_bytes(max(free - taken, 0))
+        note = f"files are read and not mapped: the host would be left with {left}"
+        made = self._plan(checkpoint, wants, specs, tied, cast, free, choices)
+        return replace(made, notes=(*made.notes, note))
+
+    def _plan(
+        self,
+        checkpoint: Checkpoint,
+        wants: Sequence[Want],
+        specs: Sequence[DeviceSpec],
+        tied: Mapping[str, str],
+        cast: CastChoice,
+        free: int | None,
+        choices: Sequence[ReaderChoice],
+    ) -> Plan:
+        budget = self.budget.host_nbytes
+        # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
+        remote = any(choice.kind == "http" for choice in choices)
+        threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
+        most_nbytes = DEFAULT_CHUNK_NBYTES
+        if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
+            threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
+        asked, path = self.room.cache, checkpoint.path
+        cache = None if asked is None else KvCache.of(checkpoint.config, asked, path=path)
+        return make_plan(
+            checkpoint,
+            wants=wants,
+            devices=specs,
+            dtype=self.policy,
+            out_of_range=self.knobs.out_of_range,
+            cast=cast,
+            readers=[choice.kind for choice in choices],
+            tied=tied,
+            host_budget_nbytes=budget if free is None else min(budget, free),
+            host_limit="budget" if free is None or budget <= free else "free memory",
+            chunk_nbytes=self.knobs.chunk_nbytes or most_nbytes,
+            page_cache=self.knobs.page_cache,
+            reader_reasons=[choice.reason for choice in choices],
+            threads=self.knobs.threads or threads,
+            cache=cache,
+        )
+
+
+def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
+    """Whether most bytes are read past the page cache."""
+    lengths = [header.file_nbytes for header in checkpoint.shards]
+    direct = sum(n for n, choice in zip(lengths, choices, strict=True) if choice.kind == "direct")
+    return 2 * direct > sum(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a load fills and where it goes, looked at and not touched.
+
+    Attributes:
+        owner: the framework of the model; None for a load without one.
+        parameters: the model's.
+        unstored: tensors of the model that no checkpoint has, and where they are.
+        held: bytes that the model holds in memory which the load takes over, by device.
+        reusable: the same of each parameter, by its number.
+        pages_are_known: whether the system tells which memory that is; where not, it is none.
+        keep: devices on which a parameter that is there stays.
+        devices: those of the load, open.
+    """
+
+    owner: Framework | None
+    parameters: Sequence[Parameter]
+    unstored: Mapping[str, str]
+    held: Mapping[str, int]
+    reusable: Mapping[int, int]
+    pages_are_known: bool
+    keep: frozenset[str]
+    devices: Devices
+
+    @classmethod
+    def look(cls, model: Any, options: Options, device: str | Sequence[str] | None) -> Place:
+        """Look at a model, and open the devices."""
+        owner = None
+        parameters: Sequence[Parameter] = ()
+        if model is not None:
+            owner = framework(framework_of(model) or "tinygrad")
+            parameters = owner.parameters(model)
+        where = {p.device for p in parameters if p.device is not None}
+        devices = open_devices(device, owner, where)
+        options.check_names(devices.opened, device)
+        shared = {name for name, d in devices.opened.items() if d.info.shared_memory}
+        reusable = _reusable(parameters, shared)
+        known = reusable if reusable is not None else {}
+        held = dict.fromkeys(where, 0)
+        for number, p in enumerate(parameters):
+            if p.device is not None:
+                held[p.device] += known.get(number, 0 if p.device in shared else p.nbytes)
+        keep = frozenset(devices.opened) if device is None else frozenset()
+        unstored = owner.unstored(model) if owner is not None else {}
+        is_known = reusable is not None
+        return cls(owner, parameters, unstored, held, known, is_known, keep, devices)
+
+    def specs(
+        self, options: Options, bf16_undecided: bool, devices: Devices | None = None
+    ) -> list[DeviceSpec]:
+        """Describe the devices to the planner.
+
+        Args:
+            options: those of the load.
+            bf16_undecided: whether some dtype depends on what a device computes in natively.
+            devices: others than those that were opened.
+        """
+        return options.casting(
+            (devices or self.devices).specs(
+                options.budget,
+                options.policy,
+                options.knobs.cast,
+                self.held,
+                bf16_undecided=bf16_undecided,
+                reserve_nbytes=options.room.reserve_nbytes,
+                of_model=self.owner is not None,
+            )
+        )
+
+
+def _reusable(parameters: Sequence[Parameter], shared: Set[str]) -> dict[int, int] | None:
+    """How many bytes of each parameter on the host are memory that a load can take over.
+
+    Args:
+        parameters: of the model.
+        shared: devices whose memory is the host's.
+
+    Returns:
+        Bytes by the numbers of those parameters; None where the system does not tell.
+    """
+    places = {i: p.memory() for i, p in enumerate(parameters) if p.device in shared}
+    found = reusable_nbytes([place for each in places.values() for place in each])
+    if found is None:
+        return None
+    nbytes = iter(found)
+    return {number: sum(islice(nbytes, len(each))) for number, each in places.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One load: everything decided, nothing moved yet.
+
+    Attributes:
+        checkpoint: the headers.
+        plan: what will be done.
+        devices: open, by name.
+        match: which source fills which parameter; None for a load without a model.
+        skipped: tensors of the checkpoint that are not loaded.
+        unstored: tensors of the model that no checkpoint has.
+        process_nbytes: of the process, when memory was looked at for the plan.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    devices: Devices
+    match: Match | None
+    skipped: tuple[str, ...]
+    unstored: tuple[str, ...] = ()
+    process_nbytes: int | None = None
+
+    @classmethod
+    def make(
+        cls,
+        place: Place,
+        checkpoint: Checkpoint,
+        options: Options,
+        found: tuple[Mapping[str, Source], list[str], Mapping[str, str]],
+        strict: bool,
+    ) -> Decision:
+        """Match and plan.
+
+        Args:
+            place: the model, and where it goes.
+            checkpoint: the headers.
+            options: those of the load.
+            found: what fills each parameter; see `sources`.
+            strict: whether model and checkpoint must have the same names and shapes.
+        """
+        fill, _, tied = found
+        match = None
+        if place.owner is None:
+            wants = wants_of(checkpoint, fill)
+        else:
+            match = match_parameters(
+                checkpoint,
+                place.parameters,
+                fill,
+                tied,
+                place.keep,
+                options.policy,
+                place.reusable,
+            )
+            match.check(checkpoint.path, strict)
+            wants = Wants.of(checkpoint, match.wants)
+            tied = {}  # the model says what is tied
+        demand = _Demand(place, checkpoint, options, wants, tied)
+        try:
+            made, begun = demand.planned(place.devices)
+        except PlanInfeasibleError as error:
+            if error.reason and not place.pages_are_known:
+                error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
+            wider = demand.wider()
+            raise error.suggesting([wider] if wider is not None else ()) from None
+        place.devices.check_buffers(made)
+        if match is not None:
+            match.check_views(checkpoint.path, made.placements)
+            match.check_ties(checkpoint)
+        notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes]
+        notes += on_unstored(place.unstored, made)
+        loaded = {r.tensor for source in wants.sources for r in source}
+        return cls(
+            checkpoint,
+            replace(made, notes=tuple(notes)),
+            place.devices,
+            match,
+            tuple(name for name in checkpoint.tensors if name not in loaded),
+            tuple(place.unstored),
+            begun,
+        )
+
+    @property
+    def read_nbytes(self) -> int:
+        """File bytes that it will read."""
+        return sum(p.src_nbytes * count for p, count in self.plan.placements.counted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What is to be planned, on whatever devices."""
+
+    place: Place
+    checkpoint: Checkpoint
+    options: Options
+    wants: Wants
+    tied: Mapping[str, str]
+
+    def planned(self, devices: Devices) -> tuple[Plan, int | None]:
+        """Plan for these devices; beside it, the bytes of the process as memory was looked at."""
+        options, policy = self.options, self.options.policy
+        cast, clamp = options.knobs.cast, options.knobs.out_of_range == "clamp"
+        specs = self.place.specs(options, self.wants.needs_native_bf16(policy), devices)
+        specs, refused = devices.compile_casts(
+            specs, self.wants, policy, clamp=clamp, required=cast == "device"
+        )
+        on_host = policy.fp16_cast == "llvm"  # some of it, whatever casts
+        native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
+        engine, notes = _host_cast(self.wants, options, native)
+        begun = process_nbytes()
+        free = host_room_nbytes()
+        free = None if free is None else max(free - options.host_held_nbytes, 0)
+        made = options.plan(self.checkpoint, self.wants, specs, self.tied, engine, free)
+        return replace(made, notes=(*made.notes, *refused, *notes)), begun
+
+    def wider(self) -> str | None:
+        """What to ask for so that it fits, with more of this machine's devices.
+
+        Nothing where the host has too little memory to open them and to plan all parameters again.
+        """
+        try:
+            free = host_room_nbytes(len(self.wants))
+        except PlanInfeasibleError:
+            return None
+        if free is not None and free < _WIDER_NBYTES:
+            return None
+        for more in self.place.devices.widened():
+            with suppress(PlanInfeasibleError):
+                made, _ = self.planned(more)
+                parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
+                return f"device={list(more.opened)} ({', '.join(parts)})"
+        return None
+
+
+def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
+    """Say which tensors the load leaves where they cannot be used."""
+    without = [name for name, device in unstored.items() if device == "meta"]
+    elsewhere = [
+        name
+        for name, device in unstored.items()
+        if device != "meta" and device not in {d.device for d in made.devices}
+    ]
+    return [
+        f"{len(names)} buffers that checkpoints do not hold {what}: {', '.join(names[:8])}"
+        f"{', ...' if len(names) > 8 else ''}"
+        for names, what in (
+            (without, "are on the meta device still, without values"),
+            (elsewhere, "stay on another device"),
+        )
+        if names
+    ]
+
+
+def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+    """Everything in the checkpoint, as it is there."""
+    if isinstance(fill, Unchanged):
+        return Wants.every(checkpoint)
+    problems = [
+        f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
+
+
+def _host_cast(
+    wants: Wants, options: Options, native_bf16: Set[bool]
+) -> tuple[CastChoice, list[str]]:
+    """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled.
+
+    Args:
+        wants: what is loaded.
+        options: those of the load.
+        native_bf16: what the devices that do not cast themselves say of themselves; kernels that
+            none needs are not compiled.
+    """
+    asked = options.knobs.cast
+    if asked in ("numpy", "device"):
+        return asked, []
+    for native in sorted(native_bf16):
+        for src, dst in wants.casts(options.policy, native):
+            if not supported(src, dst):
+                continue  # the planner names the tensor
+            if cast_engine(src, dst, "llvm" if asked == "llvm" else "auto") == "numpy":
+                return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
+    return "llvm", []

@@ -1,0 +1,146 @@
+"""Refusing a plan that does not fit, with the numbers, and with what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import nsmallest
+
+from streamload.dtypes import DType
+from streamload.errors import PlanInfeasibleError
+from streamload.planning.allocators import taken
+from streamload.planning.budget import STAGING
+from streamload.planning.cache_room import CacheRoom
+from streamload.planning.demand import DeviceSpec
+from streamload.planning.fit import Share, least_read_nbytes
+from streamload.planning.partition import Item, smallest_count
+from streamload.planning.plan import DevicePlan, Plan
+from streamload.units import format_bytes
+
+
+def check(plan: Plan, shares: Sequence[Share], cache: CacheRoom | None, host_limit: str) -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        plan: the plan.
+        shares: what it puts on each device.
+        cache: the KV cache that there has to be room for.
+        host_limit: what sets its budget of the host: "budget" or "free memory".
+
+    Raises:
+        PlanInfeasibleError: a device, the memory that devices share, or the host is too small.
+    """
+    specs = {share.spec.name: share.spec for share in shares}
+    for mine, share in zip(plan.devices, shares, strict=True):
+        _check_device(plan, mine, share, specs, cache)
+    sharing = [d for d in plan.devices if d.shared_memory and d.host_needed_nbytes]
+    known = [specs[d.device].host_free_nbytes for d in sharing]
+    free = min((nbytes for nbytes in known if nbytes is not None), default=None)
+    needed = sum(d.host_needed_nbytes for d in sharing)
+    if free is not None and needed > free:
+        largest = [(d.device, d.host_needed_nbytes) for d in sharing]
+        raise PlanInfeasibleError(
+            ", ".join(d.device for d in sharing),
+            needed,
+            free,
+            limit="free memory that they share",
+            largest=sorted(largest, key=lambda x: (-x[1], x[0])),
+        )
+    if plan.host_nbytes > plan.host_budget_nbytes:
+        instead = f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")'
+        raise PlanInfeasibleError(
+            STAGING,
+            plan.host_nbytes,
+            plan.host_budget_nbytes,
+            limit=host_limit,
+            would_fit=[instead] if host_limit == "budget" else (),
+        )
+
+
+def _check_device(
+    plan: Plan,
+    mine: DevicePlan,
+    share: Share,
+    specs: Mapping[str, DeviceSpec],
+    cache: CacheRoom | None,
+) -> None:
+    spec, placements = share.spec, share.placements
+    most = spec.largest_allocation_nbytes
+    if most is not None and any(p.nbytes > most for p, _ in placements.counted):
+        at = next(at for at, kind in enumerate(placements.kinds) if kind.nbytes > most)
+        largest = [(placements.names[at], placements.kinds[at].nbytes)]
+        raise PlanInfeasibleError(
+            spec.name, largest[0][1], most, limit="largest allocation", largest=largest
+        )
+    limit, available, needed = spec.limit, spec.budget_nbytes, mine.needed_nbytes
+    new = mine.host_needed_nbytes if spec.shared_memory else mine.fresh_needed_nbytes
+    if spec.free_nbytes is not None and new > spec.free_nbytes and needed <= available:
+        limit, available, needed = "free memory", spec.free_nbytes, new
+    if needed <= available:
+        return
+    largest = [("the KV cache", mine.cache_nbytes)] if mine.cache_nbytes else []
+    if limit == "free memory":
+        beside = mine.object_nbytes + mine.kernel_nbytes
+        largest += [(f"what {len(placements)} tensors take beside their bytes", beside)]
+    named = zip(placements.names, (kind.nbytes for kind in placements.kinds), strict=True)
+    parameters = nsmallest(8 - len(largest), named, key=lambda x: (-x[1], x[0]))
+    raise PlanInfeasibleError(
+        spec.name,
+        needed,
+        available,
+        limit=limit,
+        largest=sorted([*largest, *parameters], key=lambda x: -x[1]),
+        would_fit=[*_suggestions(plan, mine, share, specs, cache, needed, available)],
+        reason=_why_new(mine) if limit == "free memory" else "",
+    )
+
+
+def _suggestions(
+    plan: Plan,
+    mine: DevicePlan,
+    share: Share,
+    specs: Mapping[str, DeviceSpec],
+    cache: CacheRoom | None,
+    needed: int,
+    available: int,
+) -> Iterator[str]:
+    """Arguments with which it would fit."""
+    spec, placements = share.spec, share.placements
+    sizes = (kind.nbytes // _shrink(kind.dst) for kind in placements.kinds)
+    small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
+    small += needed - mine.resident_nbytes
+    if spec.shared_memory and not mine.scratch_nbytes:
+        small += least_read_nbytes(placements)
+    if cache is not None and cache.cache.request.dtype is None:  # it would shrink as well
+        shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)
+        small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
+    if any(_shrink(p.dst) > 1 for p, _ in placements.counted) and small <= available:
+        yield f'dtype="float16" ({format_bytes(small)})'
+    if cache is not None and mine.peak_nbytes <= spec.budget_nbytes:
+        context = cache.most_context(plan.devices, specs)
+        if 0 < context < cache.cache.request.context:
+            yield f"context={context}"
+    if len({spec.budget_nbytes for spec in specs.values()}) == 1:
+        count = smallest_count(
+            list(map(Item, plan.placements.names, plan.placements.resident_nbytes)),
+            max(available - mine.scratch_nbytes, 0),
+            cache=cache.layers if cache is not None else (),
+        )
+        if count is not None and count > len(plan.devices):
+            yield f"{count} devices or nodes of {format_bytes(available)}"
+
+
+def _why_new(mine: DevicePlan) -> str:
+    """Why writing to memory that a model holds takes memory, or ""."""
+    absent = mine.held_nbytes - mine.reusable_nbytes
+    if absent <= 0:
+        return ""
+    return (
+        f"of the {format_bytes(mine.held_nbytes)} that the model holds, {format_bytes(absent)} "
+        "count as new: they were never written, are mapped from a file, or are shared with another "
+        "process"
+    )
+
+
+def _shrink(dtype: DType) -> int:
+    """How many times smaller a float of this dtype becomes in float16."""
+    return max(dtype.bits // 16, 1) if dtype.kind == "float" else 1

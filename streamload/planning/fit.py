@@ -1,0 +1,314 @@
+"""Fitting a load into memory: what it takes of each device, and how much of it is staging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from streamload.checkpoint.readers import BOUNCE_NBYTES
+from streamload.planning.allocators import (
+    DRIVER_BLOCK_NBYTES,
+    DRIVER_SHARED_NBYTES,
+    TRIM_NBYTES,
+    taken,
+)
+from streamload.planning.cache_room import CacheRoom
+from streamload.planning.demand import DeviceSpec
+from streamload.planning.partition import Part
+from streamload.planning.plan import (
+    LOAD_NBYTES,
+    SEGMENTS,
+    STAGING_SLOTS,
+    TALLY_NBYTES,
+    DevicePlan,
+    Placements,
+    Plan,
+    slot_nbytes,
+)
+from streamload.units import round_up
+
+MIN_CHUNK_NBYTES = 64 * 2**10
+_LEAST_READ_FROM_NBYTES = 16 * 2**20
+_SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
+NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a load puts on one device, and what it takes there beside scratch.
+
+    Attributes:
+        spec: the device.
+        placements: those on it.
+        held_nbytes: what its parameters hold when the load begins.
+        peak_nbytes: the most that parameters take at a time.
+        release_first: all old parameters must go before the first is loaded.
+        fresh_nbytes: what parameters newly take at their peak.
+        casts: all casts of its placements.
+        host_moves: the host casts or reorders some bytes: they cannot be read to where they go.
+        tallies: how many placements the device casts and counts in streamload's kernels.
+        resizes: some of these casts change the size of the elements.
+    """
+
+    spec: DeviceSpec
+    placements: Placements
+    held_nbytes: int
+    peak_nbytes: int
+    release_first: bool
+    fresh_nbytes: int
+    casts: Set[str]
+    host_moves: bool
+    tallies: int
+    resizes: bool
+
+    @classmethod
+    def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
+        """Look at the placements on a device."""
+        base = timeline(placements, spec)
+        counted = placements.counted
+        own = [(p, n) for p, n in counted if p.cast == "device" and spec.casts]
+        return cls(
+            spec,
+            placements,
+            *base,
+            fresh_nbytes=_fresh(placements, spec, *base),
+            casts={p.cast for p, _ in counted},
+            host_moves=any(p.cast in ("llvm", "numpy") or p.transpose for p, _ in counted),
+            tallies=sum(count for _, count in own),
+            resizes=any(p.src.bits != p.dst.bits for p, _ in own),
+        )
+
+    def has_room(self, scratch_nbytes: int) -> bool:
+        """Whether so much scratch fits beside the parameters."""
+        spec = self.spec
+        room = spec.budget_nbytes - self.peak_nbytes
+        if spec.free_nbytes is not None:
+            beside = 0
+            if spec.shared_memory:
+                each = spec.object_nbytes + spec.kernel_nbytes
+                beside = LOAD_NBYTES + len(self.placements) * each
+            room = min(room, spec.free_nbytes - self.fresh_nbytes - beside)
+        return scratch_nbytes <= room
+
+    def planned(
+        self, scratch_nbytes: int, part: Part | None, cache: CacheRoom | None
+    ) -> DevicePlan:
+        """What the plan says of the device.
+
+        Args:
+            scratch_nbytes: temporary memory there.
+            part: what it has under a split.
+            cache: the KV cache that there has to be room for.
+        """
+        spec, placements = self.spec, self.placements
+        reusable = self.held_nbytes
+        if spec.shared_memory and not placements.all_new:
+            reusable = sum(placements.reusable_nbytes)
+        return DevicePlan(
+            device=spec.name,
+            budget_nbytes=spec.budget_nbytes,
+            resident_nbytes=sum(placements.resident_nbytes),
+            scratch_nbytes=scratch_nbytes,
+            peak_nbytes=self.peak_nbytes + scratch_nbytes,
+            fresh_nbytes=self.fresh_nbytes + scratch_nbytes,
+            held_nbytes=self.held_nbytes,
+            layers=(part.layers.start, part.layers.stop) if part else None,
+            embedding=bool(part and part.has_embedding),
+            head=bool(part and part.has_head),
+            release_first=self.release_first,
+            cache_nbytes=cache.nbytes(spec, cache.request.context) if cache else 0,
+            reserve_nbytes=spec.reserve_nbytes,
+            reusable_nbytes=reusable,
+            object_nbytes=len(placements) * spec.object_nbytes,
+            kernel_nbytes=len(placements) * spec.kernel_nbytes,
+            shared_memory=spec.shared_memory,
+        )
+
+
+def fit(
+    draft: Plan, shares: Sequence[Share], parts: Mapping[str, Part], cache: CacheRoom | None
+) -> Plan:
+    """Choose threads and chunk size so that staging fits, and predict the peaks.
+
+    Args:
+        draft: a plan with the most threads, and the longest chunks.
+        shares: what it puts on each device.
+        parts: what each device has under a split.
+        cache: the KV cache that there has to be room for.
+    """
+    threads = min([draft.threads, *(share.spec.threads for share in shares if share.placements)])
+    if any("device" in share.casts and not share.spec.casts for share in shares):
+        threads = 0  # the framework launches kernels from the calling thread
+    most = (share.spec.max_transfer_nbytes for share in shares)
+    longest = min([draft.chunk_nbytes, *(nbytes for nbytes in most if nbytes)])
+    whole = 0
+    for p in draft.placements.kinds:
+        whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
+        if whole >= slot_nbytes(longest):  # no slot is larger
+            break
+    chunk = _host_chunk(draft, shares, threads)
+    while chunk < min(_SHARED_CHUNK_NBYTES, longest) and threads > 1:
+        threads -= 1
+        chunk = _host_chunk(draft, shares, threads)
+    chunk = max(min(longest, chunk), min(longest, MIN_CHUNK_NBYTES))
+    while True:
+        slot = min(slot_nbytes(chunk), whole)
+        plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
+        scratch, host = _staging(plan, shares)
+        fits = host <= draft.host_budget_nbytes and all(
+            not nbytes or share.has_room(nbytes)
+            for share, nbytes in zip(shares, scratch, strict=True)
+        )
+        if fits or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
+            break
+        # fewer threads before chunks below 1 MiB: a chunk costs tens of microseconds in calls
+        if chunk > _SHARED_CHUNK_NBYTES or threads <= 1:
+            chunk //= 2
+        else:
+            threads -= 1
+    devices = [
+        share.planned(nbytes, parts.get(share.spec.name), cache)
+        for share, nbytes in zip(shares, scratch, strict=True)
+    ]
+    return replace(plan, devices=tuple(devices), host_nbytes=host)
+
+
+def _host_chunk(draft: Plan, shares: Sequence[Share], threads: int) -> int:
+    """The chunk with which all slots together fill the host's bytes, however many there are."""
+    fixed, with_one = (
+        _staging(replace(draft, threads=threads, slot_nbytes=nbytes), shares)[1]
+        for nbytes in (0, MIN_CHUNK_NBYTES)
+    )
+    if with_one == fixed:
+        return draft.chunk_nbytes
+    return (draft.host_budget_nbytes - fixed) // (with_one - fixed) * MIN_CHUNK_NBYTES
+
+
+def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
+    """Scratch of each device (staging included, where it shares memory) and host staging, bytes."""
+    workers = max(plan.threads, 1)
+    slots = workers * STAGING_SLOTS
+    scratch = [0] * len(shares)
+    host = own = 0
+    for at, share in enumerate(shares):
+        spec = share.spec
+        if share.tallies:
+            before = slots * plan.slot_nbytes if share.resizes else 0
+            scratch[at] += round_up(before + TALLY_NBYTES * share.tallies, DRIVER_BLOCK_NBYTES)
+        elif "device" in share.casts:
+            # raw bits, and the cast before it is in place
+            nbytes = plan.slot_nbytes
+            if spec.allocator == "cuda_driver":
+                nbytes = round_up(nbytes, DRIVER_BLOCK_NBYTES)
+            scratch[at] += 2 * nbytes
+        if "device" in share.casts or (share.casts and not spec.host_visible):
+            staged = slots * plan.staging_nbytes
+            scratch[at] += staged if spec.shared_memory else 0
+            host += 0 if spec.shared_memory else staged
+    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
+    host_moves = any(share.host_moves for share in shares)
+    if host_moves and not {"pread", "direct"}.isdisjoint(plan.readers):
+        own += workers * plan.slot_nbytes
+    if "direct" in plan.readers and plan.placements:
+        own += workers * BOUNCE_NBYTES
+    if any("numpy" in share.casts for share in shares):
+        own += workers * NUMPY_SCRATCH_NBYTES
+    order = {share.spec.name: at for at, share in enumerate(shares)}
+    used = [order[name] for name in dict.fromkeys(p.device for p, _ in plan.placements.counted)]
+    on_host = [at for at in used if shares[at].spec.shared_memory]
+    if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
+        own = least_read_nbytes(plan.placements)
+    for at in on_host if any(shares[n].spec.own_host for n in on_host) else on_host[:1]:
+        scratch[at] += own  # of one memory it counts once
+    return scratch, host if on_host else host + own
+
+
+def least_read_nbytes(placements: Placements) -> int:
+    """What a cast takes at least of files that are read and not mapped, in bytes.
+
+    Files that are planned to be mapped may have to be read, where little memory is free: with this
+    in every plan that casts, a budget of exactly its peak is enough for either. Checkpoints of a
+    few megabytes do without: it would be a good part of them.
+    """
+    nbytes = sum(p.nbytes * count for p, count in placements.counted)
+    return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
+
+
+def timeline(placements: Placements, spec: DeviceSpec) -> tuple[int, int, bool]:
+    """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
+    budget_nbytes = max(spec.budget_nbytes, 0)
+    total = sum(placements.resident_nbytes)
+    if placements.all_new:  # nothing is held, nothing goes
+        return 0, total, total > budget_nbytes
+    rows = list(zip(placements.kinds, placements.resident_nbytes, strict=True))
+    stays = [resident for kind, resident in rows if kind.action == "in_place"]
+    goes = [kind.released_nbytes for kind, _ in rows]
+    held = sum(stays) + sum(goes)
+    fresh = total - sum(stays)
+    if spec.allocator == "cuda_driver":
+        # Blocks of large ones go back one by one, each for the next. One that small ones share goes
+        # back when the last of them is gone, and were they released one by one, new ones would be
+        # put between those that are left: then none might ever go back.
+        kept, released = _in_shared_blocks(placements)
+        shared = sum(taken(spec.allocator, spec.granularity_nbytes, (*kept, *released)))
+        held += shared - sum(kept) - sum(released)
+        if released:
+            # beside what stays of them, none of their blocks may go back at all
+            return held, total - sum(kept) + (shared if kept else 0), True
+    now = peak = held
+    for kind, resident in rows:
+        now -= kind.released_nbytes
+        now += resident if kind.action != "in_place" else 0
+        peak = max(peak, now)
+    if spec.allocator in SEGMENTS and any(goes):
+        # what goes one by one leaves holes in segments, which larger ones do not fit into; and
+        # beside what stays where it is, none of it may go back to the device at all
+        if not stays:
+            return held, now, True
+        sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
+        return held, sum(taken(spec.allocator, spec.granularity_nbytes, sizes)) + fresh, True
+    if peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
+        # growing parameters come before shrinking ones, or the old ones alone are too large:
+        # released together they make room for the new ones
+        return held, now, True
+    return held, peak, False
+
+
+def _fresh(
+    placements: Placements,
+    spec: DeviceSpec,
+    held_nbytes: int,
+    peak_nbytes: int,
+    release_first: bool,
+) -> int:
+    """Bytes that parameters newly take at their peak, of a device on which some may be held."""
+    if not spec.shared_memory:
+        shares = spec.allocator == "cuda_driver" and _in_shared_blocks(placements)[1]
+        # what is released may stay taken, for others of the process are there too: on an H200, of
+        # 515 blocks that a model's weights take where they come first, 514 came back
+        return max(peak_nbytes - held_nbytes + (DRIVER_BLOCK_NBYTES if shares else 0), 0)
+    if placements.all_new:
+        return sum(placements.resident_nbytes)
+    columns = (placements.kinds, placements.resident_nbytes, placements.reusable_nbytes)
+    rows = list(zip(*columns, strict=True))
+    replaced = [reusable for kind, _, reusable in rows if kind.released_nbytes]
+    now = peak = -sum(replaced) if release_first else 0
+    for kind, resident, reusable in rows:
+        if kind.action == "in_place":
+            now += 0 if reusable >= kind.nbytes else resident - reusable
+        else:
+            now += resident - (0 if release_first else reusable)
+        peak = max(peak, now)
+    left = sum(min(spec.left_nbytes, reusable) for reusable in replaced)
+    return max(peak, 0) + min(TRIM_NBYTES, sum(replaced)) + left
+
+
+def _in_shared_blocks(placements: Placements) -> tuple[list[int], list[int]]:
+    """Sizes of what shares blocks of CUDA's driver now: of those that stay, of those that go."""
+    if placements.all_new:
+        return [], []
+    rows = zip(placements.kinds, placements.resident_nbytes, strict=True)
+    kept = [resident for kind, resident in rows if kind.action == "in_place"]
+    released = [kind.released_nbytes for kind in placements.kinds]
+    small = range(1, DRIVER_SHARED_NBYTES + 1)
+    return [n for n in kept if n in small], [n for n in released if n in small]
