@@ -40,17 +40,11 @@ _Addresses = np.ndarray[Any, np.dtype[np.int64]]
 class Target(Protocol):
     """What is filled. Called from the streaming thread only, in plan order."""
 
-    def begin(self, index: int) -> Buffer:
-        """Make room for placement ``index`` and return its buffer."""
+    def begin(self, indices: Sequence[int]) -> Sequence[Buffer]:
+        """Make room for placements of one device, by number, and return their buffers."""
 
-    def begin_range(self, indices: range) -> Sequence[Buffer]:
-        """Make room for placements of one device that follow each other."""
-
-    def finish(self, index: int, counts: CastCounts) -> None:
-        """All bytes of the placement are there; its buffer is written no more."""
-
-    def finish_range(self, indices: range) -> None:
-        """The same of placements that `begin_range` made room for; nothing of them was cast."""
+    def finish(self, indices: Sequence[int]) -> None:
+        """All bytes of these are there; their buffers are written no more."""
 
     def revoke(self, indices: Iterable[int]) -> None:
         """Finished placements among these hold bytes that may be wrong; the load fails."""
@@ -238,13 +232,14 @@ class Job:
             self._headroom.hand_out(sum(map(written_nbytes, batch)))
         self._to_come[batch[0][0].shard] += len(batch)
         for unit in batch:
+            new: Sequence[int]
             if isinstance(unit, Pack):
-                buffers = self._target.begin_range(unit.placements)
-                self.buffers.update(zip(unit.placements, buffers, strict=True))
-                continue
-            for chunk in unit:
-                if chunk.placement not in self.buffers:
-                    self.buffers[chunk.placement] = self._target.begin(chunk.placement)
+                new = unit.placements
+            else:
+                reached = dict.fromkeys(chunk.placement for chunk in unit)
+                new = [index for index in reached if index not in self.buffers]
+            if new:
+                self.buffers.update(zip(new, self._target.begin(new), strict=True))
 
     def addresses(self, pack: Pack) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
@@ -272,9 +267,8 @@ class Job:
             self._headroom.done(written_nbytes(unit))
         before = self.stats.read_nbytes
         if isinstance(unit, Pack):
-            self.stats.read_nbytes += unit.stop - unit.start
-            self._target.finish_range(unit.placements)
-            deque(map(self.buffers.__delitem__, unit.placements), maxlen=0)
+            self.stats.read_nbytes += unit.read_nbytes
+            self._finish(unit.placements)
             self._account(unit, self.stats.read_nbytes - before)
             return
         for chunk, count in zip(unit, counts, strict=True):
@@ -293,9 +287,12 @@ class Job:
                 del self._left[index]
                 if p.cast == "device" and self.plan.out_of_range == "error":
                     self._refuse_overflow(chunk, p)
-                self._target.finish(index, self.stats.counts.get(index, NO_COUNTS))
-                del self.buffers[index]
+                self._finish([index])
         self._account(unit, self.stats.read_nbytes - before)
+
+    def _finish(self, indices: Sequence[int]) -> None:
+        self._target.finish(indices)
+        deque(map(self.buffers.__delitem__, indices), maxlen=0)
 
     def _account(self, unit: Unit, nbytes: int) -> None:
         """Tell the page cache what has been read; close a file that nobody will read any more."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 
 from streamload._pages import reusable_nbytes
-from streamload.cast.table import CastCounts
 from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.planning.allocators import TRIM_NBYTES
@@ -96,8 +94,28 @@ class ModelTarget:
                     self._freed[p.device] = 0
         return reason
 
-    def begin(self, index: int) -> Buffer:
-        """Make room for one parameter."""
+    def begin(self, indices: Sequence[int]) -> list[Buffer]:
+        """Make room for parameters of one device, by number, and return their buffers."""
+        placements = self._plan.placements
+        kinds = [placements.kinds[index] for index in indices]
+        name = kinds[0].device
+        device = self._devices[name]
+        new = self._all_new or all(kind.action == "new" for kind in kinds)
+        if len(kinds) == 1 or not new or not isinstance(device, Addressed):
+            return [self._begin(index) for index in indices]
+        nbytes = sum(placements.resident_nbytes[index] for index in indices)
+        self._ledger.reserve(name, nbytes)
+        try:
+            buffers = device.allocate_all([(kind.dst, kind.shape) for kind in kinds])
+        except BaseException as error:
+            self._ledger.release(name, nbytes)
+            if isinstance(error, AllocationError):  # one by one: what is too much is named
+                return [self._begin(index) for index in indices]
+            raise
+        self._buffers.update(zip(indices, buffers, strict=True))
+        return buffers
+
+    def _begin(self, index: int) -> Buffer:
         p = self._plan.placements[index]
         parameter = self._parameter(index)
         if p.action == "in_place" and parameter is not None:
@@ -119,59 +137,29 @@ class ModelTarget:
             raise
         return self._buffers[index]
 
-    def begin_range(self, indices: range) -> list[Buffer]:
-        """Make room for parameters of one device that follow each other."""
-        placements = self._plan.placements[indices.start : indices.stop]
-        like = placements.kinds
-        name = like[0].device
-        device = self._devices[name]
-        if not (self._all_new or placements.all_new) or not isinstance(device, Addressed):
-            return [self.begin(index) for index in indices]
-        nbytes = sum(placements.resident_nbytes)
-        self._ledger.reserve(name, nbytes)
-        try:
-            buffers = device.allocate_all([(p.dst, p.shape) for p in like])
-        except BaseException as error:
-            self._ledger.release(name, nbytes)
-            if isinstance(error, AllocationError):  # one by one: what is too much is named
-                return [self.begin(index) for index in indices]
-            raise
-        self._buffers.update(zip(indices, buffers, strict=True))
-        return buffers
-
-    def finish(self, index: int, counts: CastCounts) -> None:
-        """Make the parameter a tensor over its buffer."""
-        p = self._plan.placements[index]
-        parameter = self._parameter(index)
-        if parameter is None:
-            self.state_dict[p.name] = self._framework.tensor(
-                self._devices[p.device], self._buffers[index], p.dst, p.shape
+    def finish(self, indices: Sequence[int]) -> None:
+        """Make parameters tensors over their buffers."""
+        names, kinds = self._plan.placements.names, self._plan.placements.kinds
+        if self._parameters is None:
+            alike = [kinds[index] for index in indices]
+            columns = (
+                [self._devices[kind.device] for kind in alike],
+                [self._buffers[index] for index in indices],
+                [kind.dst for kind in alike],
+                [kind.shape for kind in alike],
             )
-        elif p.action == "in_place":
-            parameter.revive()  # it may be invalid since an earlier load
-        else:
-            parameter.attach(self._buffers[index], p.dst)
-        self._loaded.add(index)
-        del self._buffers[index]
-
-    def finish_range(self, indices: range) -> None:
-        """Make parameters tensors that follow each other, whose casts are not counted."""
-        if self._parameters is not None:
-            for index in indices:
-                self.finish(index, CastCounts())
+            tensors = map(self._framework.tensor, *columns)
+            self.state_dict.update(zip([names[index] for index in indices], tensors, strict=True))
+            self._loaded.update(indices)
+            deque(map(self._buffers.__delitem__, indices), maxlen=0)
             return
-        placements = self._plan.placements[indices.start : indices.stop]
-        like = placements.kinds
-        columns = (
-            repeat(self._devices[like[0].device]),
-            map(self._buffers.__getitem__, indices),
-            [p.dst for p in like],
-            [p.shape for p in like],
-        )
-        tensors = map(self._framework.tensor, *columns)
-        self.state_dict.update(zip(placements.names, tensors, strict=True))
-        self._loaded.update(indices)
-        deque(map(self._buffers.__delitem__, indices), maxlen=0)
+        for index in indices:
+            if kinds[index].action == "in_place":
+                self._parameters[names[index]].revive()  # it may be invalid since an earlier load
+            else:
+                self._parameters[names[index]].attach(self._buffers[index], kinds[index].dst)
+            self._loaded.add(index)
+            del self._buffers[index]
 
     def revoke(self, indices: Iterable[int]) -> None:
         """Count finished parameters as those that were not: what they hold may be wrong."""

@@ -898,7 +898,7 @@ def test_a_failed_load_keeps_counting_the_memory_that_it_keeps(tmp_path: Path) -
     ledger = Ledger({"CPU": 10**6, STAGING: 0})
     target = ModelTarget(plan, ours.FRAMEWORK, {"CPU": device}, {"w": parameter}, ledger)
     target.begin_all()
-    target.begin(0)
+    target.begin([0])
     assert target.fail().invalid == ("w",)
     assert ledger.held("CPU") == 32
 
