@@ -68,6 +68,10 @@ LAYERS = (
     ("match",),
     ("decide",),
     ("load",),
+    ("transformers.internals", "transformers.configuration", "transformers.rows"),
+    ("transformers.names",),
+    ("transformers.dtypes", "transformers.rest"),
+    ("transformers.loading",),
     ("transformers", "distributed"),
     ("conversion.beside",),
     ("conversion.planning",),
@@ -87,12 +91,16 @@ LAYERS = (
 LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 
 #: Where each framework may be imported.
+_TRANSFORMERS = tuple(
+    f"transformers.{part}"
+    for part in ("internals", "configuration", "rows", "names", "dtypes", "rest", "loading")
+)
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
-    "torch": ("devices.torch", "nodes.torch", "transformers", "bench.loaders"),
+    "torch": ("devices.torch", "nodes.torch", "bench.loaders", *_TRANSFORMERS),
     "mpi4py": ("nodes.mpi",),
-    "transformers": ("transformers",),
-    "accelerate": ("transformers",),
+    "transformers": _TRANSFORMERS,
+    "accelerate": _TRANSFORMERS,
     "httpx2": ("checkpoint.remote", "checkpoint.wire"),
     "httpcore2": ("checkpoint.wire",),
 }

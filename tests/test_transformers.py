@@ -27,6 +27,8 @@ import safetensors.torch as st  # noqa: E402
 from transformers import conversion_mapping, core_model_loading  # noqa: E402
 
 import streamload.transformers as ours  # noqa: E402
+from streamload.transformers import internals  # noqa: E402
+from streamload.transformers.rest import device_of  # noqa: E402
 
 EXAMPLE = Path(__file__).parent.parent / "scripts" / "examples" / "transformers_model.py"
 
@@ -621,7 +623,7 @@ def test_a_wrong_version_is_told_from_a_broken_one(
     module = "transformers.conversion_mapping"
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Broken(module, error), *sys.meta_path])
-    spec = importlib.util.spec_from_file_location("again", ours.__file__)
+    spec = importlib.util.spec_from_file_location("again", internals.__file__)
     assert spec is not None
     assert spec.loader is not None
     with pytest.raises((ImportError, AttributeError), match=said):
@@ -1028,7 +1030,7 @@ def test_what_is_missing_has_a_place_in_the_device_map(tmp_path: Path) -> None:
     report = dataclasses.replace(found.streamload_report, device_map=places)
     for name in tensors_of(found):
         around = [key for key in places if key in ("", name) or name.startswith(f"{key}.")]
-        assert [ours._device_of(name, report)] == [places[key] for key in around], name
+        assert [device_of(name, report)] == [places[key] for key in around], name
 
 
 def test_a_checkpoint_with_nothing_of_the_model_makes_a_new_one(tmp_path: Path) -> None:

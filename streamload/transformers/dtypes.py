@@ -1,0 +1,127 @@
+"""Which dtype the weights of a model get."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.names import environment_fp16_cast
+from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
+from streamload.errors import CheckpointError
+from streamload.lookup import Devices
+from streamload.options import CastArgument
+from streamload.planning.budget import Budget, BudgetLike
+from streamload.planning.demand import DTypePolicy
+from streamload.transformers.configuration import folder_of
+from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
+from streamload.transformers.names import Names
+
+COMPUTED_IN = ("float16", "bfloat16", "float32", "float64")  # what torch takes as its default
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    """Which dtype the weights get.
+
+    Attributes:
+        asked: what the caller asked for.
+        main: the dtype of the model, in which it is built.
+    """
+
+    asked: DTypeArgument
+    main: DType
+
+    @classmethod
+    def choose(
+        cls,
+        checkpoint: Checkpoint,
+        config: Any,
+        asked: DTypeArgument,
+        budget: BudgetLike,
+        cast: CastArgument,
+        devices: Devices,
+    ) -> Dtypes:
+        """Settle the model's dtype; computes on the devices where it depends on them."""
+        policy = DTypePolicy.parse(asked, environment_fp16_cast())
+        rules = dict(policy.rules)
+        rest = rules.get("*")
+        if rest is not None:
+            if rest.name not in COMPUTED_IN:
+                raise ValueError(f"a model computes in {', '.join(COMPUTED_IN)}, not in {rest}")
+            return cls(asked, rest)
+        stored = _stored(checkpoint)
+        if "*" in rules and len(stored) == 1:  # "checkpoint"
+            return cls(asked, stored[0])
+        main = _stated(checkpoint, config) or next(iter(stored), None)
+        if main is None:  # no floats
+            main = parse_dtype(_name(torch.get_default_dtype()))
+        if main is BF16 and "*" not in rules:
+            specs = devices.specs(Budget.parse(budget), policy, cast, {}, bf16_undecided=True)
+            if policy.fp16_cast is not None or not all(spec.native_bf16 for spec in specs):
+                main = F16
+        return cls(asked, main)
+
+    def rules(self, model: Any, checkpoint: Checkpoint, names: Names) -> DTypeArgument:
+        """The dtypes to load with: what is asked for, and what transformers has otherwise."""
+        if isinstance(self.asked, Mapping):
+            given = dict(self.asked)
+        else:
+            given = {} if self.asked is None else {"*": self.asked}
+        rest = given.pop("*", self.main)
+        if rest == "checkpoint":
+            return {**given, "*": rest}
+        out = dict(given)
+        kept = _kept(model, getattr(torch, self.main.name))
+        state = model.state_dict()
+        for tensor, parameter in names.first.items():
+            wanted = parse_dtype(_name(kept(parameter) or state[parameter].dtype))
+            if not wanted.kind == checkpoint.tensors[tensor].dtype.kind == "float":
+                continue
+            if wanted is not self.main and not any(fnmatchcase(tensor, one) for one in given):
+                out[glob.escape(tensor)] = wanted
+        return {**out, "*": rest}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
+    """The dtype in the configuration, if there is one."""
+    stated = getattr(config, "dtype", None)
+    if stated is None:
+        return None
+    if _name(stated) not in COMPUTED_IN:
+        raise CheckpointError(
+            folder_of(checkpoint) / "config.json",
+            "the dtype is none that a model computes in",
+            expected=", ".join(COMPUTED_IN),
+            found=_name(stated),
+        )
+    return parse_dtype(_name(stated))
+
+
+def _stored(checkpoint: Checkpoint) -> list[DType]:
+    """The dtypes of the checkpoint's floats, in the order in which transformers looks at them."""
+    infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
+    return list(dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN))
+
+
+def _kept(model: Any, dtype: torch.dtype) -> Any:
+    """A function from parameter names to the dtype that transformers keeps them in, or None."""
+    plan = plan_of_dtypes(model, dtype)
+    if not plan:
+        return lambda name: None
+    pattern, _, of_group = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> Any:
+        found = pattern.search(name)
+        return plan[of_group[found.lastgroup]] if found else None
+
+    return kept

@@ -1,0 +1,159 @@
+"""What fills each parameter, as transformers names and fuses the checkpoint's tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.errors import ShapeMismatch, StateDictMismatchError
+from streamload.mapping import Source
+from streamload.planning.plan import RowRange
+from streamload.transformers.configuration import first_line
+from streamload.transformers.internals import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    leave_out_what_is_ignored,
+    rename_source_key,
+)
+from streamload.transformers.rows import Narrow, NotRowsError, Numbered, renumbered
+
+
+@dataclass(slots=True)
+class Names:
+    """What fills each parameter, as transformers names and fuses the checkpoint's tensors.
+
+    Attributes:
+        fill: sources by parameter name.
+        first: by checkpoint tensor, the parameter that it goes to, or the first of several.
+        unexpected: by checkpoint tensor, the name that the model lacks.
+        refused: parameters that rows of tensors do not make up, and why.
+        transforms: transformers' own that were used.
+    """
+
+    fill: dict[str, Source] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+    unexpected: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    transforms: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: Any, checkpoint: Checkpoint) -> Names:
+        """Ask transformers for all names; nothing is read."""
+        out = cls()
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {p: one for one in converters for p in one.source_patterns}
+        state, prefix = model.state_dict(), model.base_model_prefix
+        fused: dict[str, list[tuple[str, str]]] = {}
+        plain: dict[str, str] = {}
+        for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
+            if name not in state and tensor in state:  # it has its new name already
+                name, pattern = rename_source_key(tensor, [], [], prefix, state)
+            if name not in state:
+                out.unexpected[tensor] = name
+                continue
+            out.first[tensor] = name
+            if pattern is not None:
+                fused.setdefault(name, []).append((pattern, tensor))
+            elif name in plain:
+                out.refused[name] = f"{plain[name]} and {tensor} would both become it"
+            else:
+                plain[name] = tensor
+                out._add(name, _whole(checkpoint, tensor))
+        for name, members in fused.items():
+            out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
+        out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
+        return out
+
+    def _add(self, name: str, source: Source) -> None:
+        if name in self.fill:
+            first, second = (s.rows[0].tensor for s in (self.fill[name], source))
+            self.refused[name] = f"{first} and {second} would both become it"
+        self.fill[name] = source
+
+    def _convert(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        converter: Any,
+        name: str,
+        members: Sequence[tuple[str, str]],
+    ) -> None:
+        """Run transformers' operations on row numbers in place of rows, and see where they go."""
+
+        def convert(number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+            one = copy.deepcopy(converter)
+            for index, (pattern, tensor) in enumerate(members):
+                one.add_tensor(name, tensor, pattern, number(numbered.ids(index)))
+            made = one.convert(name, model=Narrow(model), config=model.config)
+            return {new: ids[0] if isinstance(ids, list) else ids for new, ids in made.items()}
+
+        try:
+            numbered = Numbered.of(checkpoint, [tensor for _, tensor in members])
+            made, again = convert(lambda ids: ids), convert(renumbered)
+            if not all(torch.equal(renumbered(ids), again[new]) for new, ids in made.items()):
+                raise NotRowsError("the values change")
+            sources = {new: numbered.source(ids) for new, ids in made.items()}
+        except Exception as error:  # whatever an operation of transformers raises
+            operations = ", ".join(map(repr, converter.operations))
+            tensors = [tensor for _, tensor in members]
+            listed = ", ".join(tensors[:4]) + (", ..." if len(tensors) > 4 else "")
+            first, *others = converter.target_patterns
+            self.refused[name] = (
+                f"transformers makes it of {listed} by {operations}, "
+                f"which is not a choice of their rows ({first_line(error)})"
+            )
+            for other in others:
+                self.refused[name.replace(first, other)] = f"it is made together with {name}"
+            return
+        for new, source in sources.items():
+            self._add(new, source)
+
+    def check(self, model: Any, checkpoint: Checkpoint, strict: bool) -> None:
+        """Raise StateDictMismatchError for all that is wrong, in one go.
+
+        Args:
+            model: on the meta device.
+            checkpoint: the headers.
+            strict: whether missing and unexpected names and other shapes are wrong.
+        """
+        state = model.state_dict(keep_vars=True)
+        known = [*self.fill, *self.refused]
+        filled = {id(state[name]) for name in known if name in state}
+        info = SimpleNamespace(
+            missing_keys={name for name, t in state.items() if id(t) not in filled},
+            unexpected_keys={*self.unexpected.values(), *(n for n in self.fill if n not in state)},
+        )
+        leave_out_what_is_ignored(model, info)
+        missing = {id(t): name for name, t in reversed(state.items()) if name in info.missing_keys}
+        unexpected = [t for t, name in self.unexpected.items() if name in info.unexpected_keys]
+        unexpected += [n for n in self.fill if n not in state and n in info.unexpected_keys]
+        shapes = [
+            ShapeMismatch(name, tuple(state[name].shape), found)
+            for name, source in self.fill.items()
+            if name in state and (found := source.shape or ()) != tuple(state[name].shape)
+        ]
+        problems = [f"{name}: {why}" for name, why in self.refused.items()]
+        if problems or (strict and (missing or unexpected or shapes)):
+            raise StateDictMismatchError(
+                checkpoint.path,
+                missing=sorted(missing.values()) if strict else (),
+                unexpected=unexpected if strict else (),
+                wrong_shape=shapes if strict else (),
+                problems=problems,
+            )
+
+
+def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
+    shape = checkpoint.tensors[tensor].shape
+    return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)

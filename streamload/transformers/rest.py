@@ -1,0 +1,232 @@
+"""Ties, what no checkpoint holds, and what comes after a load."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.errors import StateDictMismatchError
+from streamload.lookup import Devices
+from streamload.mapping import Source
+from streamload.match import same_bytes
+from streamload.planning.allocators import taken
+from streamload.report import LoadReport
+from streamload.transformers.configuration import folder_of
+from streamload.transformers.names import Names
+
+_log = logging.getLogger("streamload")
+
+# What is allocated for transformers to compute is filled with a mark first, and looked at again
+# afterwards, a block at a time.
+_BLOCK_NBYTES = 2**16
+_FEWEST_MARKED = 16  # of bools and the like, whose marks are patterns: fewer could be meant
+_SEED = 0x5EED
+
+
+def _slot(model: Any, name: str) -> tuple[Any, str]:
+    module, _, leaf = name.rpartition(".")
+    return model.get_submodule(module), leaf
+
+
+def untie(
+    model: Any,
+    checkpoint: Checkpoint,
+    names: Names,
+    differ: Callable[[Checkpoint, Source, Source], bool],
+) -> bool:
+    """Leave apart what the configuration ties and the checkpoint stores twice and differently.
+
+    So does transformers. What is stored twice and is the same is loaded once.
+
+    Returns:
+        Whether anything was.
+    """
+    found = False
+    for target, source in list(model.all_tied_weights_keys.items()):
+        if target not in names.fill or source not in names.fill:
+            continue
+        if not differ(checkpoint, names.fill[target], names.fill[source]):
+            continue
+        found = True
+        _log.warning(
+            "%s: %s and %s are stored with different values: they are not tied, though "
+            "config.json says so",
+            checkpoint.path,
+            target,
+            source,
+        )
+        module, leaf = _slot(model, target)
+        old = getattr(module, leaf)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
+        del model.all_tied_weights_keys[target]
+    return found
+
+
+def stored_otherwise(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether the headers say that two sources are not the same; reads no data."""
+    one, other = (checkpoint.tensors[source.rows[0].tensor].dtype for source in (a, b))
+    return a.shape != b.shape or one is not other
+
+
+def different_values(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
+    """Whether two sources hold different bytes; reads them."""
+    return not same_bytes(checkpoint, a, b)
+
+
+def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
+    """Bytes that will be allocated on a device beside what the checkpoint fills.
+
+    For parameters that it does not hold or holds in another shape, and for buffers that no
+    checkpoint holds. All of them are counted for each device: where they go is not known yet.
+
+    Args:
+        model: on the meta device, with the dtypes that it will have.
+        names: what fills it.
+        devices: where it goes.
+    """
+    state = model.state_dict(keep_vars=True)
+    filled = {
+        id(state[name])
+        for name, source in names.fill.items()
+        if name in state and source.shape == tuple(state[name].shape)
+    }
+    rest = [t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in filled]
+    infos = [device.info for device in devices.opened.values()]
+    return max(sum(taken(info.allocator, info.granularity_nbytes, rest)) for info in infos)
+
+
+def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) -> None:
+    """Let transformers compute what no checkpoint holds, where the load has put its module.
+
+    Raises:
+        StateDictMismatchError: something has no values after that.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one: its id stays taken
+    for prefix, module in model.named_modules():
+        for entries in (module._parameters, module._buffers):
+            for key, old in entries.items():
+                if old is None:
+                    continue
+                if old.device.type != "meta" and key not in module._non_persistent_buffers_set:
+                    old._is_hf_initialized = True  # transformers leaves it as it is
+                    continue
+                if id(old) not in made:
+                    name = f"{prefix}.{key}" if prefix else key
+                    made[id(old)] = old, _on(torch.device(device_of(name, report)), old)
+                entries[key] = made[id(old)][1]
+    model.initialize_weights()
+    model.tie_weights(recompute_mapping=False)
+    unset = {id(new) for old, new in made.values() if old.device.type == "meta" and _is_unset(new)}
+    left = [*model.named_parameters(), *model.named_buffers()]
+    problems = [
+        f"{name}: the checkpoint does not hold it, and transformers does not compute it"
+        for name, tensor in left
+        if tensor.device.type == "meta" or id(tensor) in unset
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+
+
+def _on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
+    """A tensor in the place of one of the meta device; what it holds shows that nobody set it."""
+    if old.device.type == "meta":
+        new = torch.empty_like(old, device=device, memory_format=torch.contiguous_format)
+        for block, mark in _marked(new):
+            block.copy_(mark)
+    else:
+        new = old.to(device)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _is_unset(tensor: torch.Tensor) -> bool:
+    """Whether a tensor still holds what `_on` put there: every byte of it."""
+    if not tensor.numel() or (not _has_mark(tensor.dtype) and tensor.numel() < _FEWEST_MARKED):
+        return False
+    return all(torch.equal(block, mark) for block, mark in _marked(tensor))
+
+
+def _has_mark(dtype: torch.dtype) -> bool:
+    """Whether a dtype has a value that nothing is expected to compute: NaN, or the least integer.
+
+    Floats of 8 bits may have no NaN, and the least unsigned integer is 0.
+    """
+    if dtype.is_floating_point or dtype.is_complex:
+        return bool(dtype.itemsize > 1)
+    return bool(dtype.is_signed)
+
+
+def _marked(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of a contiguous tensor in blocks, and for each those that mark it as unset.
+
+    They are one value where the dtype has one that nothing computes, else a fixed pattern that
+    looks random, else, where a few elements may be anything, zeros. In blocks: a model's mask may
+    be large, and is not to be held twice.
+    """
+    dtype = tensor.dtype
+    if _has_mark(dtype):
+        floats = dtype.is_floating_point or dtype.is_complex
+        value = math.nan if floats else torch.iinfo(dtype).min
+        count = _BLOCK_NBYTES // dtype.itemsize
+        mark = torch.full((count,), value, dtype=dtype, device="cpu").view(torch.uint8)
+    elif tensor.numel() < _FEWEST_MARKED:
+        mark = torch.zeros(tensor.nbytes, dtype=torch.uint8, device="cpu")
+    else:
+        # numbers of its own: those with which transformers initialises are the caller's
+        numbers = np.random.default_rng(_SEED)
+        most = 2 if dtype is torch.bool else 256
+        mark = torch.from_numpy(numbers.integers(most, size=_BLOCK_NBYTES, dtype=np.uint8))
+    mark = mark.to(tensor.device)
+    # contiguous again, where transformers has put other data in its place
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for block in flat.split(_BLOCK_NBYTES):
+        yield block, mark[: block.numel()]
+
+
+def device_of(name: str, report: LoadReport) -> str | int:
+    """Where a tensor belongs: with the smallest module around it whose place is known.
+
+    Where none is, since nothing was loaded: on the first device.
+    """
+    parts = name.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+    places = report.device_map
+    known = (places[module] for module in around if module in places)
+    return next(known, report.plan.devices[0].device)
+
+
+def finish(model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport) -> None:
+    """Make the model ready for use, as transformers' own ``from_pretrained`` does."""
+    model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
+    model.eval()
+    folder = folder_of(checkpoint)
+    # before transformers 5 wrote a file of their own, generation settings were in config.json
+    known = any((folder / name).is_file() for name in ("generation_config.json", "config.json"))
+    if known and model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        model.adjust_generation_fn(
+            None,
+            False,
+            None,
+            folder,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision="main",
+            subfolder="",
+            trust_remote_code=False,
+        )
+    model.streamload_report = report
+    places = dict(report.device_map)
+    if len(set(places.values())) > 1:
+        accelerate = importlib.import_module("accelerate")
+        skip = sorted(model._skip_keys_device_placement or ())
+        accelerate.dispatch_model(model, device_map=places, skip_keys=skip)
