@@ -14,6 +14,7 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.errors import LoadState, StreamloadError
 from streamload.headroom import Headroom
 from streamload.interrupt import deferred_interrupt
+from streamload.job import StreamStats
 from streamload.lookup import host_room_nbytes, open_devices, unseen_spec
 from streamload.mapping import sources
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, SplitOptions, takes
@@ -269,6 +270,19 @@ def run(
                 device.synchronize()
                 device.trim()
     meter.sample(at_once=True)
+    return _report(decided, stats, target, ledger, meter, clock)
+
+
+def _report(
+    decided: Decision,
+    stats: StreamStats,
+    target: ModelTarget,
+    ledger: Ledger,
+    meter: Meter,
+    clock: Clock,
+) -> LoadReport:
+    """What was decided, and what came of it."""
+    made, devices = decided.plan, decided.devices.opened
     fallbacks = [
         f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
     ]

@@ -7,7 +7,6 @@ that go as they are pass through its slots without the interpreter.
 
 from __future__ import annotations
 
-import mmap
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -21,27 +20,14 @@ import numpy as np
 from streamload._system import populate, scatter
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.readers import Reader
-from streamload.devices.base import Copy, CopyTable, Read, Staging, Ticket
+from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
 from streamload.job import NO_COUNTS, Job, Unit
-from streamload.planning.allocators import DRIVER_BLOCK_NBYTES
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
-from streamload.units import round_up
+from streamload.reads import Slot, copy_of, reads_of
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
-
-
-class _Slot(NamedTuple):
-    """What a device copies from.
-
-    Attributes:
-        staging: the memory.
-        scratch: device address of the elements that are still to be cast; 0 where none are.
-    """
-
-    staging: Staging
-    scratch: int
 
 
 class _SlotTicket(NamedTuple):
@@ -84,7 +70,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._slots: dict[str, deque[_Slot]] = {}  # by device, least recently used first
+        self._slots: dict[str, deque[Slot]] = {}  # by device, least recently used first
         self._under_way: deque[_UnderWay] = deque()
         self._finished: list[Outcome] = []  # and not told yet
         self._source = memoryview(b"")
@@ -214,7 +200,7 @@ class Worker:
         try:
             slots = list(self._slots[name])
             for unit in whole:
-                reads += self._reads(name, unit, alignment, slots, len(reads))
+                reads += reads_of(job, name, unit, alignment, slots, len(reads))
                 begins.append(len(reads))
             busy = {id(staging) for entry in self._under_way for staging, _ in entry.tickets}
             with reader.unchanged():
@@ -292,11 +278,11 @@ class Worker:
         while len(slots) < count:
             slots.appendleft(self._new_slot(device))
 
-    def _new_slot(self, device: str) -> _Slot:
+    def _new_slot(self, device: str) -> Slot:
         job = self._job
         staging = job.devices[device].staging(job.plan.staging_nbytes)
         casts = job.casts.get(device)
-        return _Slot(staging, casts.scratch() if casts is not None else 0)
+        return Slot(staging, casts.scratch() if casts is not None else 0)
 
     def _close(self, device: str) -> BaseException | None:
         """Give back the slots of a device; returns what went wrong with the last."""
@@ -309,100 +295,6 @@ class Worker:
                 failure = error
         return failure
 
-    def _reads(
-        self, device: str, unit: Unit, alignment: int, slots: Sequence[_Slot], index: int
-    ) -> list[Read]:
-        """What the loop is to do for a unit: reads of what fits into a slot.
-
-        Args:
-            device: its device.
-            unit: the chunks.
-            alignment: of the reads' first bytes and lengths.
-            slots: read ``i`` goes to slot ``i % len(slots)``.
-            index: of the first read.
-        """
-        job = self._job
-        reads: list[Read] = []
-        copies: list[Copy] = []
-        start = at = unit[0].runs[0].start  # of the read, and of what comes next
-        whole = unit[-1].runs[0].stop - start
-        # parts of one size: a small one at the end would cost as much as the others
-        size = round_up(-(-whole // -(-whole // job.plan.slot_nbytes)), mmap.PAGESIZE)
-        size = min(size, job.plan.slot_nbytes)
-        if isinstance(unit, Pack):
-            return list(self._pack_reads(device, unit, alignment, size))
-        for chunk in unit:
-            p = job.plan.placements[chunk.placement]
-            width = p.src.itemsize if p.cast == "device" else 1
-            if at != chunk.runs[0].start:  # what lies between is not wanted
-                reads.append(_read(start, at, alignment, copies))
-                copies, start = [], chunk.runs[0].start
-                at = start
-            while at < chunk.runs[0].stop:
-                room = (size - (at - start)) // width * width
-                if not room:
-                    reads.append(_read(start, at, alignment, copies))
-                    copies, start = [], at
-                    continue
-                n = min(room, chunk.runs[0].stop - at)
-                scratch = slots[(index + len(reads)) % len(slots)].scratch
-                lead = start % alignment
-                copies.append(self._copy(device, chunk, at, n, at - start + lead, scratch))
-                at += n
-        reads.append(_read(start, at, alignment, copies))
-        return reads
-
-    def _pack_reads(self, device: str, pack: Pack, alignment: int, size: int) -> Iterator[Read]:
-        """What the loop is to do for a pack: reads of ``size``, which may end within parameters."""
-        addresses = self._job.addresses(pack)
-        assert addresses is not None, device
-        firsts = np.arange(pack.start, pack.stop, size)
-        begin = np.union1d(pack.bounds[:-1], firsts)  # of what goes from one read to one parameter
-        of = np.searchsorted(pack.bounds, begin, "right") - 1
-        target = addresses[of] + (begin - pack.bounds[of])
-        nbytes = np.diff(begin, append=pack.stop)
-        at = (begin - pack.start) % size  # in its read
-        if device in self._job.joins:
-            # neighbours in one segment by one copy; segments begin at a multiple of this
-            new = np.empty(len(begin), bool)
-            new[0] = True
-            new[1:] = target[1:] != target[:-1] + nbytes[:-1]
-            new |= (at == 0) | (target % DRIVER_BLOCK_NBYTES == 0)
-            where = np.flatnonzero(new)
-            at, target, nbytes = at[where], target[where], np.add.reduceat(nbytes, where)
-        rows = np.zeros((len(at), len(Copy._fields)), np.int64)
-        rows[:, 1] = nbytes
-        rows[:, 2] = target
-        ends = [*np.flatnonzero(at == 0).tolist(), len(at)]
-        for first, (begun, end) in zip(firsts.tolist(), pairwise(ends), strict=True):
-            rows[begun:end, 0] = at[begun:end] + first % alignment
-            last = min(first + size, pack.stop)
-            yield _read(first, last, alignment, CopyTable(rows[begun:end]))
-
-    def _copy(
-        self, device: str, chunk: Chunk, start: int, nbytes: int, at: int, scratch: int
-    ) -> Copy:
-        """The copy of file bytes of a chunk that go as they are.
-
-        Args:
-            device: its device.
-            chunk: the chunk.
-            start: first file byte.
-            nbytes: how many.
-            at: where they lie in the slot.
-            scratch: the slot's.
-        """
-        job = self._job
-        bulk, casts = job.bulk[device], job.casts.get(device)
-        assert bulk is not None, device
-        p = job.plan.placements[chunk.placement]
-        address = bulk.address(job.buffers[chunk.placement]) + chunk.start
-        offset = start - chunk.runs[0].start
-        if p.cast == "device" and casts is not None:
-            address += offset // p.src.itemsize * p.dst.itemsize
-            return casts.copy(chunk.placement, p, at, nbytes, address, scratch)
-        return Copy(at, nbytes, address + offset)
-
     def settle(self) -> Iterator[Outcome]:
         """Wait for all copies under way."""
         while self._under_way:
@@ -414,7 +306,7 @@ class Worker:
         job = self._job
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
-        slot: _Slot | None = None
+        slot: Slot | None = None
         if not job.host_visible[name]:
             slot = self._slot(name, tickets)  # one a unit: the other's copies are under way
             found = self._file_range(unit)
@@ -476,7 +368,7 @@ class Worker:
             start, stop = start if start >= 0 else run.start, run.stop
         return start, stop
 
-    def _read_whole(self, reader: Reader, unit: Unit, start: int, stop: int, slot: _Slot) -> bool:
+    def _read_whole(self, reader: Reader, unit: Unit, start: int, stop: int, slot: Slot) -> bool:
         """Read a unit into a slot at once, by pread: many maps of one process wait for each other.
 
         Returns:
@@ -492,9 +384,7 @@ class Worker:
             raise error.of_tensor(self._job.tensor(unit[0])[0]) from error
         return True
 
-    def _send(
-        self, name: str, unit: Unit, slot: _Slot, at: int, tickets: list[_SlotTicket]
-    ) -> None:
+    def _send(self, name: str, unit: Unit, slot: Slot, at: int, tickets: list[_SlotTicket]) -> None:
         """Begin the copies of chunks whose bytes lie in a slot from ``at`` on, without gaps."""
         job = self._job
         bulk, device = job.bulk[name], job.devices[name]
@@ -510,7 +400,7 @@ class Worker:
                 tickets.append(_SlotTicket(slot.staging, ticket))
             else:
                 start = chunk.runs[0].start
-                copies.append(self._copy(name, chunk, start, nbytes, at, slot.scratch))
+                copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
             at += nbytes
         if bulk is not None and copies:
             read = Read(0, 0, 0, tuple(copies))  # nothing is read
@@ -521,7 +411,7 @@ class Worker:
             if failure is not None:
                 raise DeviceError(name, f"a copy failed: status {failure.code}")
 
-    def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> _Slot:
+    def _slot(self, device: str, tickets: Sequence[_SlotTicket]) -> Slot:
         """The next slot of staging to be filled.
 
         Args:
@@ -596,12 +486,6 @@ class Worker:
             self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
         reader.read_into(run.start, self._source[:nbytes])
         return self._source[:nbytes]
-
-
-def _read(start: int, stop: int, alignment: int, copies: Sequence[Copy]) -> Read:
-    """A read of file bytes ``start`` to ``stop`` (exclusive), and of what is around them."""
-    first = start // alignment * alignment
-    return Read(first, round_up(stop, alignment) - first, stop - first, copies)
 
 
 def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:

@@ -59,6 +59,7 @@ LAYERS = (
     ("progress", "device_casts", "interrupt", "headroom"),
     ("options",),
     ("job",),
+    ("reads",),
     ("worker",),
     ("stream",),
     ("report",),
