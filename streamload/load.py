@@ -327,7 +327,8 @@ def _device_map(decided: Decision) -> dict[str, str | int]:
     where = {p.device for p, _ in placements.counted}
     if decided.match is None and len(where) == 1:
         return device_map({"": where.pop()})
-    by_name = {p.name: p.device for p in placements}
+    devices = (kind.device for kind in placements.kinds)
+    by_name = dict(zip(placements.names, devices, strict=True))
     if decided.match is None:
         return device_map(by_name)
     names = {

@@ -16,7 +16,7 @@ from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import DROPPED, Source
 from streamload.planning.demand import DTypePolicy, Want
-from streamload.planning.plan import Placement
+from streamload.planning.plan import Placements
 
 _BLOCK_NBYTES = 2**20
 
@@ -129,18 +129,19 @@ class Match:
         if problems:
             raise StateDictMismatchError(checkpoint.path, problems=problems)
 
-    def check_views(self, path: Location, placements: Sequence[Placement]) -> None:
+    def check_views(self, path: Location, placements: Placements) -> None:
         """Raise StateDictMismatchError for views that a plan would not write where they are.
 
         Args:
             path: the checkpoint.
             placements: those of the plan that was made of ``wants``.
         """
+        rows = zip(placements.names, placements.kinds, strict=True)
         problems = [
-            f"{p.name}: {why}: written in place it stays {self.parameters[p.name].dtype}, and is "
-            f"not replaced by {p.dst} on {p.device}"
-            for p in placements
-            if p.action != "in_place" and (why := self.parameters[p.name].fixed)
+            f"{name}: {why}: written in place it stays {self.parameters[name].dtype}, and is not "
+            f"replaced by {kind.dst} on {kind.device}"
+            for name, kind in rows
+            if kind.action != "in_place" and (why := self.parameters[name].fixed)
         ]
         if problems:
             raise StateDictMismatchError(path, problems=problems)
