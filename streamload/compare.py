@@ -35,7 +35,7 @@ from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy
 from streamload.progress import Progress, reporting
-from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table
 
@@ -398,91 +398,98 @@ def diff(
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*first.tensors, *second.tensors])
     named, _, _ = sources(first, None, rename)
-    pairs: list[tuple[TensorInfo, TensorInfo, DType]] = []
-    only_a = []
-    for name, source in named.items():
-        info = first.tensors[source.rows[0].tensor]
-        if info.name not in chosen:
-            continue
-        if name not in second.tensors:
-            only_a.append(name)
-            continue
-        wanted = policy.resolve(info.name, info.dtype, True)
-        if not supported(info.dtype, wanted):
-            raise UnsupportedCastError(
-                info.dtype.name, wanted.name, tensor=info.name, path=info.shard
-            )
-        pairs.append((info, second.tensors[name], wanted))
-    only_b = [name for name in second.tensors if name not in named and name in chosen]
-    total = sum(left.nbytes for left, right, _ in pairs if left.shape == right.shape)
-    differences = []
-    nbytes = 0
+    infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
+    only_b = [name for name in second.tensors if name not in infos and name in chosen]
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
+    pairs = [
+        _Pair(info, second.tensors[name], _wanted(policy, info), out_of_range)
+        for name, info in infos.items()
+        if name in second.tensors
+    ]
+    total = sum(pair.left.nbytes for pair in pairs if pair.same_shape)
     with (
         reporting(progress, total, "compared") as tell,
         _shards(first, kind) as files_a,
         _shards(second, kind) as files_b,
     ):
         done = 0
-        for left, right, wanted in pairs:
-            pair = _Pair(left, right, wanted, out_of_range)
-            if pair.compared:
-                for mine, theirs in pair.cut(block_nbytes):
-                    with (
-                        files_a.block(left.shard, *mine, room_a, left.name) as x,
-                        files_b.block(right.shard, *theirs, room_b, right.name) as y,
-                    ):
-                        pair.compare(x, y)
-                    tell(done + mine[1] - left.start)
-                nbytes += left.nbytes + right.nbytes
-            if left.shape == right.shape:
-                done += left.nbytes
+        for pair in pairs:
+            left, right = pair.left, pair.right
+            for mine, theirs in pair.cut(block_nbytes):
+                with (
+                    files_a.block(left.shard, *mine, room_a, left.name) as x,
+                    files_b.block(right.shard, *theirs, room_b, right.name) as y,
+                ):
+                    pair.compare(x, y)
+                tell(done + mine[1] - left.start)
+            done += left.nbytes * pair.same_shape
             tell(done)
-            if (difference := pair.difference()) is not None:
-                differences.append(difference)
+    differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
     return Comparison(
         a=str(first.path),
         b=str(second.path),
-        only_a=tuple(only_a),
+        only_a=tuple(name for name in infos if name not in second.tensors),
         only_b=tuple(only_b),
-        differences=tuple(differences),
+        differences=differences,
         equal_count=len(pairs) - len(differences),
-        nbytes=nbytes,
+        nbytes=sum(pair.left.nbytes + pair.right.nbytes for pair in pairs if pair.compared),
         seconds=time.monotonic() - begun,
     )
 
 
+def _wanted(policy: DTypePolicy, info: TensorInfo) -> DType:
+    """What a tensor of the first checkpoint becomes before it is compared."""
+    wanted = policy.resolve(info.name, info.dtype, True)
+    if not supported(info.dtype, wanted):
+        raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
+    return wanted
+
+
+@dataclass(slots=True)
 class _Pair:
     """Two tensors of one name, compared block by block."""
 
-    def __init__(
-        self, left: TensorInfo, right: TensorInfo, wanted: DType, out_of_range: OutOfRange
-    ) -> None:
-        self._left = left
-        self._right = right
-        self._wanted = wanted
-        self._out_of_range = out_of_range
-        self._cast = wanted is not left.dtype
-        self._same_dtype = wanted is right.dtype
-        self._at = 0  # elements compared so far
-        self._count = self._bits_only = 0
-        self._first: tuple[int, str, str] | None = None
-        self._largest: float | int | None = None
+    left: TensorInfo
+    right: TensorInfo
+    wanted: DType  # of the left one
+    out_of_range: OutOfRange
+    _at: int = 0  # elements compared so far
+    _count: int = 0
+    _bits_only: int = 0
+    _first: tuple[int, str, str] | None = None
+    _largest: float | int | None = None
+
+    @property
+    def _cast(self) -> bool:
+        return self.wanted is not self.left.dtype
+
+    @property
+    def _same_dtype(self) -> bool:
+        return self.wanted is self.right.dtype
+
+    @property
+    def same_shape(self) -> bool:
+        """Whether the elements correspond."""
+        return self.left.shape == self.right.shape
 
     @property
     def compared(self) -> bool:
         """Whether the values can be compared."""
-        dtypes = (self._wanted, self._right.dtype)
-        return self._left.shape == self._right.shape and (
+        dtypes = (self.wanted, self.right.dtype)
+        return self.same_shape and (
             self._same_dtype or all(d.kind == "float" and d.numpy is not None for d in dtypes)
         )
 
     def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Bytes of the left and of the right file that hold the same elements, block by block."""
-        left, right = self._left.dtype, self._right.dtype
-        x, y = self._left.start, self._right.start
+        """Bytes of the left and of the right file that hold the same elements, block by block.
+
+        Nothing where the values cannot be compared.
+        """
+        left, right = self.left.dtype, self.right.dtype
+        x, y = self.left.start, self.right.start
         # a multiple of 8: whole bytes of any dtype
         step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
-        for start, stop in _cut(self._left.numel, step):
+        for start, stop in cut(0, self.left.numel if self.compared else 0, step):
             yield (
                 (x + left.nbytes(start), x + left.nbytes(stop)),
                 (y + right.nbytes(start), y + right.nbytes(stop)),
@@ -491,12 +498,12 @@ class _Pair:
     def compare(self, mine: memoryview, theirs: memoryview) -> None:
         """Compare the next block: its bytes of the left, and of the right tensor."""
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
-        left, right = self._left.dtype, self._right.dtype
+        left, right = self.left.dtype, self.right.dtype
         numel = len(x) * 8 // left.bits
         if not self._cast and self._same_dtype and np.array_equal(x, y):
             self._at += numel
             return
-        for start, stop in _cut(numel, _PART_NUMEL):
+        for start, stop in cut(0, numel, _PART_NUMEL):
             # copies: numpy is only fast, or right, on aligned elements
             part = x[left.nbytes(start) : left.nbytes(stop)].copy()
             other = y[right.nbytes(start) : right.nbytes(stop)].copy()
@@ -505,7 +512,7 @@ class _Pair:
 
     def difference(self) -> TensorDifference | None:
         """What was found; None where nothing differs."""
-        left, right = self._left, self._right
+        left, right = self.left, self.right
         values = None
         if self._first is not None:
             at, mine, theirs = self._first
@@ -513,33 +520,32 @@ class _Pair:
             values = ValueDifference(
                 self._count, left.numel, self._bits_only, index, mine, theirs, self._largest
             )
-        same_shape = left.shape == right.shape
-        if values is None and same_shape and self._same_dtype:
+        if values is None and self.same_shape and self._same_dtype:
             return None
         return TensorDifference(
             right.name,
-            None if self._same_dtype else (self._wanted.name, right.dtype.name),
-            None if same_shape else (left.shape, right.shape),
+            None if self._same_dtype else (self.wanted.name, right.dtype.name),
+            None if self.same_shape else (left.shape, right.shape),
             values,
             self.compared,
         )
 
     def _expected(self, part: Array) -> Array:
         """The bytes that elements of the left tensor become."""
-        src, dst = self._left.dtype, self._wanted
+        src, dst = self.left.dtype, self.wanted
         cast = cast_array(part.view(src.numpy), dst)
-        if self._out_of_range != "inf" and np.isinf(cast).any():
-            clamp = self._out_of_range == "clamp"
+        if self.out_of_range != "inf" and np.isinf(cast).any():
+            clamp = self.out_of_range == "clamp"
             overflowed, _, _ = cast_bytes(
                 src, dst, part.data, cast.view(np.uint8).data, clamp=clamp
             )
             if overflowed and not clamp:
-                info = self._left
+                info = self.left
                 raise OutOfRangeError(info.name, info.shard, src.name, dst.name, overflowed)
         return cast.view(np.uint8)
 
     def _compare_part(self, x: Array, y: Array) -> None:
-        a, b = self._wanted, self._right.dtype
+        a, b = self.wanted, self.right.dtype
         if self._same_dtype and np.array_equal(x, y):
             return
         if a.numpy is None or b.numpy is None:
@@ -565,7 +571,7 @@ class _Pair:
         self._count += len(where)
         if self._first is None and len(where):
             i = int(where[0])
-            mine, theirs = _element(x, i, self._wanted), _element(y, i, self._right.dtype)
+            mine, theirs = _element(x, i, self.wanted), _element(y, i, self.right.dtype)
             self._first = (self._at + i, mine, theirs)
 
 
@@ -642,12 +648,6 @@ def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
 
 def _opened(path: CheckpointLike) -> Checkpoint:
     return path if isinstance(path, Checkpoint) else open_checkpoint(path)
-
-
-def _cut(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges that follow each other, of at most ``step`` each."""
-    for start in range(0, total, step):
-        yield start, min(start + step, total)
 
 
 def _shape(shape: Sequence[int]) -> str:

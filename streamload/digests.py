@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -75,7 +76,7 @@ def digest_of(
     """The digest of bytes that come piece by piece.
 
     Args:
-        pieces: the bytes; each piece is done with before the next one is asked for.
+        pieces: the bytes; each piece may be gone when the next one comes.
         tell: told how many bytes are done.
         done: bytes that were done before.
         algorithm: what the digest is; see `hasher`.
@@ -119,21 +120,12 @@ class Digest:
     def from_json(
         cls, name: str, entry: object, path: Location, algorithm: str = ALGORITHM
     ) -> Self:
-        """Read what `to_json` wrote; keys that are not known are passed over.
-
-        Args:
-            name: the tensor.
-            entry: the parsed JSON.
-            path: its file, for errors.
-            algorithm: what the digest is; one that there is.
+        """Read what `to_json` wrote, of a known algorithm; unknown keys are passed over.
 
         Raises:
-            HeaderError: it is not that.
+            HeaderError: it is not that; names ``path``, its file.
         """
-
-        def fail(problem: str, expected: object, found: object) -> HeaderError:
-            return HeaderError(path, problem, tensor=name, expected=expected, found=found)
-
+        fail = partial(HeaderError, path, tensor=name)
         if type(entry) is not dict:
             if isinstance(entry, RepeatedNames):
                 raise fail("a key is not unique", "each key once", f"{describe(entry.name)} twice")
@@ -201,7 +193,7 @@ class Digests:
         """Read a sidecar.
 
         Args:
-            path: the file, or the folder that it is in; of a URL, one that ends with ``/``.
+            path: the file, or the folder that it is in; a folder's URL ends with ``/``.
 
         Raises:
             ShardNotFoundError: there is none.
@@ -209,31 +201,21 @@ class Digests:
                 this version does not know.
             CheckpointError: it cannot be read.
         """
+        found: Location
         if isinstance(path, Url) or is_url(os.fsdecode(path)):
-            url = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
-            url = url if url.name else url / SIDECAR
-            return cls.from_json(read_json_file(url), url)
-        found = local(path)
-        with suppress(OSError):  # one may not look: so says who reads it
-            if found.is_dir():
-                found /= SIDECAR
+            found = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
+            inside = not found.name
+        else:
+            found, inside = local(path), False
+            with suppress(OSError):  # reading it will say why it cannot be looked at
+                inside = found.is_dir()
+        found = found / SIDECAR if inside else found
         return cls.from_json(read_json_file(found), found)
 
     @classmethod
     def from_json(cls, raw: bytes, path: Location) -> Self:
-        """Read a sidecar's text.
-
-        Args:
-            raw: the text, in UTF-8.
-            path: its file, for errors.
-
-        Raises:
-            HeaderError: see `read`.
-        """
-
-        def fail(problem: str, expected: object, found: object) -> HeaderError:
-            return HeaderError(path, problem, expected=expected, found=found)
-
+        """Read a sidecar's text, in UTF-8; raises HeaderError, which names ``path``; see `read`."""
+        fail = partial(HeaderError, path)
         document = _unique(parse_json_object(raw, path), path, "the sidecar")
         version = document.get("format")
         if type(version) is not int or version < 1:
@@ -260,14 +242,8 @@ class Digests:
                 or not all(type(count) is int and count >= 0 for count in found)
             ):
                 raise fail("counts are not valid", "three of 0 or more", describe(name))
-        return cls(
-            digests,
-            source,
-            options,
-            algorithm,
-            tuple(files),
-            {name: tuple(found) for name, found in counts.items()},
-        )
+        counts = {name: tuple(found) for name, found in counts.items()}
+        return cls(digests, source, options, algorithm, tuple(files), counts)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
@@ -312,6 +288,4 @@ def _unique(value: object, path: Location, what: str) -> dict[str, Any]:
     found = describe(value)
     if isinstance(value, RepeatedNames):
         found = f"{describe(value.name)} more than once"
-    raise HeaderError(
-        path, f"{what} is not valid", expected="an object, each name once", found=found
-    )
+    raise HeaderError(path, f"{what} is not valid", "an object, each name once", found)

@@ -46,7 +46,7 @@ def open_shard(header: Header, kind: ResolvedKind) -> Reader:
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """How a shard is read where ``kind`` is asked for; of a URL there is one way only."""
+    """How a shard is read where ``kind`` is asked for; a URL has one way only."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
@@ -70,6 +70,15 @@ def _available_nbytes() -> int | None:
         return None
 
 
+def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
+    """A range, cut at ``base`` (the start, where none is given) and every ``step`` after it."""
+    base = start if base is None else base
+    while start < stop:
+        end = min(stop, start + step - (start - base) % step)
+        yield start, end
+        start = end
+
+
 class Room:
     """One thread's memory for blocks that no map shows; allocated by the first of them.
 
@@ -80,10 +89,8 @@ class Room:
     def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
         """Allocate nothing yet.
 
-        Args:
-            block_nbytes: most bytes of a block.
-            ahead: where blocks follow each other, fill the room and take the next ones from it: a
-                request over HTTP and a direct read cost the same for a few bytes as for many.
+        With ``ahead``, where blocks follow each other, fill the room and take the next ones from
+        it: a request over HTTP and a direct read cost the same for a few bytes as for many.
         """
         self.block_nbytes = block_nbytes
         self._ahead = ahead
@@ -228,13 +235,8 @@ class Shards:
         self.done(shard, start, stop)
 
     def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:
-        """The bytes of a tensor, block by block; each is valid until the next one is asked for.
-
-        Raises:
-            CheckpointError: see `block`.
-        """
-        for start in range(info.start, info.stop, room.block_nbytes):
-            stop = min(start + room.block_nbytes, info.stop)
+        """The bytes of a tensor, block by block; each is valid until the next one; see `block`."""
+        for start, stop in cut(info.start, info.stop, room.block_nbytes):
             with self.block(info.shard, start, stop, room, info.name) as data:
                 yield data
 
@@ -249,10 +251,9 @@ class Shards:
         return cache is not None and cache.drops
 
     def check(self) -> None:
-        """Look whether somebody waits to change an open file, while nobody reads; any thread may.
+        """Raise CheckpointError where an open file has changed, or a writer waits for it.
 
-        Raises:
-            CheckpointError: somebody does, or a file has changed.
+        For times when nothing is read; any thread may call this.
         """
         with self._lock:
             for reader in self._open.values():
@@ -267,7 +268,7 @@ class Shards:
                 reader.stop()
 
     def close(self, shard: Location) -> None:
-        """Close a file if it is open, and drop the rest of its pages; nobody reads it any more."""
+        """Close a file that is read no more, if it is open, and drop the rest of its pages."""
         with self._lock:
             self._close(shard)
 

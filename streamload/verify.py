@@ -182,11 +182,7 @@ def _reference(
                 data = files[shard](start, min(stop - start, block - len(gathered)))
                 if not data:
                     raise TruncatedFileError(
-                        shard,
-                        "the file ended",
-                        tensor=p.source[0].tensor,
-                        expected=stop,
-                        found=start,
+                        shard, "the file ended", stop, start, tensor=p.source[0].tensor
                     )
                 gathered += data
                 start += len(data)

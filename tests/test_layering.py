@@ -78,7 +78,6 @@ LAYERS = (
     ("conversion.planning",),
     ("conversion.disk",),
     ("conversion.journal", "conversion.destination"),
-    ("conversion.memory",),
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),

@@ -1,7 +1,6 @@
 """The page cache: how much of a file is in it, and giving back what a load brought in.
 
-Nothing here is needed for a load to be right: what the system does not say counts as not known,
-and what is not known is left alone.
+A load is right without this: where the system does not say, pages are left alone.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
 
     Files of up to 4 MiB are looked at whole, longer ones in 64 samples spread over them. No byte
     of the file is touched, with one exception: the kernel answers mincore(2) with "all resident"
-    to who neither owns the file nor may write it. There 64 single bytes are asked for with
-    RWF_NOWAIT, which reads the pages of those that are not resident: they are dropped again, and
-    a cold file costs as long as the disk takes for 64 pages (3 ms on the disk that was tried).
+    to a user that neither owns the file nor may write it. There RWF_NOWAIT asks for 64 single
+    bytes, which reads the pages that are not resident: they are dropped again, and a cold file
+    takes the disk's time for 64 pages (3 ms on the disk that was tried).
 
     Args:
         file: a path, or the descriptor of a file that is open for reading.
@@ -94,8 +93,8 @@ def _sampled(fd: int) -> float | None:
 def _is_answered(fd: int) -> bool:
     """Whether mincore tells this process the truth about a file.
 
-    Since Linux 5.2 it does for the file's owner and for who may write it (mm/mincore.c,
-    can_do_mincore); everybody else is told that all of it is resident.
+    Since Linux 5.2 it tells only the file's owner and users that may write it (mm/mincore.c,
+    can_do_mincore); all others hear that all of it is resident.
     """
     if sys.platform != "linux" or not hasattr(libc(), "mincore"):
         return False
@@ -107,10 +106,7 @@ def _is_answered(fd: int) -> bool:
 def _resident_pages(fd: int, start: int, stop: int) -> bytes:
     """For each page from ``start`` (a multiple of the page) to ``stop``: 1 resident, 0 not.
 
-    A map is made for the question, and nothing of it is touched.
-
-    Raises:
-        OSError: the kernel refused.
+    It makes a map and touches nothing of it; raises OSError where the kernel refuses.
     """
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
@@ -216,7 +212,7 @@ class PageCache:
         to_allocate_nbytes: int = 0,
         available: Callable[[], int | None],
     ) -> None:
-        """Prepare for a load.
+        """Prepare for a load; raises ValueError for an unknown kind.
 
         Args:
             kind: see the class.
@@ -224,9 +220,6 @@ class PageCache:
             to_allocate_nbytes: host memory that it will allocate while it reads them.
             available: bytes of host memory that the process can still take, asked at the opening
                 of a shard (`streamload.planning.budget.available_host_nbytes`); None: not known.
-
-        Raises:
-            ValueError: there is no such kind.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(
@@ -288,7 +281,7 @@ class ShardCache:
         self._fd = -1
         if not whole.dropping or not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError):  # whoever reads the shard will say what is wrong with it
+        with suppress(OSError):  # reading the shard will say what is wrong with it
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._absent = _absent_runs(self._fd)
 
@@ -352,7 +345,7 @@ class ShardCache:
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop what was absent; the kernel leaves pages alone of which a part is outside."""
+        """Drop what was absent; the kernel keeps partly covered pages."""
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

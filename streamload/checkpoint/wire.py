@@ -1,8 +1,8 @@
 """Connections of the HTTP library: each try has one deadline, can be stopped, and logs nothing.
 
 The library gives every read of a socket the whole time again, so that a byte now and then holds a
-request for ever. It tells nobody which socket a request uses before a response is there. And it
-logs whole URLs and headers. Here each thread says which try it is at, and its connections and the
+request for ever. It does not tell which socket a request uses before a response is there. And it
+logs whole URLs and headers. Here each thread says which try it makes, and its connections and the
 library's loggers ask that try.
 """
 
@@ -64,7 +64,7 @@ class Attempt:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Have connections that this thread uses meanwhile ask this try."""
+        """Connections that this thread uses meanwhile ask this try."""
         _thread.attempt = self
         try:
             yield
@@ -88,12 +88,7 @@ class Attempt:
             self.until = until
 
     def left(self, most: float | None = None) -> float:
-        """Seconds that may be waited now: what is left, and at most so many.
-
-        Raises:
-            StoppedError: none, since nobody wants the answer any more.
-            OverdueError: none.
-        """
+        """Seconds left to wait, at most ``most``; raises StoppedError or OverdueError for none."""
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()
@@ -110,18 +105,14 @@ class Attempt:
                 self._connection.shut_down()
 
     def received(self, nbytes: int) -> None:
-        """Count what came.
-
-        Raises:
-            EndlessError: that are no headers any more.
-        """
+        """Count what came; raises EndlessError where headers do not end."""
         if self._head_nbytes is not None:
             self._head_nbytes += nbytes
             if self._head_nbytes > _MOST_HEAD_NBYTES:
                 raise EndlessError
 
     def take(self, connection: _Connection) -> None:
-        """Have a connection woken by this try, and by no other one from now on."""
+        """From now on only this try wakes a connection."""
         if connection.owner is not self:
             with _owning:
                 connection.owner, self._connection = self, connection
@@ -216,7 +207,7 @@ class _Connection:
 
     def close(self) -> None:
         """Close it."""
-        with _owning:  # whoever shuts it down must not meet another file of the same number
+        with _owning:  # `shut_down` must not meet another file of the same number
             self._handle.close()
         self._stream.close()
 
@@ -225,7 +216,7 @@ class _Connection:
         return self._stream.get_extra_info(info)
 
     def shut_down(self) -> None:
-        """Wake whoever waits for it."""
+        """Wake the thread that waits for it."""
         with suppress(OSError):  # it is closed already, on one side or the other
             self._handle.shutdown(socket.SHUT_RDWR)
 
@@ -265,12 +256,12 @@ class Pool:
         self._pid = 0
 
     def enter(self) -> None:
-        """There is one more who may ask for the client."""
+        """Count one more user of the client."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """There is one fewer; the last one closes all connections."""
+        """Count one user less; the last one closes all connections."""
         with self._lock:
             self._users -= 1
             if self._users or self._client is None:

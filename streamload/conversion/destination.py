@@ -20,7 +20,7 @@ from streamload.conversion.planning import ConvertPlan, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
-# Of a checkpoint in a folder, whoever wrote it.
+# The files of a checkpoint in a folder, by any writer.
 _OF_A_CHECKPOINT = re.compile(
     rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
 )
@@ -56,13 +56,9 @@ class Destination:
     # --- before anything is written ---------------------------------------------------------------
 
     def check_apart(self, shards: Collection[Path]) -> None:
-        """Refuse a destination that is where the source is.
+        """Refuse a destination where the source is; raises CheckpointError.
 
-        Args:
-            shards: the source's files, those that are not read among them: what is old goes.
-
-        Raises:
-            CheckpointError: it is.
+        ``shards`` are all of the source's files, read or not: old files are removed.
         """
         for shard in shards:
             if Path(os.path.realpath(self.work)) in Path(os.path.realpath(shard)).parents:
@@ -85,7 +81,7 @@ class Destination:
                 )
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Refuse a destination that holds what is not to be touched.
+        """Refuse a destination that must not be touched.
 
         Args:
             resume: an unfinished conversion is to be continued.
@@ -93,21 +89,21 @@ class Destination:
             finished: this very conversion was finished before.
 
         Raises:
-            CheckpointError: it does.
+            CheckpointError: it holds another conversion, or a checkpoint.
         """
         for folder in filter(None, self._plan.folders):
             if exists(self.path / folder / WORK / "journal"):
                 raise CheckpointError(
                     self.path / folder,
                     "holds an unfinished conversion of its own",
-                    expected=f"a folder without one ({WORK} is what there is of it)",
+                    f"a folder without one ({WORK} is what there is of it)",
                 )
         if exists(self.journal):
             if not (resume or overwrite):
                 raise CheckpointError(
                     self.path,
                     "holds an unfinished conversion",
-                    expected="resume, which continues it, or overwrite, which begins again",
+                    "resume, which continues it, or overwrite, which begins again",
                 )
             return
         for path in self._plan.paths:
@@ -125,17 +121,12 @@ class Destination:
             raise CheckpointError(
                 self.path,
                 problem,
-                expected="overwrite, which removes it, or another destination",
-                found=", ".join(there[:_LISTED]) + more,
+                "overwrite, which removes it, or another destination",
+                ", ".join(there[:_LISTED]) + more,
             )
 
     def check_room(self) -> None:
-        """Refuse a disk that cannot take all of it.
-
-        Raises:
-            CheckpointError: nothing may be written there.
-            PlanInfeasibleError: there is too little free space.
-        """
+        """Raise PlanInfeasibleError where the disk is too full, CheckpointError where read-only."""
         folder = self.path
         while not exists(folder) and folder != folder.parent:
             folder = folder.parent
@@ -158,11 +149,7 @@ class Destination:
     # --- what is there ----------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
-        """Where a checkpoint counts: the destination, what is written in it, and earlier nodes.
-
-        Raises:
-            CheckpointError: the destination cannot be read.
-        """
+        """The folders of checkpoints: the destination, what is written in it, and earlier nodes."""
         earlier = []
         for name in self._listed(""):
             found = None if name.startswith(".") else self.sidecar(name)
@@ -232,8 +219,8 @@ class Destination:
             replaces: an old checkpoint may be removed.
 
         Raises:
-            CheckpointError: there is one, and it may not.
-            OSError: the disk said so.
+            CheckpointError: there is one, and it must stay.
+            OSError: the disk failed.
         """
         waiting = self.waiting(published)
         done = published.keys() - waiting
@@ -243,14 +230,14 @@ class Destination:
             raise CheckpointError(
                 self.path,
                 "holds a checkpoint that was not there before",
-                expected="its own files only",
-                found=", ".join(there[:_LISTED]),
+                "its own files only",
+                ", ".join(there[:_LISTED]),
             )
         folders = self._plan.folders
         self._emptied = [f for f in self.folders() if f not in ("", *folders)]
         for path in old:
             (self.path / path).unlink()
-        self._sync(("", *self._emptied))
+        self._sync(*self._emptied)
         for folder in folders:
             (self.path / folder).mkdir(exist_ok=True)
             sync_folder(self.path / folder)
@@ -259,10 +246,11 @@ class Destination:
             for path in waiting:
                 if (path in lasts) == last:
                     os.replace(self.out / path, self.path / path)
-            self._sync(("", *folders))
+            self._sync(*folders)
 
-    def _sync(self, folders: Iterable[str]) -> None:
-        for folder in dict.fromkeys(folders):
+    def _sync(self, *folders: str) -> None:
+        """Bring the names in the destination and in folders below it to the disk."""
+        for folder in dict.fromkeys(("", *folders)):
             sync_folder(self.path / folder)
 
     def clean(self) -> None:
