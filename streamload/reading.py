@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from streamload._system import direct_memory
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.page_cache import PageCache, PageCacheKind, ShardCache
 from streamload.checkpoint.readers import (
     Reader,
     ReaderKind,
     ResolvedKind,
-    direct_memory,
     open_reader,
     resolve_reader,
 )

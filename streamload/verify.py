@@ -110,13 +110,7 @@ def verify(
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
-    """The CRC-32 of parameters of a load, of their bytes on the device.
-
-    Args:
-        report: the load's report.
-        names: of the parameters.
-        model: what it was loaded into; None for the report's ``state_dict``.
-    """
+    """The CRC-32 of parameters of a load, of their bytes on the device; see `verify`."""
     if not names:
         return {}
     threads = max(report.plan.threads, 1)  # 0: devices that are the calling thread's alone

@@ -21,6 +21,7 @@ from boxes import Boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamload._system import filesystem_of
 from streamload.checkpoint import page_cache
 from streamload.checkpoint.page_cache import (
     MARGIN_NBYTES,
@@ -28,7 +29,7 @@ from streamload.checkpoint.page_cache import (
     PageCacheKind,
     resident_fraction,
 )
-from streamload.checkpoint.readers import ResolvedKind, filesystem_of, open_reader
+from streamload.checkpoint.readers import ResolvedKind, open_reader
 
 if sys.platform != "linux":
     pytest.skip("the page cache can be asked on Linux only", allow_module_level=True)

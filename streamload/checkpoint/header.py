@@ -33,7 +33,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.url import Location, Url
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import (
     CheckpointError,
@@ -140,6 +140,20 @@ class Header:
         # a mapping proxy cannot be pickled
         rest = (self.path, self.file_nbytes, self.data_start, self.tensors)
         return Header, (*rest, dict(self.metadata), self.state)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """A fingerprint that changes when the file does, for JSON; the file is not read for it.
+
+        A local file keeps it wherever it is moved: users can set only one of its times, and its
+        device is left out since many filesystems get another number at each mount.
+        """
+        found: dict[str, str | int] = {"nbytes": self.file_nbytes}
+        if (state := self.state) is not None:
+            found |= {"mtime_ns": state.written_ns, "inode": state.inode}
+            return found | {"ctime_ns": state.changed_ns}
+        if isinstance(self.path, Url):
+            found["version"] = self.path.version
+        return {"path": str(self.path)} | found
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:

@@ -14,7 +14,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import sys
 import threading
 import weakref
@@ -26,10 +25,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
-from streamload._system import address_of, libc, map_file, read_at
+from streamload._system import (
+    address_of,
+    direct_memory,
+    filesystem_and_length,
+    libc,
+    map_file,
+    read_at,
+)
 from streamload.checkpoint.base import Reader as Reader
 from streamload.checkpoint.guard import FileState, Guard, take_lease
-from streamload.checkpoint.header import Header, open_regular, unreadable
+from streamload.checkpoint.header import open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
 from streamload.checkpoint.remote import HttpReader
 from streamload.checkpoint.url import Location, Url
@@ -91,8 +97,6 @@ _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _USUAL_ALIGNMENT = 4096
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _AT_EMPTY_PATH = 0x1000
-_HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Each thread's own, for what cannot be read straight to its place.
 BOUNCE_NBYTES = 2**20
 # What a kernel says that does not read this file, or at this alignment, past its page cache.
@@ -133,18 +137,11 @@ def open_reader(
 
 @dataclass(frozen=True, slots=True)
 class ReaderChoice:
-    """How a shard is read.
-
-    Attributes:
-        kind: how.
-        reason: why, in a few words for a report; the same for shards that are in the same state.
-        resident: how much of it is in the page cache; None where that is not known, or did not
-            matter.
-    """
+    """How a shard is read."""
 
     kind: ResolvedKind
-    reason: str
-    resident: float | None = None
+    reason: str  # why, for a report; the same for shards that are in the same state
+    resident: float | None = None  # how much is in the page cache, where known and of use
 
 
 def choose_reader(
@@ -224,33 +221,6 @@ def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind
     return _choose(path, kind, "auto", whole_slots=False).kind
 
 
-def fingerprint(header: Header) -> dict[str, str | int]:
-    """A fingerprint that changes when the file does, for JSON; the file is not read for it.
-
-    A local file keeps it wherever it is moved: its length, times and inode when its header was
-    read. Users can set only one of the two times. Its device is left out: many filesystems get
-    another number at each mount. A file on a server is known by its address, length and version.
-    """
-    found: dict[str, str | int] = {"path": str(header.path), "nbytes": header.file_nbytes}
-    if isinstance(header.path, Url):
-        found["version"] = header.path.version
-    elif (state := header.state) is not None:
-        del found["path"]
-        found |= {"mtime_ns": state.written_ns, "inode": state.inode, "ctime_ns": state.changed_ns}
-    return found
-
-
-def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """The type of a file's filesystem, "" where it is not known, and the file's length in bytes."""
-    try:
-        nbytes = os.stat(path).st_size
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mountinfo = file.read()
-    except OSError:  # no such file, or not Linux
-        return "", 0
-    return filesystem_of(os.path.realpath(path), mountinfo), nbytes
-
-
 def _no_lease(filesystem: str) -> str:
     """Why a lease on a file would hold back no process of this machine; "" where it does."""
     if filesystem in MAPPED_FILESYSTEMS:
@@ -280,29 +250,6 @@ def reader_for(
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
-
-
-def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem that holds ``path``, or "" where that is not said.
-
-    By name and not by device number: files on btrfs and overlay have numbers that no mount has.
-
-    Args:
-        path: an absolute path without symlinks.
-        mountinfo: the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
-            field, with octal escapes, and the type the first after a lone hyphen.
-    """
-    best, found = "", ""
-    for line in mountinfo.split("\n"):
-        before, hyphen, after = line.partition(" - ")
-        fields = before.split(" ")
-        if not hyphen or len(fields) < 5:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two on one point, the later covers the earlier
-            best, found = point, after.split(" ")[0]
-    return found
 
 
 class PreadReader(Reader):
@@ -544,26 +491,6 @@ class DirectReader(PreadReader):
                 raise unreadable(self.path, error) from error
             self.fallback = f"it cannot be read past the page cache: {error.strerror}"
             return 0
-
-
-def direct_memory(nbytes: int) -> memoryview:
-    """At least one byte of memory that direct reads are fast into; its last memoryview frees it.
-
-    It has whole huge pages, where the system gives them (transparent_hugepage "madvise" or
-    "always") and ``nbytes`` holds one; it always begins at a page. A disk cuts a request by its
-    number of separate pieces of memory. Tried on a virtual disk of 254 pieces a request, 1 to 8
-    threads with 4 MiB each, GB/s: 1.1 to 1.3 with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a
-    third of the CPU time.
-    """
-    if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
-    # a huge page more of addresses, to begin at one; what is not touched takes no memory
-    held = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_PRIVATE)
-    memory = memoryview(held)
-    start = -address_of(memory) % _HUGE_PAGE
-    with suppress(OSError):  # a kernel without them
-        held.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-    return memory[start : start + nbytes]
 
 
 _thread = threading.local()  # memory: what `_bounce` gives

@@ -172,21 +172,13 @@ def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> b
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server sends for a file, as far as was looked.
+    """The beginning of a file, as a server sends it."""
 
-    Attributes:
-        url: the file, with the version that was looked at.
-        nbytes: how long it is; None where the server does not say before its end.
-        content_type: what the server says that it is, in lower case, without parameters.
-        head: its first bytes.
-        whole: whether they are all of it.
-    """
-
-    url: Url
-    nbytes: int | None
-    content_type: str
-    head: bytes
-    whole: bool
+    url: Url  # with the version that was looked at
+    nbytes: int | None  # how long it is; None where the server does not say before its end
+    content_type: str  # in lower case, without parameters
+    head: bytes  # its first bytes
+    whole: bool  # whether they are all of it
 
 
 def look(url: Url, most_nbytes: int, patience: Patience | None = None) -> Look:
@@ -297,19 +289,13 @@ class _Again(Exception):
 
 
 class _File:
-    """A file on a server. Any number of threads may read it, once its length is known.
-
-    Attributes:
-        nbytes: its length; None until a response has said it.
-        version: what `Url.version` is.
-        stopped: set when the bytes are not wanted any more.
-    """
+    """A file on a server. Any number of threads may read it, once its length is known."""
 
     def __init__(self, url: Url, nbytes: int | None, patience: Patience | None) -> None:
         _check_installed(url)
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # None until a response has said it
         self.version = url.version
-        self.stopped = threading.Event()
+        self.stopped = threading.Event()  # the bytes are not wanted any more
         self._url = url
         self._error = partial(CheckpointError, url)
         self._patience = patience or Patience.from_environment()

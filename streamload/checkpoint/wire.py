@@ -46,16 +46,11 @@ class SettingsError(Exception):
 
 
 class Attempt:
-    """One try at a request, redirects included.
-
-    Attributes:
-        until: when it is over, by `time.monotonic`.
-        overdue: what is said then.
-    """
+    """One try at a request, redirects included."""
 
     def __init__(self, seconds: float, stopped: threading.Event) -> None:
-        self.until = time.monotonic() + seconds
-        self.overdue = f"no answer within {seconds:g} s"
+        self.until = time.monotonic() + seconds  # when it is over
+        self.overdue = f"no answer within {seconds:g} s"  # what is said then
         self._seconds = seconds
         self._stopped = stopped
         self._head_nbytes: int | None = None

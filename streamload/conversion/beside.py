@@ -56,19 +56,12 @@ _USUAL = (
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A small file that is written beside the tensors.
+    """A small file that is written beside the tensors."""
 
-    Attributes:
-        path: where, below the destination; with "/" on any system.
-        content: its bytes, or the file that is copied.
-        nbytes: its length; of a file on a server that does not say, what was seen of it.
-        mode: its permissions; None for those of any new file.
-    """
-
-    path: str
-    content: bytes | Location = field(repr=False)
-    nbytes: int
-    mode: int | None = None
+    path: str  # below the destination; with "/" on any system
+    content: bytes | Location = field(repr=False)  # its bytes, or the file that is copied
+    nbytes: int  # its length; where a server does not say, what was seen of it
+    mode: int | None = None  # its permissions; None for those of any new file
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:

@@ -22,7 +22,6 @@ from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import unreadable
-from streamload.checkpoint.readers import fingerprint
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import Destination
@@ -253,7 +252,7 @@ class _Conversion:
         self._way = way
         used = {t.info.shard for _, _, t in plan.tensors()}
         self._shards = [header for header in checkpoint.shards if header.path in used]
-        self._source = {header.path.name: fingerprint(header) for header in self._shards}
+        self._source = {header.path.name: header.fingerprint() for header in self._shards}
         self._first = {
             "format": FORMAT,
             "plan": plan.digest,

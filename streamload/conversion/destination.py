@@ -31,23 +31,15 @@ _LISTED = 8
 
 
 class Destination:
-    """The destination of a plan.
-
-    Attributes:
-        path: the folder.
-        work: what is in it until all is whole.
-        out: where the files are written; they have their planned paths below it.
-        journal: the file of the journal.
-        reserve: a file that is given up for the journal where the disk is full.
-        reserve_nbytes: its length.
-    """
+    """The destination of a plan."""
 
     def __init__(self, plan: ConvertPlan) -> None:
         """Touch nothing."""
         self.path = plan.destination
-        self.work = self.path / WORK
-        self.out = self.work / "out"
+        self.work = self.path / WORK  # until all is whole
+        self.out = self.work / "out"  # the files have their planned paths below it
         self.journal = self.work / "journal"
+        # given up for the journal where the disk is full
         self.reserve = self.work / "reserve"
         self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
         self._plan = plan
@@ -81,15 +73,9 @@ class Destination:
                 )
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Refuse a destination that must not be touched.
+        """Raise CheckpointError where an unfinished conversion or a checkpoint must stay.
 
-        Args:
-            resume: an unfinished conversion is to be continued.
-            overwrite: what is there is to be replaced.
-            finished: this very conversion was finished before.
-
-        Raises:
-            CheckpointError: it holds another conversion, or a checkpoint.
+        ``finished``: this very conversion was finished before.
         """
         for folder in filter(None, self._plan.folders):
             if exists(self.path / folder / WORK / "journal"):

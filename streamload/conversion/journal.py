@@ -28,15 +28,10 @@ _WHAT = {"options": "option", "source": "state of the source's"}
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A tensor whose bytes are on the disk.
+    """A tensor whose bytes are on the disk."""
 
-    Attributes:
-        digest: of its bytes, in hexadecimal.
-        counts: what its cast did not keep.
-    """
-
-    digest: str
-    counts: CastCounts
+    digest: str  # of its bytes, in hexadecimal
+    counts: CastCounts  # what its cast did not keep
 
 
 def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
@@ -76,11 +71,8 @@ class Journal:
     def begin(cls, path: Path, first: Mapping[str, Any], *, replaces: bool) -> Self:
         """Make a new one; what was there is gone.
 
-        Args:
-            path: where.
-            first: its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
-                options, and by name the state of each file that is read.
-            replaces: a checkpoint that is there may be replaced.
+        ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
+        options, and by name the state of each file that is read.
         """
         fd = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
@@ -96,13 +88,9 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path, first: Mapping[str, Any]) -> Self | None:
-        """Open the journal of a conversion that did not finish.
+        """Open the journal of a conversion that did not finish, or raise CheckpointError.
 
-        Returns:
-            None where there is none, or its first line was never whole: nothing was begun.
-
-        Raises:
-            CheckpointError: it is of another conversion.
+        None where there is no journal, or its first line was never whole: nothing was begun.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -138,11 +126,7 @@ class Journal:
         return made
 
     def add(self, finished: Mapping[int, Finished]) -> None:
-        """Write tensors whose bytes are on the disk, and bring that to the disk, too.
-
-        Raises:
-            OSError: it cannot be written; what was in the journal still is.
-        """
+        """Write tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
         self._write(
             {"tensor": [i, one.digest, *astuple(one.counts)]} for i, one in finished.items()
         )

@@ -72,20 +72,13 @@ class RenamePatterns:
 
     A ``*`` in a pattern stands for any text, and each ``*`` in what it becomes for the text of
     the ``*`` at the same place: ``model.*`` to ``*`` takes a prefix away.
-
-    Attributes:
-        rules: (pattern, what it becomes), in order.
     """
 
-    rules: tuple[tuple[str, str], ...]
+    rules: tuple[tuple[str, str], ...]  # (pattern, what it becomes), in order
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> RenamePatterns:
-        """Read ``FROM=TO`` texts.
-
-        Raises:
-            ValueError: one is not that, or has more ``*`` behind than before.
-        """
+        """Read ``FROM=TO`` texts; raises ValueError for another, or one with more ``*`` behind."""
         rules = []
         for text in texts:
             before, equals, after = text.partition("=")
@@ -115,20 +108,11 @@ class RenamePatterns:
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """What was asked for.
-
-    Attributes:
-        policy: the dtypes.
-        out_of_range: what becomes of finite values that a dtype cannot represent.
-        max_shard_nbytes: most bytes of a file with more than one tensor.
-        nodes: one folder for each; () for one checkpoint.
-        selection: which tensors are converted.
-        rename: what names become.
-    """
+    """What was asked for, see `streamload.convert`."""
 
     policy: DTypePolicy
     out_of_range: OutOfRange
-    max_shard_nbytes: int
+    max_shard_nbytes: int  # of a file with more than one tensor
     nodes: tuple[Node, ...] = ()
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
@@ -150,21 +134,13 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor as it will be written.
+    """A tensor as it will be written."""
 
-    Attributes:
-        name: its name in the output.
-        info: what it is read from.
-        dtype: its dtype in the output.
-        start: first byte, counted from the start of its file.
-        stop: last byte, exclusive.
-    """
-
-    name: str
-    info: TensorInfo
-    dtype: DType
-    start: int
-    stop: int
+    name: str  # in the output
+    info: TensorInfo  # what it is read from
+    dtype: DType  # in the output
+    start: int  # first byte, counted from the start of its file
+    stop: int  # last byte, exclusive
 
     @property
     def nbytes(self) -> int:
@@ -174,19 +150,12 @@ class OutTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """A safetensors file that will be written.
+    """A safetensors file that will be written."""
 
-    Attributes:
-        path: where, below the destination; with "/" on any system.
-        header: its first bytes: the length prefix, the JSON, and spaces up to the data.
-        nbytes: its length.
-        tensors: by first byte.
-    """
-
-    path: str
-    header: bytes = field(repr=False)
-    nbytes: int
-    tensors: tuple[OutTensor, ...] = field(repr=False)
+    path: str  # below the destination; with "/" on any system
+    header: bytes = field(repr=False)  # the length prefix, the JSON, and spaces up to the data
+    nbytes: int  # its length
+    tensors: tuple[OutTensor, ...] = field(repr=False)  # by first byte
 
 
 @dataclass(frozen=True, slots=True)

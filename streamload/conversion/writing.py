@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
-from streamload.checkpoint.readers import BOUNCE_NBYTES, direct_memory
+from streamload.checkpoint.readers import BOUNCE_NBYTES
 from streamload.checkpoint.url import Location, Url
 from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
@@ -67,19 +68,12 @@ _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the repo
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the bytes are moved.
-
-    Attributes:
-        threads: how many.
-        block_nbytes: most bytes that a thread reads, and writes, at once.
-        behind: blocks that the disk is busy with before one is waited for.
-        direct: read files past the page cache, so that nothing is read ahead; as from servers.
-    """
+    """How the bytes are moved."""
 
     threads: int
-    block_nbytes: int = BLOCK_NBYTES
-    behind: int = 6
-    direct: bool = False
+    block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
+    behind: int = 6  # blocks that the disk is busy with before one is waited for
+    direct: bool = False  # files are read past the page cache: nothing is read ahead
 
     @property
     def nbytes(self) -> int:
@@ -164,18 +158,13 @@ class Part:
 
 @dataclass(slots=True)
 class Block:
-    """What is written at once: within a multiple of a block's length.
-
-    Attributes:
-        file: the output file.
-        start: first byte of the block in the file, a multiple of a block's length.
-        runs: (first byte, last byte exclusive) of what is written of it.
-        windows: what is read for it: each is parts that follow each other in one shard.
-    """
+    """What is written at once: within a multiple of a block's length."""
 
     file: _File
-    start: int
+    start: int  # of the block in the file, a multiple of a block's length
+    # (first byte, last byte exclusive) of what is written of it
     runs: list[tuple[int, int]] = field(default_factory=list)
+    # what is read for it: each is parts that follow each other in one shard
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
