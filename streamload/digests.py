@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import xxhash
 
@@ -32,7 +32,7 @@ from streamload.errors import HeaderError
 
 #: The sidecar's name, in the folder of the checkpoint.
 SIDECAR = "streamload.json"
-#: What new sidecars say that their digests are.
+#: The algorithm of the digests, as a sidecar names it.
 ALGORITHM = "xxh3_128"
 
 _FORMAT = 1
@@ -43,35 +43,16 @@ _MAX_U64 = 2**64 - 1
 Counts = tuple[int, int, int]
 
 
-class Hasher(Protocol):
-    """Bytes that come piece by piece become one digest."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take the next bytes; drops the GIL where there are many."""
-
-    def hexdigest(self) -> str:
-        """The digest of all bytes so far, in lower-case hexadecimal."""
-
-
-_ALGORITHMS: dict[str, Callable[[], Hasher]] = {ALGORITHM: xxhash.xxh3_128}
-#: What their digests look like.
+#: Begins a digest of bytes that come piece by piece; drops the GIL where there are many.
+hasher = xxhash.xxh3_128
+#: A digest in lower-case hexadecimal.
 HEX = re.compile("[0-9a-f]{32}", re.ASCII)
-
-
-def hasher(algorithm: str = ALGORITHM) -> Hasher:
-    """Begin a digest.
-
-    Raises:
-        KeyError: there is no such algorithm; `Digests.read` gives out only those that there are.
-    """
-    return _ALGORITHMS[algorithm]()
 
 
 def digest_of(
     pieces: Iterable[memoryview],
     tell: Callable[[int], None] = lambda done: None,
     done: int = 0,
-    algorithm: str = ALGORITHM,
 ) -> str:
     """The digest of bytes that come piece by piece.
 
@@ -79,9 +60,8 @@ def digest_of(
         pieces: the bytes; each piece may be gone when the next one comes.
         tell: told how many bytes are done.
         done: bytes that were done before.
-        algorithm: what the digest is; see `hasher`.
     """
-    found = hasher(algorithm)
+    found = hasher()
     for piece in pieces:
         found.update(piece)
         done += piece.nbytes
@@ -91,21 +71,13 @@ def digest_of(
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a tensor's bytes are.
-
-    Attributes:
-        name: the tensor.
-        dtype: its dtype.
-        shape: its shape.
-        nbytes: its bytes.
-        hex: their digest, in lower-case hexadecimal.
-    """
+    """What a tensor's bytes are."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
-    hex: str
+    hex: str  # the digest, in lower-case hexadecimal
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the name, as JSON has it."""
@@ -117,10 +89,8 @@ class Digest:
         }
 
     @classmethod
-    def from_json(
-        cls, name: str, entry: object, path: Location, algorithm: str = ALGORITHM
-    ) -> Self:
-        """Read what `to_json` wrote, of a known algorithm; unknown keys are passed over.
+    def from_json(cls, name: str, entry: object, path: Location) -> Self:
+        """Read what `to_json` wrote; unknown keys are passed over.
 
         Raises:
             HeaderError: it is not that; names ``path``, its file.
@@ -145,7 +115,7 @@ class Digest:
         if type(nbytes) is not int or nbytes != dtype.nbytes(numel):
             raise fail("nbytes and the shape do not agree", dtype.nbytes(numel), describe(nbytes))
         if type(digest) is not str or not HEX.fullmatch(digest):
-            raise fail("the digest is not valid", f"one of {algorithm}", describe(digest))
+            raise fail("the digest is not valid", f"one of {ALGORITHM}", describe(digest))
         return cls(name, dtype, tuple(shape), nbytes, digest)
 
 
@@ -157,7 +127,6 @@ class Digests:
         tensors: the digests by name.
         source: what was converted, and in which state it was: plain JSON values.
         options: how it was converted: plain JSON values.
-        algorithm: what the digests are.
         files: names of all that was written into the folder, the sidecar included.
         counts: of each tensor that a cast changed, how many values overflowed, how many became
             zero, and how many changed in any other way.
@@ -166,7 +135,6 @@ class Digests:
     tensors: Mapping[str, Digest] = field(repr=False)
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    algorithm: str = ALGORITHM
     files: tuple[str, ...] = ()
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
 
@@ -178,7 +146,7 @@ class Digests:
         """The text, a line for each tensor: there may be very many."""
         document = {
             "format": _FORMAT,
-            "algorithm": self.algorithm,
+            "algorithm": ALGORITHM,
             "source": dict(self.source),
             "options": dict(self.options),
             "files": list(self.files),
@@ -222,15 +190,12 @@ class Digests:
             raise fail("is no sidecar of streamload", '"format": 1', describe(version))
         if version > _FORMAT:
             raise fail("was written by a newer streamload", f"format {_FORMAT}", version)
-        algorithm = document.get("algorithm")
-        if type(algorithm) is not str or algorithm not in _ALGORITHMS:
-            raise fail("unknown algorithm", " or ".join(_ALGORITHMS), describe(algorithm))
+        if (algorithm := document.get("algorithm")) != ALGORITHM:
+            raise fail("unknown algorithm", ALGORITHM, describe(algorithm))
         source, options, tensors = (
             _unique(document.get(key), path, key) for key in ("source", "options", "tensors")
         )
-        digests = {
-            name: Digest.from_json(name, entry, path, algorithm) for name, entry in tensors.items()
-        }
+        digests = {name: Digest.from_json(name, entry, path) for name, entry in tensors.items()}
         files = document.get("files", [])
         if type(files) is not list or not all(type(name) is str for name in files):
             raise fail("files is not valid", "a list of names", describe(files))
@@ -243,7 +208,7 @@ class Digests:
             ):
                 raise fail("counts are not valid", "three of 0 or more", describe(name))
         counts = {name: tuple(found) for name, found in counts.items()}
-        return cls(digests, source, options, algorithm, tuple(files), counts)
+        return cls(digests, source, options, tuple(files), counts)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.

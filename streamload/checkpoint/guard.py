@@ -35,22 +35,14 @@ _REFUSALS = {
 
 
 class FileState(NamedTuple):
-    """What a file is known by.
+    """What a file is known by."""
 
-    Attributes:
-        device: number of its filesystem.
-        inode: its number there.
-        nbytes: its length.
-        written_ns: when its bytes were last changed, as far as the clock tells.
-        changed_ns: when anything of it was; users cannot set it.
-        others: its links, mode, owner and group, whose change sets ``changed_ns`` as well.
-    """
-
-    device: int
-    inode: int
+    device: int  # number of its filesystem
+    inode: int  # its number there
     nbytes: int
-    written_ns: int
-    changed_ns: int
+    written_ns: int  # when its bytes were last changed, as far as the clock tells
+    changed_ns: int  # when anything of it was; users cannot set it
+    # links, mode, owner and group; their change sets ``changed_ns`` as well
     others: tuple[int, int, int, int]
 
     @classmethod

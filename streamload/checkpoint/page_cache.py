@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from streamload._system import failure, libc, map_file
 from streamload.units import format_bytes
@@ -195,13 +195,8 @@ class PageCache:
       within the cgroup, while the load allocates. Below it the whole file fits, and is there when
       it is loaded again.
 
-    What was resident before is never dropped; that is looked at when a shard is opened, before
-    anything of it is read. Whatever else reads the file meanwhile is not told apart.
-
-    Attributes:
-        dropping: whether it has been decided to drop.
-        reason: a sentence about it, for a report; "" before the first shard.
-        dropped_nbytes: file bytes that were dropped of the shards that are closed; each once.
+    Pages that were resident before are never dropped; that is looked at when a shard is opened,
+    before anything of it is read. Other readers of the file are not told apart.
     """
 
     def __init__(
@@ -225,13 +220,14 @@ class PageCache:
             raise ValueError(
                 f"unknown page_cache {kind!r}; known: {', '.join(get_args(PageCacheKind))}"
             )
-        self.dropping = kind == "drop"
+        self.dropping = kind == "drop"  # decided so far
+        # for a report; "" before the first shard
         self.reason = "" if kind == "auto" else f'page_cache="{kind}" was asked for'
         self._decided = kind != "auto"
         self._to_read_nbytes = to_read_nbytes
         self._to_allocate_nbytes = to_allocate_nbytes
         self._read_nbytes = 0
-        self.dropped_nbytes = 0
+        self.dropped_nbytes = 0  # of the shards that are closed; each byte once
         self._available = available
         self._lock = threading.Lock()
 
@@ -316,12 +312,6 @@ class ShardCache:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _add(self, start: int, stop: int) -> list[int]:
         """Join a range to those that it touches; what it brings in again is not dropped yet."""

@@ -79,6 +79,7 @@ _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
 _DIGITS = re.compile(_NUMBER, re.ASCII)
 _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # where the server's own words begin
+_HUB = "huggingface.co"
 _VALIDATORS = ("ETag", "Last-Modified")  # the first that is there tells versions apart
 
 _STATUSES = frozenset(HTTPStatus)
@@ -450,11 +451,11 @@ class _File:
                 self._drain(attempt, response)
             if moved is not None and status in (*_REFUSED, *_ABSENT):
                 self._moved = None  # such addresses are good for a while
-                raise _Again(f"{_status(response)} where a redirect had led", at_once=True)
+                raise _Again(f"{_status(status)} where a redirect had led", at_once=True)
             if status in _PASSING:
                 asked = _retry_after(response.headers)
                 later = f", to be asked again in {asked:.0f} s" if asked else ""
-                raise _Again(_status(response) + later, asked_seconds=asked)
+                raise _Again(_status(status) + later, asked_seconds=asked)
             yield response, self._body(attempt, response)
 
     @contextmanager
@@ -548,7 +549,7 @@ class _File:
         """What Hugging Face's own tools send to its server, and to no other."""
         token = os.environ.get("HF_TOKEN", "").strip()
         url = wire.httpx().URL(target)
-        known = url.host == "huggingface.co" and url.scheme == "https" and not url.userinfo
+        known = url.host == _HUB and url.scheme == "https" and not url.userinfo
         if not token or not known:
             return {}
         if not (token.isascii() and token.isprintable()):
@@ -564,22 +565,18 @@ class _File:
             problem = "the server compresses what was asked for as it is"
             raise self._error(problem, "no Content-Encoding", _said(encoding))
         if status in _ABSENT:
-            raise ShardNotFoundError(self._url, "no such file", found=_status(response))
+            raise ShardNotFoundError(self._url, "no such file", found=_status(status))
         if status in _REFUSED:
-            hint = " (HF_TOKEN is not set)" if self._wants_token() else ""
-            raise ShardNotFoundError(
-                self._url, "is not there, or may not be read", found=_status(response) + hint
-            )
+            unset = self._url.host == _HUB and not os.environ.get("HF_TOKEN", "").strip()
+            found = _status(status) + " (HF_TOKEN is not set)" * unset
+            raise ShardNotFoundError(self._url, "is not there, or may not be read", found=found)
         if status == 200:
             raise self._error(
                 "the server does not read parts of files",
                 "206 Partial Content",
                 "200, the whole file",
             )
-        raise self._error("cannot be read", _phrase(wanted), _status(response))
-
-    def _wants_token(self) -> bool:
-        return self._url.host == "huggingface.co" and not os.environ.get("HF_TOKEN", "").strip()
+        raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
         """Whether a response is of the range and of the file; returns how long its body is."""
@@ -721,11 +718,6 @@ def _said(value: str) -> str:
     return "an address" if re.search(r"@|\?|//", value) else describe(value)
 
 
-def _phrase(status: int) -> str:
-    return f"{status} {HTTPStatus(status).phrase}"
-
-
-def _status(response: httpx2.Response) -> str:
+def _status(status: int) -> str:
     """In words that are not the server's."""
-    status: int = response.status_code
-    return _phrase(status) if status in _STATUSES else str(status)
+    return f"{status} {HTTPStatus(status).phrase}" if status in _STATUSES else str(status)

@@ -92,9 +92,8 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     found: dict[str, SmallFile] = {}
     left: list[str] = []
     for name in names:
-        if name.startswith(".") or name in (SIDECAR, NODE_PLAN) or name.endswith(_WEIGHTS):
-            continue
-        if not belongs(name):
+        ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
+        if ours or name.endswith(_WEIGHTS) or not belongs(name):
             continue
         try:
             status = os.stat(folder / name)

@@ -226,7 +226,7 @@ def convert(
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     plan = plan_conversion(checkpoint, Path(destination), options)
-    job = _Conversion(checkpoint, plan, out_of_range, way)
+    job = _Conversion(checkpoint, plan, way)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
         job.destination.check_room()
@@ -242,13 +242,10 @@ def convert(
 class _Conversion:
     """One call of `convert`, planned."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, plan: ConvertPlan, out_of_range: OutOfRange, way: Way
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way) -> None:
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
-        self._out_of_range = out_of_range
         self._way = way
         used = {t.info.shard for _, _, t in plan.tensors()}
         self._shards = [header for header in checkpoint.shards if header.path in used]
@@ -274,15 +271,15 @@ class _Conversion:
                     raise unreadable(header.path, error) from error
                 header.state.check(now, header.path)
 
-    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Digests] | None:
+    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
         """Refuse a destination that must not be touched; else see `_finished`."""
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
 
-    def _finished(self) -> dict[str, Digests] | None:
-        """The sidecars of a destination that this very conversion finished before, else None."""
-        sidecars = {}
+    def _finished(self) -> dict[str, Finished] | None:
+        """All tensors by key, of a destination that this very conversion finished before."""
+        finished = {}
         for folder in self._plan.folders:
             found = self.destination.sidecar(folder)
             if (
@@ -291,29 +288,23 @@ class _Conversion:
                 or found.options != self._plan.options
             ):
                 return None
-            sidecars[folder] = found
+            for name, digest in found.tensors.items():
+                counts = CastCounts(*found.counts.get(name, ()))
+                finished[in_folder(folder, name)] = Finished(digest.hex, counts)
         sizes = {file.path: file.nbytes for file in self._plan.files}
         for path in self._plan.paths:
             found_nbytes = _length(self._plan.destination / path)
             if found_nbytes is None or found_nbytes != sizes.get(path, found_nbytes):
                 return None
-        finished = {in_folder(f, name) for f, found in sidecars.items() for name in found.tensors}
-        return sidecars if finished == {key for key, _, _ in self._plan.tensors()} else None
+        return finished if finished.keys() == {key for key, _, _ in self._plan.tensors()} else None
 
     def run(
         self, clock: Clock, progress: Progress, *, resume: bool, overwrite: bool, verify: bool
     ) -> ConvertReport:
         """Write the unfinished tensors, and publish all; the destination is locked."""
-        sidecars = self.check(resume=resume, overwrite=overwrite)
+        finished = self.check(resume=resume, overwrite=overwrite)
         read_nbytes = 0
-        if sidecars is not None and not exists(self.destination.journal):
-            finished = {
-                in_folder(folder, name): Finished(
-                    digest.hex, CastCounts(*found.counts.get(name, ()))
-                )
-                for folder, found in sidecars.items()
-                for name, digest in found.tensors.items()
-            }
+        if finished is not None and not exists(self.destination.journal):
             resumed = len(finished)
             if verify:
                 self._verify(finished, self._plan.destination, progress)
@@ -328,7 +319,8 @@ class _Conversion:
                 journal.close()
             self.destination.clean()
             finished = self._by_key(journal)
-            warn_of_overflow(self._plan.path, _changed(finished), self._out_of_range)
+            out_of_range = self._plan.options["out_of_range"]
+            warn_of_overflow(self._plan.path, _changed(finished), out_of_range)
         return ConvertReport(
             self._plan,
             clock.seconds,
@@ -344,18 +336,7 @@ class _Conversion:
         read_nbytes, replaces = 0, journal.replaces or overwrite
         begun_to_publish = journal.published is not None
         if not begun_to_publish:
-            writer = Writer(
-                self._plan,
-                self._checkpoint,
-                self.destination,
-                journal,
-                self._out_of_range,
-                self._way,
-            )
-            with reporting(progress, writer.unread_nbytes, "converted") as tell:
-                writer.run(tell)
-            self._check_source()
-            read_nbytes = writer.read_nbytes
+            read_nbytes = self._write(journal, progress)
             if verify:
                 self._verify(self._by_key(journal), self.destination.out, progress)
             journal.publish(self._prepare(journal))
@@ -412,6 +393,13 @@ class _Conversion:
                 if (found[file.path] or 0) < t.stop and i in journal.finished
             ]
         )
+
+    def _write(self, journal: Journal, progress: Progress) -> int:
+        writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
+        with reporting(progress, writer.unread_nbytes, "converted") as tell:
+            writer.run(tell)
+        self._check_source()
+        return writer.read_nbytes
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
         """All tensors by their keys, when all are finished."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from xxhash import xxh3_128
+
 from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -26,7 +28,7 @@ from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
-from streamload.digests import Hasher, digest_of, hasher
+from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
@@ -140,7 +142,7 @@ class _Tensor:
     out: OutTensor
     digested: int  # up to this byte of the file
     left_nbytes: int
-    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
+    hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
     digest: str = ""
     counts: CastCounts = ZERO
 
@@ -208,18 +210,17 @@ class Writer:
         checkpoint: Checkpoint,
         destination: Destination,
         journal: Journal,
-        out_of_range: OutOfRange,
         way: Way,
     ) -> None:
         """Prepare; raises UnsupportedCastError where this machine cannot do a cast."""
         self.read_nbytes = 0
         self._destination = destination
         self._journal = journal
-        self._out_of_range = out_of_range
+        self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
         self._casts: dict[tuple[DType, DType], Cast] = {
-            pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
+            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in pairs
         }
         self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
@@ -352,13 +353,6 @@ class Writer:
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _output(self, file: _File) -> Output:
-        with self._changed:
-            if file.output is None:
-                to, path = self._destination, file.out.path
-                file.output = Output(to.out / path, to.path / path)
-            return file.output
-
     def _close(self, file: _File) -> None:
         with self._changed:
             output, file.output = file.output, None
@@ -463,7 +457,11 @@ class Writer:
                     self._changed.notify_all()
 
     def _write(self, file: _File, start: int, data: memoryview) -> None:
-        output = self._output(file)
+        with self._changed:
+            if file.output is None:
+                to, path = self._destination, file.out.path
+                file.output = Output(to.out / path, to.path / path)
+            output = file.output
         output.write(start, data)
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
