@@ -20,12 +20,7 @@ import xxhash
 
 from streamload._system import sync_folder
 from streamload.checkpoint.checkpoint import read_json_file
-from streamload.checkpoint.header import (
-    RepeatedNames,
-    describe,
-    is_text,
-    parse_json_object,
-)
+from streamload.checkpoint.header import RepeatedNames, describe, is_text, parse_json_object
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import HeaderError
@@ -50,9 +45,7 @@ HEX = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 def digest_of(
-    pieces: Iterable[memoryview],
-    tell: Callable[[int], None] = lambda done: None,
-    done: int = 0,
+    pieces: Iterable[memoryview], tell: Callable[[int], None] = lambda done: None, done: int = 0
 ) -> str:
     """The digest of bytes that come piece by piece.
 

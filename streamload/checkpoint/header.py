@@ -35,12 +35,7 @@ import numpy as np
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.url import Location, Url
 from streamload.dtypes import BY_CODE, DType
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.nesting import check_nesting
 from streamload.planning.budget import first_that_fits
 
@@ -371,10 +366,7 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
         text = raw.decode("utf-8")
         check_nesting(raw)
         document: dict[str, Any] = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_int=_parse_int,
-            parse_constant=_refuse_constant,
+            text, object_pairs_hook=_object, parse_int=_parse_int, parse_constant=_refuse_constant
         )
     except UnicodeDecodeError as error:
         raise HeaderError(

@@ -37,13 +37,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from streamload.checkpoint import wire
 from streamload.checkpoint.base import Reader
-from streamload.checkpoint.header import (
-    PREFIX_NBYTES,
-    Header,
-    describe,
-    json_nbytes,
-    parse_header,
-)
+from streamload.checkpoint.header import PREFIX_NBYTES, Header, describe, json_nbytes, parse_header
 from streamload.checkpoint.url import Url
 from streamload.errors import (
     CheckpointError,

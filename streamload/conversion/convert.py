@@ -23,17 +23,9 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
+from streamload.conversion import disk
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import Destination
-from streamload.conversion.disk import (
-    exists,
-    file_digest,
-    locked,
-    pieces,
-    unwritable,
-    write_file,
-    writing_to,
-)
 from streamload.conversion.journal import FORMAT, Finished, Journal
 from streamload.conversion.planning import (
     ConvertOptions,
@@ -233,7 +225,7 @@ def convert(
         return ConvertReport(plan, clock.seconds, dry_run=True)
     with ExitStack() as locks:
         for folder in job.destination.folders():
-            locks.enter_context(locked(plan.destination / folder))
+            locks.enter_context(disk.locked(plan.destination / folder))
         report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
     job.destination.remove_empty_folders()
     return report
@@ -304,7 +296,7 @@ class _Conversion:
         """Write the unfinished tensors, and publish all; the destination is locked."""
         finished = self.check(resume=resume, overwrite=overwrite)
         read_nbytes = 0
-        if finished is not None and not exists(self.destination.journal):
+        if finished is not None and not disk.exists(self.destination.journal):
             resumed = len(finished)
             if verify:
                 self._verify(finished, self._plan.destination, progress)
@@ -314,7 +306,7 @@ class _Conversion:
             try:
                 read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
             except OSError as error:
-                raise unwritable(error.filename or self._plan.destination, error) from error
+                raise disk.unwritable(error.filename or self._plan.destination, error) from error
             finally:
                 journal.close()
             self.destination.clean()
@@ -348,7 +340,7 @@ class _Conversion:
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
         """The journal to go on with, or a new one in an empty folder."""
         to = self.destination
-        with writing_to(to.path):
+        with disk.writing_to(to.path):
             if resume:
                 self._check_versions()
             journal = Journal.resume(to.journal, self._first) if resume else None
@@ -358,12 +350,12 @@ class _Conversion:
                     to.check_room()
                 return journal
             to.journal.unlink(missing_ok=True)
-            if exists(to.out):
+            if disk.exists(to.out):
                 shutil.rmtree(to.out)
             to.check_room()
             for folder in ("", *self._plan.folders):
                 (to.out / folder).mkdir(parents=True, exist_ok=True)
-            write_file(to.reserve, [bytes(to.reserve_nbytes)])
+            disk.write_file(to.reserve, [bytes(to.reserve_nbytes)])
             journal = Journal.begin(to.journal, self._first, replaces=overwrite)
             sync_folder(to.work)
             sync_folder(to.path)
@@ -420,11 +412,12 @@ class _Conversion:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out = self.destination.out
         for small in (*self._plan.small, *self._plan.indexes):
-            if isinstance(small.content, Url):
-                _fetch(small.content, out / small.path)
+            path, content = out / small.path, small.content
+            if isinstance(content, Url):
+                _fetch(content, path)
                 continue
-            data = [small.content] if isinstance(small.content, bytes) else pieces(small.content)
-            write_file(out / small.path, data, small.mode)
+            data = [content] if isinstance(content, bytes) else disk.pieces(content)
+            disk.write_file(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
         # users that could not read the source cannot read the copy; the owner may write
@@ -438,7 +431,7 @@ class _Conversion:
         for folder in ("", *self._plan.folders):
             sync_folder(out / folder)
         large = {file.path for file in self._plan.files}
-        return {p: "" if p in large else file_digest(out / p) for p in self._plan.paths}
+        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
 
     def _write_sidecar(self, folder: str, journal: Journal) -> None:
         mine = [
@@ -480,7 +473,7 @@ class _Conversion:
             try:
                 if file := large.get(path):
                     check_written(file, where, finished, self._way.block_nbytes)
-                elif file_digest(where) != published[path]:
+                elif disk.file_digest(where) != published[path]:
                     raise CheckpointError(where, "other bytes")
             except CheckpointError as error:
                 raise CheckpointError(

@@ -24,12 +24,7 @@ from typing import Any
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
-    TensorInfo,
-    is_text,
-    parse_header,
-)
+from streamload.checkpoint.header import MAX_HEADER_NBYTES, TensorInfo, is_text, parse_header
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.conversion.beside import (
     CONFIG,

@@ -33,15 +33,7 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
 from streamload.planning.budget import available_cpus, first_that_fits
-from streamload.reading import (
-    AHEAD_NBYTES,
-    BLOCK_NBYTES,
-    Room,
-    Shards,
-    cut,
-    file_kind,
-    page_cache,
-)
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
