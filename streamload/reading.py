@@ -95,7 +95,7 @@ class Room:
         self.block_nbytes = block_nbytes
         self._ahead = ahead
         self._memory: memoryview | None = None
-        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # of which file, which bytes
+        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # a file, and bytes of it
         self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
 
     def read(self, reader: Reader, start: int, stop: int) -> memoryview:
@@ -285,6 +285,6 @@ class Shards:
             if reader.fallback:
                 self.fallbacks[reader.fallback] += 1
         if cache := self._caches.pop(shard, None):
-            if self._stopped:  # what threads had read, and nobody was told of
+            if self._stopped:  # threads had read bytes that were never told
                 cache.done(0, self._headers[shard].file_nbytes)
             cache.close()

@@ -44,7 +44,7 @@ class Reader(ABC):
 
         Raises:
             TruncatedFileError: the file has become shorter; on leaving the with, too.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -71,7 +71,7 @@ class Reader(ABC):
 
         Raises:
             TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -140,7 +140,7 @@ class Reader(ABC):
 
         Raises:
             CheckpointError: on entering and on leaving, the file is not what it was when its header
-                was read, or somebody waits to change it.
+                was read, or a writer waits for it.
         """
         return nullcontext()
 

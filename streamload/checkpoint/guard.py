@@ -89,7 +89,7 @@ class Guard:
     """Holds an open file to what it was: ``with guard:`` around whatever reads its bytes.
 
     Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
-    the file has changed, or somebody waits to change it, and so does every later time.
+    the file has changed, or a writer waits for it, and so does every later time.
 
     Attributes:
         refusal: why there is no lease; "" where there is.
@@ -175,7 +175,7 @@ class Guard:
     def _leave(self) -> None:
         with self._lock:
             self._inside -= 1
-            if self._failed is not None and not self._inside:  # nobody touches a map of it
+            if self._failed is not None and not self._inside:  # no thread touches a map of it
                 self._release()
 
     def _release(self) -> None:

@@ -329,7 +329,7 @@ def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something of that name; raises OSError where one may not know.
+    """Whether there is something of that name; raises OSError where the system hides it.
 
     `Path.exists` hides that from Python 3.14 on.
     """

@@ -25,7 +25,7 @@ PageCacheKind = Literal["auto", "keep", "drop"]
 _PAGE = mmap.PAGESIZE
 
 # A sample of a file: 64 windows of 16 pages, evenly spread, both ends among them; 4 MiB with pages
-# of 4 KiB, and what is not longer than that is looked at whole (docs/measurements.md).
+# of 4 KiB; shorter files are looked at whole (docs/measurements.md).
 _SAMPLES = 64
 _SAMPLE_NBYTES = 16 * _PAGE
 _ASKED_NBYTES = 2**26  # by one mincore: a vector of 16 KiB with pages of 4 KiB

@@ -56,7 +56,7 @@ MAPPED_FILESYSTEMS = frozenset({
     "xfs",
 })
 #: Filesystems that hold their files on a disk of this machine and read past the page cache:
-#: "auto" does so for what is not in it. Not those in memory, nor read-only images.
+#: "auto" does so for bytes that are not in it. Not those in memory, nor read-only images.
 DIRECT_FILESYSTEMS = MAPPED_FILESYSTEMS - {
     "erofs", "iso9660", "ramfs", "squashfs", "tmpfs", "ubifs", "udf",
 }
@@ -240,7 +240,7 @@ def not_mapped(path: Location) -> str:
             refusal = _no_lease(filesystem_and_length(path)[0])
             return refusal or take_lease(file.fileno())
     except CheckpointError:
-        return ""  # whoever reads it will say what is wrong with it
+        return ""  # reading it will say what is wrong with it
 
 
 def reader_for(

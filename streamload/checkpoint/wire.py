@@ -142,7 +142,7 @@ class _Backend:
             try:
                 stream = _httpcore().SyncBackend().connect_tcp(host, port, seconds, **options)
             except Exception as error:
-                with suppress(InvalidStateError):  # nobody waits any more
+                with suppress(InvalidStateError):  # no thread waits any more
                     future.set_exception(error)
                 return
             try:

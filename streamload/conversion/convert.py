@@ -153,17 +153,17 @@ def convert(
 
     It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
     of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer), the
-    dtype in config.json as it is then, and the digests of all tensors in ``streamload.json``.
+    new dtype in config.json, and the digests of all tensors in ``streamload.json``.
 
     Nothing in the destination looks finished before all is: files are written in a folder
-    ``.streamload`` there, and named at the end, the index last. After a failure, or when the
-    process was killed, that folder holds what was finished, and ``resume=True`` does the rest.
+    ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
+    folder holds the finished tensors, and ``resume=True`` does the rest.
 
-    A destination holds a checkpoint when there is, in it or in a folder that is written or that an
-    earlier conversion made there for a node: a ``*.safetensors``, an index of such, a config.json,
-    a sidecar or a file that the sidecar lists, or any file of a name that is written. Without
-    ``overwrite`` that is refused. With it, all of that is removed before the first new file gets
-    its name: what is there then is of one conversion. Nothing else in the destination is touched.
+    These files count as a checkpoint in the destination, in a folder that is written there, and in
+    a node's folder of an earlier conversion: ``*.safetensors``, their indexes, config.json, a
+    sidecar and the files that it lists, and any file of a name that is written. Without
+    ``overwrite`` they are an error. With it, they are removed before the first new file gets its
+    name, so that only one conversion is there. Nothing else in the destination is touched.
 
     Args:
         source: the checkpoint, as in `open_checkpoint`.
@@ -177,14 +177,14 @@ def convert(
         nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
         select: patterns of the tensors to be converted, by their names in the checkpoint; none
             stands for all.
-        exclude: patterns of those that are not.
+        exclude: patterns of tensors to leave out.
         rename: what names become: a dict (others stay), or a callable that returns a name, or
             None to leave the tensor out.
-        resume: continue what an earlier call with the same source and options left unfinished;
-            begin where there is nothing, and do nothing where all is finished.
+        resume: continue an unfinished call with the same source and options; begin where there is
+            nothing, and do nothing where all is finished.
         overwrite: replace a finished checkpoint as said above, or begin an unfinished one again.
             The old one stays until the new one is whole.
-        verify: read all that was written back from the disk, before it gets its names.
+        verify: read all files back from the disk, before they get their names.
         dry_run: plan, and check all that can be checked without writing.
         progress: as in `load_state_dict`.
 

@@ -28,7 +28,7 @@ WORK = ".streamload"
 _WRITE = 2
 _WRITE_AND_WAIT = 1 | 2 | 4
 
-# Of errors of writing: the disk, or what one may have of it, is full.
+# Errors of writing: the disk, or the user's share of it, is full.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What filesystems without locks say, as some of networks: there, users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -55,7 +55,7 @@ def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of that name; raises CheckpointError where one may not know."""
+    """Whether there is something of that name; raises CheckpointError where hidden."""
     with writing_to(path):
         return is_there(path)
 

@@ -246,7 +246,7 @@ class Writer:
         self._next_commit = time.monotonic()
 
     def _cut(self) -> Iterator[Block]:
-        """Cut what is not finished, and all headers, into blocks in the order of writing."""
+        """Cut unfinished tensors and all headers into blocks, in the order of writing."""
         nbytes = self._way.block_nbytes
         for file in self._files:
             block = Block(file, 0)
