@@ -80,14 +80,10 @@ def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[t
 
 
 class Room:
-    """One thread's memory for blocks that no map shows; allocated by the first of them.
-
-    Attributes:
-        block_nbytes: most bytes of a block.
-    """
+    """One thread's memory for blocks that no map shows; allocated by the first of them."""
 
     def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet, for blocks of at most ``block_nbytes``.
 
         With ``ahead``, where blocks follow each other, fill the room and take the next ones from
         it: a request over HTTP and a direct read cost the same for a few bytes as for many.
@@ -131,12 +127,7 @@ class Room:
 
 
 class Shards:
-    """The files of a checkpoint while they are read; safe for threads.
-
-    Attributes:
-        fallbacks: why closed files were not read in the way that was asked for, and how many.
-        page_cache: what becomes of the page cache, and why; "" where none was used.
-    """
+    """The files of a checkpoint while they are read; safe for threads."""
 
     def __init__(
         self,
@@ -157,8 +148,9 @@ class Shards:
             most_open: files that are open at once: one more closes the one that was used longest
                 ago. None for any number.
         """
+        # why closed files were not read in the way that was asked for, and how many
         self.fallbacks: Counter[str] = Counter()
-        self.page_cache = ""
+        self.page_cache = ""  # what becomes of it, and why; "" where none was used
         self._headers = {header.path: header for header in headers}
         self._kind = kind
         self._kinds: dict[Location, ResolvedKind] = {}

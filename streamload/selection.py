@@ -20,15 +20,10 @@ def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors are meant.
+    """Which tensors are meant."""
 
-    Attributes:
-        select: those whose name matches one of these patterns; all where there are none.
-        exclude: of those, not those whose name matches one of these.
-    """
-
-    select: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()  # patterns of their names; all tensors where there are none
+    exclude: tuple[str, ...] = ()  # patterns of names that are left out of those
 
     @classmethod
     def parse(cls, select: Patterns = (), exclude: Patterns = ()) -> Self:

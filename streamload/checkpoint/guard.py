@@ -90,9 +90,6 @@ class Guard:
 
     Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
     the file has changed, or a writer waits for it, and so does every later time.
-
-    Attributes:
-        refusal: why there is no lease; "" where there is.
     """
 
     def __init__(
@@ -111,6 +108,7 @@ class Guard:
         self._lock = threading.Lock()
         self._inside = 0
         self._failed: CheckpointError | None = None
+        # why there is no lease; "" where there is
         self.refusal = refusal or take_lease(file.fileno())
         self._leased = not self.refusal
         try:

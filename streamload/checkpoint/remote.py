@@ -251,7 +251,7 @@ class HttpReader(Reader):
         super()._check_range(start, stop)
 
 
-# -- connections -----------------------------------------------------------------------------------
+_pool = wire.Pool()
 
 
 @contextmanager
@@ -265,12 +265,6 @@ def connections() -> Iterator[None]:
         yield
     finally:
         _pool.leave()
-
-
-_pool = wire.Pool()
-
-
-# -- one file --------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -158,14 +158,10 @@ class _Backend:
 
 
 class _Connection:
-    """A connection of the library's, which waits as long as the try under way in its thread may.
-
-    Attributes:
-        owner: the last try that used it.
-    """
+    """A connection of the library's, which waits as long as the try under way in its thread may."""
 
     def __init__(self, stream: Any) -> None:
-        self.owner: Attempt | None = None
+        self.owner: Attempt | None = None  # the last try that used it
         self._stream = stream
         # another object for the same connection: TLS takes the first one's descriptor away
         self._handle = stream.get_extra_info("socket").dup()
@@ -236,9 +232,6 @@ class _Connection:
             yield seconds
         finally:
             timer.cancel()
-
-
-# -- the client ------------------------------------------------------------------------------------
 
 
 class Pool:

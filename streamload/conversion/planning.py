@@ -215,9 +215,9 @@ class ConvertPlan:
     @property
     def paths(self) -> tuple[str, ...]:
         """Every path that is published, in that order: all indexes last."""
-        lasts = tuple(index.path for index in self.indexes)
+        lasts = {index.path for index in self.indexes}
         names = (path for folder in self.folders for path in self.names(folder))
-        return (*(path for path in names if path not in lasts), *lasts)
+        return tuple(sorted(names, key=lasts.__contains__))
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Every path that is published in a folder, in that order; the index is the last one."""
