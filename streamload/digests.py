@@ -47,12 +47,9 @@ HEX = re.compile("[0-9a-f]{32}", re.ASCII)
 def digest_of(
     pieces: Iterable[memoryview], tell: Callable[[int], None] = lambda done: None, done: int = 0
 ) -> str:
-    """The digest of bytes that come piece by piece.
+    """The digest of pieces, each of which may be gone when the next one comes.
 
-    Args:
-        pieces: the bytes; each piece may be gone when the next one comes.
-        tell: told how many bytes are done.
-        done: bytes that were done before.
+    ``tell`` is told how many bytes are done, with those that were ``done`` before.
     """
     found = hasher()
     for piece in pieces:
@@ -114,21 +111,14 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What `streamload.json` says.
+    """What `streamload.json` says."""
 
-    Attributes:
-        tensors: the digests by name.
-        source: what was converted, and in which state it was: plain JSON values.
-        options: how it was converted: plain JSON values.
-        files: names of all that was written into the folder, the sidecar included.
-        counts: of each tensor that a cast changed, how many values overflowed, how many became
-            zero, and how many changed in any other way.
-    """
-
-    tensors: Mapping[str, Digest] = field(repr=False)
+    tensors: Mapping[str, Digest] = field(repr=False)  # by name
+    # what was converted and in which state it was, and how: plain JSON values
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # all that was written into the folder, the sidecar included
+    # of each tensor that a cast changed
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:

@@ -170,11 +170,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     """Where a checkpoint is, and the folder that its files are in; none is opened.
 
-    Args:
-        path: as in `open_checkpoint`.
-
-    Raises:
-        ShardNotFoundError: nothing is there.
+    It raises ShardNotFoundError where nothing is there; see `open_checkpoint`.
     """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):

@@ -184,12 +184,9 @@ class Guard:
 
 
 def take_lease(fd: int) -> str:
-    """Take a read lease on a file that is open for reading only; closing it gives that up.
+    """Take a read lease on a file that is open for reading only; returns "", or why there is none.
 
-    No signal tells that it is to be given up: its owner asks.
-
-    Returns:
-        "", or why there is none.
+    Closing the file ends it. No signal tells that a writer waits: the owner of the lease asks.
     """
     if sys.platform != "linux":
         return "this system has no leases"

@@ -198,15 +198,8 @@ class Destination:
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
         """Give every file its name; again, where that was begun before.
 
-        An old checkpoint goes first, its index before all.
-
-        Args:
-            published: all that get their names, in order.
-            replaces: an old checkpoint may be removed.
-
-        Raises:
-            CheckpointError: there is one, and it must stay.
-            OSError: the disk failed.
+        An old checkpoint goes first, its index before all; raises CheckpointError where it must
+        stay, for it came after the beginning and ``replaces`` is not set.
         """
         waiting = self.waiting(published)
         done = published.keys() - waiting

@@ -50,20 +50,15 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 
 
 class Journal:
-    """The journal of one conversion, open for more.
-
-    Attributes:
-        finished: what it says is finished, by the tensor's place in the plan, over all files.
-        published: every path that gets its name when all is finished, in that order, and the
-            digest of its bytes; "" for a file of tensors, which have digests of their own. None
-            before that.
-        replaces: whether a checkpoint that is there may be replaced.
-    """
+    """The journal of one conversion, open for more."""
 
     def __init__(self, fd: int, path: Path) -> None:
+        # by the tensor's place in the plan, over all files
         self.finished: dict[int, Finished] = {}
+        # When all is finished, every path that gets its name, in that order, with the digest of its
+        # bytes; "" for a file of tensors, which have digests of their own.
         self.published: dict[str, str] | None = None
-        self.replaces = False
+        self.replaces = False  # whether a checkpoint that is there may be replaced
         self._fd = fd
         self._path = path
 

@@ -263,10 +263,7 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write; when this returns, all is on the disk and in the journal.
 
-        After an error, the journal has what was finished.
-
-        Args:
-            tell: told how many bytes were read so far.
+        After an error, the journal has what was finished. ``tell`` hears how many bytes were read.
 
         Raises:
             CheckpointError: the source is not what its headers said, or cannot be read; the
@@ -478,13 +475,7 @@ def check_written(
 ) -> int:
     """Read a file that was written, past the page cache where that can be, and compare.
 
-    Args:
-        file: what was planned.
-        path: where it is now.
-        finished: by the key that a tensor has in the plan.
-        block_nbytes: most bytes that are read at once.
-        tell: told how many bytes of data were read so far.
-        done: how many were before.
+    ``tell`` is told how many bytes of data were read, with those that were ``done`` before.
 
     Returns:
         How many bytes of data are read after this.
