@@ -19,13 +19,14 @@ from streamload import (
 )
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.compare import Comparison, Verification, diff, verify_checkpoint
+from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.load import load_state_dict, plan, split
 from streamload.planning.budget import Budget
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan, RowRange
 from streamload.report import LoadReport
+from streamload.verify import Verification, verify_checkpoint
 
 __version__ = "0.1.0"
 

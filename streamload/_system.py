@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 if os.name != "posix":
@@ -25,6 +27,8 @@ _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its o
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 #: Whether `place_code` works here. Other CPUs than x86-64 may have to be told that data has become
 #: instructions (AArch64 needs its instruction cache flushed).
@@ -124,14 +128,33 @@ def place_code(text: bytes) -> int:
         OSError: the system refuses executable memory, as SELinux does without ``execmem``, and
             systemd with ``MemoryDenyWriteExecute``.
     """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    address = _map(len(text), mmap.PROT_READ | mmap.PROT_WRITE, private)
+    address = _map(len(text), mmap.PROT_READ | mmap.PROT_WRITE, _PRIVATE)
     ctypes.memmove(address, text, len(text))
     if libc().mprotect(address, len(text), mmap.PROT_READ | mmap.PROT_EXEC) != 0:
         error = failure()
         libc().munmap(address, len(text))
         raise OSError(error.errno, f"no executable memory: {error.strerror}")
     return address
+
+
+def direct_memory(nbytes: int) -> memoryview:
+    """At least one byte of memory that direct reads are fast into; its last memoryview frees it.
+
+    It has whole huge pages, where the system gives them (transparent_hugepage "madvise" or
+    "always") and ``nbytes`` holds one; it always begins at a page. A disk cuts a request by its
+    number of separate pieces of memory. Tried on a virtual disk of 254 pieces a request, 1 to 8
+    threads with 4 MiB each, GB/s: 1.1 to 1.3 with pages of 4 KiB, 2.8 to 3.4 with huge pages, for a
+    third of the CPU time.
+    """
+    if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
+    # a huge page more of addresses, to begin at one; what is not touched takes no memory
+    held = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_PRIVATE)
+    memory = memoryview(held)
+    start = -address_of(memory) % _HUGE_PAGE
+    with suppress(OSError):  # a kernel without them
+        held.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+    return memory[start : start + nbytes]
 
 
 def trim_heap() -> None:
@@ -186,6 +209,40 @@ def read_at(fd: int, start: int, out: memoryview) -> int:
     data = os.pread(fd, min(out.nbytes, _COPIED_NBYTES), start)
     out[: len(data)] = data
     return len(data)
+
+
+def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
+    """The type of a file's filesystem, "" where it is not known, and the file's length in bytes."""
+    try:
+        nbytes = os.stat(path).st_size
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mountinfo = file.read()
+    except OSError:  # no such file, or not Linux
+        return "", 0
+    return filesystem_of(os.path.realpath(path), mountinfo), nbytes
+
+
+def filesystem_of(path: str, mountinfo: str) -> str:
+    """The type of the filesystem that holds ``path``, or "" where that is not said.
+
+    By name and not by device number: files on btrfs and overlay have numbers that no mount has.
+
+    Args:
+        path: an absolute path without symlinks.
+        mountinfo: the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
+            field, with octal escapes, and the type the first after a lone hyphen.
+    """
+    best, found = "", ""
+    for line in mountinfo.split("\n"):
+        before, hyphen, after = line.partition(" - ")
+        fields = before.split(" ")
+        if not hyphen or len(fields) < 5:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):  # of two on one point, the later covers the earlier
+            best, found = point, after.split(" ")[0]
+    return found
 
 
 def scatter(

@@ -1,4 +1,4 @@
-"""Checking a checkpoint against its sidecar, and comparing two checkpoints tensor by tensor.
+"""Comparing two checkpoints tensor by tensor.
 
 Nothing is held of a tensor but a block of each file: 20 MB, and less where memory is short. It is
 one thread: digests run at 30 GB/s and comparisons at 19 (2 GB/s where ml_dtypes casts, which keeps
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -24,18 +24,13 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.dtypes import DType, DTypeArgument
-from streamload.errors import (
-    CheckpointError,
-    OutOfRangeError,
-    UnsupportedCastError,
-)
+from streamload.errors import OutOfRangeError, UnsupportedCastError
 from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy
 from streamload.progress import Progress, reporting
-from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table
 
@@ -54,175 +49,6 @@ _MOST_OPEN = 16  # files of one checkpoint at once
 _LISTED_DIMS = 8
 
 CheckpointLike = str | os.PathLike[str] | Url | Checkpoint
-
-
-# --- against the sidecar --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A tensor that is not what the sidecar says.
-
-    Attributes:
-        name: the tensor.
-        what: "dtype", "shape" or "digest".
-        expected: what the sidecar says.
-        found: what the file holds.
-    """
-
-    name: str
-    what: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: expected {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What a check against the sidecar found. Prints as a table.
-
-    Attributes:
-        path: the checkpoint.
-        sidecar: the file with its digests.
-        verified_count: how many tensors are what it says, byte by byte.
-        changed: those that are not, in the order of the files.
-        missing: names that it lists and the checkpoint lacks.
-        unlisted: names that the checkpoint has and it lacks.
-        nbytes: bytes of data read.
-        seconds: the time that this took.
-    """
-
-    path: str
-    sidecar: str
-    verified_count: int
-    changed: tuple[Changed, ...]
-    missing: tuple[str, ...]
-    unlisted: tuple[str, ...]
-    nbytes: int
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """All tensors are listed, there, and what the sidecar says."""
-        return not (self.changed or self.missing or self.unlisted)
-
-    def to_json(self) -> str:
-        """Write everything as JSON."""
-        return json.dumps({"ok": self.ok, **asdict(self)})
-
-    def lines(self) -> Iterator[str]:
-        """A line for each tensor that is not as it should be, and one for the whole."""
-        rows = [(c.name, str(c)) for c in self.changed]
-        rows += [(name, f"listed in {SIDECAR}, not in the checkpoint") for name in self.missing]
-        rows += [(name, f"not listed in {SIDECAR}") for name in self.unlisted]
-        if rows:
-            yield from format_table(("tensor", "problem"), rows, right=0)
-        done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
-        if self.ok:
-            yield f"verified: {_tensors(self.verified_count)}, {done}"
-        else:
-            problems = f"{_tensors(len(rows))} not as {SIDECAR} says"
-            yield f"{problems}, {self.verified_count} verified, {done}"
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-
-def verify_checkpoint(
-    path: CheckpointLike,
-    *,
-    select: Patterns = (),
-    exclude: Patterns = (),
-    progress: Progress = "auto",
-) -> Verification:
-    """Read every byte of a checkpoint, and compare its tensors with the digests of its sidecar.
-
-    Args:
-        path: as of `open_checkpoint`; `streamload.json` is in its folder.
-        select: only tensors with a name that matches; none for all.
-        exclude: not those with a name that matches.
-        progress: how to tell how far it is; see `load_state_dict`.
-
-    Returns:
-        What was found; `Verification.ok` is the verdict.
-
-    Raises:
-        ShardNotFoundError: there is no sidecar, or no checkpoint.
-        CheckpointError: one of them is not valid or cannot be read.
-        PlanInfeasibleError: there is too little memory.
-        ValueError: an argument is invalid.
-    """
-    begun = time.monotonic()
-    chosen = Selection.parse(select, exclude)
-    checkpoint = _opened(path)
-    folder = _folder(checkpoint)
-    digests = Digests.read(folder / SIDECAR)
-    block_nbytes, kind = _way([checkpoint])
-    room = Room(block_nbytes, ahead=True)
-    chosen.check([*checkpoint.tensors, *digests.tensors])
-    tensors = [info for info in checkpoint.tensors.values() if info.name in chosen]
-    listed = [info for info in tensors if info.name in digests.tensors]
-    changed = []
-    done = nbytes = 0
-    with (
-        reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
-        _shards(checkpoint, kind) as files,
-    ):
-        for info in listed:
-            expected = digests.tensors[info.name]
-            difference = _unlike(info, expected)
-            if difference is None:
-                found = digest_of(files.blocks(info, room), tell, done, digests.algorithm)
-                nbytes += info.nbytes
-                if found != expected.hex:
-                    difference = Changed(info.name, "digest", expected.hex, found)
-            if difference is not None:
-                changed.append(difference)
-            done += info.nbytes
-            tell(done)
-    there = _names_of_folder(checkpoint, folder)
-    return Verification(
-        path=str(checkpoint.path),
-        sidecar=str(folder / SIDECAR),
-        verified_count=len(listed) - len(changed),
-        changed=tuple(changed),
-        missing=tuple(name for name in digests.tensors if name not in there and name in chosen),
-        unlisted=tuple(info.name for info in tensors if info.name not in digests.tensors),
-        nbytes=nbytes,
-        seconds=time.monotonic() - begun,
-    )
-
-
-def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
-    if info.dtype is not digest.dtype:
-        return Changed(info.name, "dtype", digest.dtype.name, info.dtype.name)
-    if info.shape != digest.shape:
-        return Changed(info.name, "shape", _shape(digest.shape), _shape(info.shape))
-    return None
-
-
-def _folder(checkpoint: Checkpoint) -> Location:
-    path = checkpoint.path
-    inside = bool(path.name) if isinstance(path, Url) else not path.is_dir()
-    return path.parent if inside else path
-
-
-def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
-    """The tensors that a sidecar speaks of: those of all shards, also where one was opened."""
-    if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
-        return checkpoint.tensors
-    try:
-        whole = open_checkpoint(folder)
-    except CheckpointError:  # the other shards are not there
-        return checkpoint.tensors
-    mine = {header.path.name for header in checkpoint.shards}
-    theirs = {header.path.name for header in whole.shards}
-    return whole.tensors if mine <= theirs else checkpoint.tensors
-
-
-# --- two checkpoints ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +108,7 @@ class TensorDifference:
         if self.dtypes is not None:
             parts.append(f"dtype {self.dtypes[0]}, {self.dtypes[1]}")
         if self.shapes is not None:
-            parts.append(f"shape {_shape(self.shapes[0])}, {_shape(self.shapes[1])}")
+            parts.append(f"shape {shape_text(self.shapes[0])}, {shape_text(self.shapes[1])}")
         if self.values is not None:
             parts.append(str(self.values))
         elif self.compared:
@@ -339,9 +165,9 @@ class Comparison:
             yield from format_table(("tensor", "difference"), rows, right=0)
         done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
         if self.ok:
-            yield f"equal: {_tensors(self.equal_count)}, {done}"
+            yield f"equal: {tensors_text(self.equal_count)}, {done}"
         else:
-            yield f"{_tensors(len(rows))} different, {self.equal_count} equal, {done}"
+            yield f"{tensors_text(len(rows))} different, {self.equal_count} equal, {done}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -393,96 +219,103 @@ def diff(
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
     chosen = Selection.parse(select, exclude)
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
-    first, second = _opened(a), _opened(b)
-    block_nbytes, kind = _way([first, second])
+    first, second = opened(a), opened(b)
+    block_nbytes, kind = way([first, second])
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*first.tensors, *second.tensors])
     named, _, _ = sources(first, None, rename)
-    pairs: list[tuple[TensorInfo, TensorInfo, DType]] = []
-    only_a = []
-    for name, source in named.items():
-        info = first.tensors[source.rows[0].tensor]
-        if info.name not in chosen:
-            continue
-        if name not in second.tensors:
-            only_a.append(name)
-            continue
-        wanted = policy.resolve(info.name, info.dtype, True)
-        if not supported(info.dtype, wanted):
-            raise UnsupportedCastError(
-                info.dtype.name, wanted.name, tensor=info.name, path=info.shard
-            )
-        pairs.append((info, second.tensors[name], wanted))
-    only_b = [name for name in second.tensors if name not in named and name in chosen]
-    total = sum(left.nbytes for left, right, _ in pairs if left.shape == right.shape)
-    differences = []
-    nbytes = 0
+    infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
+    only_b = [name for name in second.tensors if name not in infos and name in chosen]
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
+    pairs = [
+        _Pair(info, second.tensors[name], _wanted(policy, info), out_of_range)
+        for name, info in infos.items()
+        if name in second.tensors
+    ]
+    total = sum(pair.left.nbytes for pair in pairs if pair.same_shape)
     with (
         reporting(progress, total, "compared") as tell,
-        _shards(first, kind) as files_a,
-        _shards(second, kind) as files_b,
+        shards_of(first, kind) as files_a,
+        shards_of(second, kind) as files_b,
     ):
         done = 0
-        for left, right, wanted in pairs:
-            pair = _Pair(left, right, wanted, out_of_range)
-            if pair.compared:
-                for mine, theirs in pair.cut(block_nbytes):
-                    with (
-                        files_a.block(left.shard, *mine, room_a, left.name) as x,
-                        files_b.block(right.shard, *theirs, room_b, right.name) as y,
-                    ):
-                        pair.compare(x, y)
-                    tell(done + mine[1] - left.start)
-                nbytes += left.nbytes + right.nbytes
-            if left.shape == right.shape:
-                done += left.nbytes
+        for pair in pairs:
+            left, right = pair.left, pair.right
+            for mine, theirs in pair.cut(block_nbytes):
+                with (
+                    files_a.block(left.shard, *mine, room_a, left.name) as x,
+                    files_b.block(right.shard, *theirs, room_b, right.name) as y,
+                ):
+                    pair.compare(x, y)
+                tell(done + mine[1] - left.start)
+            done += left.nbytes * pair.same_shape
             tell(done)
-            if (difference := pair.difference()) is not None:
-                differences.append(difference)
+    differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
     return Comparison(
         a=str(first.path),
         b=str(second.path),
-        only_a=tuple(only_a),
+        only_a=tuple(name for name in infos if name not in second.tensors),
         only_b=tuple(only_b),
-        differences=tuple(differences),
+        differences=differences,
         equal_count=len(pairs) - len(differences),
-        nbytes=nbytes,
+        nbytes=sum(pair.left.nbytes + pair.right.nbytes for pair in pairs if pair.compared),
         seconds=time.monotonic() - begun,
     )
 
 
+def _wanted(policy: DTypePolicy, info: TensorInfo) -> DType:
+    """What a tensor of the first checkpoint becomes before it is compared."""
+    wanted = policy.resolve(info.name, info.dtype, True)
+    if not supported(info.dtype, wanted):
+        raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
+    return wanted
+
+
+@dataclass(slots=True)
 class _Pair:
     """Two tensors of one name, compared block by block."""
 
-    def __init__(
-        self, left: TensorInfo, right: TensorInfo, wanted: DType, out_of_range: OutOfRange
-    ) -> None:
-        self._left = left
-        self._right = right
-        self._wanted = wanted
-        self._out_of_range = out_of_range
-        self._cast = wanted is not left.dtype
-        self._same_dtype = wanted is right.dtype
-        self._at = 0  # elements compared so far
-        self._count = self._bits_only = 0
-        self._first: tuple[int, str, str] | None = None
-        self._largest: float | int | None = None
+    left: TensorInfo
+    right: TensorInfo
+    wanted: DType  # of the left one
+    out_of_range: OutOfRange
+    _at: int = 0  # elements compared so far
+    _count: int = 0
+    _bits_only: int = 0
+    _first: tuple[int, str, str] | None = None
+    _largest: float | int | None = None
+
+    @property
+    def _cast(self) -> bool:
+        return self.wanted is not self.left.dtype
+
+    @property
+    def _same_dtype(self) -> bool:
+        return self.wanted is self.right.dtype
+
+    @property
+    def same_shape(self) -> bool:
+        """Whether the elements correspond."""
+        return self.left.shape == self.right.shape
 
     @property
     def compared(self) -> bool:
         """Whether the values can be compared."""
-        dtypes = (self._wanted, self._right.dtype)
-        return self._left.shape == self._right.shape and (
+        dtypes = (self.wanted, self.right.dtype)
+        return self.same_shape and (
             self._same_dtype or all(d.kind == "float" and d.numpy is not None for d in dtypes)
         )
 
     def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Bytes of the left and of the right file that hold the same elements, block by block."""
-        left, right = self._left.dtype, self._right.dtype
-        x, y = self._left.start, self._right.start
+        """Bytes of the left and of the right file that hold the same elements, block by block.
+
+        Nothing where the values cannot be compared.
+        """
+        left, right = self.left.dtype, self.right.dtype
+        x, y = self.left.start, self.right.start
         # a multiple of 8: whole bytes of any dtype
         step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
-        for start, stop in _cut(self._left.numel, step):
+        for start, stop in cut(0, self.left.numel if self.compared else 0, step):
             yield (
                 (x + left.nbytes(start), x + left.nbytes(stop)),
                 (y + right.nbytes(start), y + right.nbytes(stop)),
@@ -491,12 +324,12 @@ class _Pair:
     def compare(self, mine: memoryview, theirs: memoryview) -> None:
         """Compare the next block: its bytes of the left, and of the right tensor."""
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
-        left, right = self._left.dtype, self._right.dtype
+        left, right = self.left.dtype, self.right.dtype
         numel = len(x) * 8 // left.bits
         if not self._cast and self._same_dtype and np.array_equal(x, y):
             self._at += numel
             return
-        for start, stop in _cut(numel, _PART_NUMEL):
+        for start, stop in cut(0, numel, _PART_NUMEL):
             # copies: numpy is only fast, or right, on aligned elements
             part = x[left.nbytes(start) : left.nbytes(stop)].copy()
             other = y[right.nbytes(start) : right.nbytes(stop)].copy()
@@ -505,7 +338,7 @@ class _Pair:
 
     def difference(self) -> TensorDifference | None:
         """What was found; None where nothing differs."""
-        left, right = self._left, self._right
+        left, right = self.left, self.right
         values = None
         if self._first is not None:
             at, mine, theirs = self._first
@@ -513,33 +346,32 @@ class _Pair:
             values = ValueDifference(
                 self._count, left.numel, self._bits_only, index, mine, theirs, self._largest
             )
-        same_shape = left.shape == right.shape
-        if values is None and same_shape and self._same_dtype:
+        if values is None and self.same_shape and self._same_dtype:
             return None
         return TensorDifference(
             right.name,
-            None if self._same_dtype else (self._wanted.name, right.dtype.name),
-            None if same_shape else (left.shape, right.shape),
+            None if self._same_dtype else (self.wanted.name, right.dtype.name),
+            None if self.same_shape else (left.shape, right.shape),
             values,
             self.compared,
         )
 
     def _expected(self, part: Array) -> Array:
         """The bytes that elements of the left tensor become."""
-        src, dst = self._left.dtype, self._wanted
+        src, dst = self.left.dtype, self.wanted
         cast = cast_array(part.view(src.numpy), dst)
-        if self._out_of_range != "inf" and np.isinf(cast).any():
-            clamp = self._out_of_range == "clamp"
+        if self.out_of_range != "inf" and np.isinf(cast).any():
+            clamp = self.out_of_range == "clamp"
             overflowed, _, _ = cast_bytes(
                 src, dst, part.data, cast.view(np.uint8).data, clamp=clamp
             )
             if overflowed and not clamp:
-                info = self._left
+                info = self.left
                 raise OutOfRangeError(info.name, info.shard, src.name, dst.name, overflowed)
         return cast.view(np.uint8)
 
     def _compare_part(self, x: Array, y: Array) -> None:
-        a, b = self._wanted, self._right.dtype
+        a, b = self.wanted, self.right.dtype
         if self._same_dtype and np.array_equal(x, y):
             return
         if a.numpy is None or b.numpy is None:
@@ -565,7 +397,7 @@ class _Pair:
         self._count += len(where)
         if self._first is None and len(where):
             i = int(where[0])
-            mine, theirs = _element(x, i, self._wanted), _element(y, i, self._right.dtype)
+            mine, theirs = _element(x, i, self.wanted), _element(y, i, self.right.dtype)
             self._first = (self._at + i, mine, theirs)
 
 
@@ -611,7 +443,7 @@ def _element(data: Array, index: int, dtype: DType) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _shards(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
+def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
     """The files of a checkpoint, some of them open."""
 
     def choose(shard: Location) -> ResolvedKind:
@@ -620,7 +452,7 @@ def _shards(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
     return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
 
 
-def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
+def way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
     """How much is looked at at once, and how it is read.
 
     Raises:
@@ -640,20 +472,17 @@ def _way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
     return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
 
 
-def _opened(path: CheckpointLike) -> Checkpoint:
+def opened(path: CheckpointLike) -> Checkpoint:
+    """The checkpoint, opened where it is not."""
     return path if isinstance(path, Checkpoint) else open_checkpoint(path)
 
 
-def _cut(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges that follow each other, of at most ``step`` each."""
-    for start in range(0, total, step):
-        yield start, min(start + step, total)
-
-
-def _shape(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape's first dimensions, for people."""
     rest = " ..." * (len(shape) > _LISTED_DIMS)
     return " x ".join(map(str, shape[:_LISTED_DIMS])) + rest or "scalar"
 
 
-def _tensors(count: int) -> str:
+def tensors_text(count: int) -> str:
+    """A number of tensors, for people."""
     return f"{count} tensor{'s' * (count != 1)}"

@@ -12,26 +12,22 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import xxhash
 
 from streamload._system import sync_folder
 from streamload.checkpoint.checkpoint import read_json_file
-from streamload.checkpoint.header import (
-    RepeatedNames,
-    describe,
-    is_text,
-    parse_json_object,
-)
+from streamload.checkpoint.header import RepeatedNames, describe, is_text, parse_json_object
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import HeaderError
 
 #: The sidecar's name, in the folder of the checkpoint.
 SIDECAR = "streamload.json"
-#: What new sidecars say that their digests are.
+#: The algorithm of the digests, as a sidecar names it.
 ALGORITHM = "xxh3_128"
 
 _FORMAT = 1
@@ -42,45 +38,20 @@ _MAX_U64 = 2**64 - 1
 Counts = tuple[int, int, int]
 
 
-class Hasher(Protocol):
-    """Bytes that come piece by piece become one digest."""
-
-    def update(self, data: memoryview, /) -> None:
-        """Take the next bytes; drops the GIL where there are many."""
-
-    def hexdigest(self) -> str:
-        """The digest of all bytes so far, in lower-case hexadecimal."""
-
-
-_ALGORITHMS: dict[str, Callable[[], Hasher]] = {ALGORITHM: xxhash.xxh3_128}
-#: What their digests look like.
+#: Begins a digest of bytes that come piece by piece; drops the GIL where there are many.
+hasher = xxhash.xxh3_128
+#: A digest in lower-case hexadecimal.
 HEX = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
-def hasher(algorithm: str = ALGORITHM) -> Hasher:
-    """Begin a digest.
-
-    Raises:
-        KeyError: there is no such algorithm; `Digests.read` gives out only those that there are.
-    """
-    return _ALGORITHMS[algorithm]()
-
-
 def digest_of(
-    pieces: Iterable[memoryview],
-    tell: Callable[[int], None] = lambda done: None,
-    done: int = 0,
-    algorithm: str = ALGORITHM,
+    pieces: Iterable[memoryview], tell: Callable[[int], None] = lambda done: None, done: int = 0
 ) -> str:
-    """The digest of bytes that come piece by piece.
+    """The digest of pieces, each of which may be gone when the next one comes.
 
-    Args:
-        pieces: the bytes; each piece is done with before the next one is asked for.
-        tell: told how many bytes are done.
-        done: bytes that were done before.
-        algorithm: what the digest is; see `hasher`.
+    ``tell`` is told how many bytes are done, with those that were ``done`` before.
     """
-    found = hasher(algorithm)
+    found = hasher()
     for piece in pieces:
         found.update(piece)
         done += piece.nbytes
@@ -90,21 +61,13 @@ def digest_of(
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a tensor's bytes are.
-
-    Attributes:
-        name: the tensor.
-        dtype: its dtype.
-        shape: its shape.
-        nbytes: its bytes.
-        hex: their digest, in lower-case hexadecimal.
-    """
+    """What a tensor's bytes are."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     nbytes: int
-    hex: str
+    hex: str  # the digest, in lower-case hexadecimal
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the name, as JSON has it."""
@@ -116,24 +79,13 @@ class Digest:
         }
 
     @classmethod
-    def from_json(
-        cls, name: str, entry: object, path: Location, algorithm: str = ALGORITHM
-    ) -> Self:
-        """Read what `to_json` wrote; keys that are not known are passed over.
-
-        Args:
-            name: the tensor.
-            entry: the parsed JSON.
-            path: its file, for errors.
-            algorithm: what the digest is; one that there is.
+    def from_json(cls, name: str, entry: object, path: Location) -> Self:
+        """Read what `to_json` wrote; unknown keys are passed over.
 
         Raises:
-            HeaderError: it is not that.
+            HeaderError: it is not that; names ``path``, its file.
         """
-
-        def fail(problem: str, expected: object, found: object) -> HeaderError:
-            return HeaderError(path, problem, tensor=name, expected=expected, found=found)
-
+        fail = partial(HeaderError, path, tensor=name)
         if type(entry) is not dict:
             if isinstance(entry, RepeatedNames):
                 raise fail("a key is not unique", "each key once", f"{describe(entry.name)} twice")
@@ -153,29 +105,20 @@ class Digest:
         if type(nbytes) is not int or nbytes != dtype.nbytes(numel):
             raise fail("nbytes and the shape do not agree", dtype.nbytes(numel), describe(nbytes))
         if type(digest) is not str or not HEX.fullmatch(digest):
-            raise fail("the digest is not valid", f"one of {algorithm}", describe(digest))
+            raise fail("the digest is not valid", f"one of {ALGORITHM}", describe(digest))
         return cls(name, dtype, tuple(shape), nbytes, digest)
 
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What `streamload.json` says.
+    """What `streamload.json` says."""
 
-    Attributes:
-        tensors: the digests by name.
-        source: what was converted, and in which state it was: plain JSON values.
-        options: how it was converted: plain JSON values.
-        algorithm: what the digests are.
-        files: names of all that was written into the folder, the sidecar included.
-        counts: of each tensor that a cast changed, how many values overflowed, how many became
-            zero, and how many changed in any other way.
-    """
-
-    tensors: Mapping[str, Digest] = field(repr=False)
+    tensors: Mapping[str, Digest] = field(repr=False)  # by name
+    # what was converted and in which state it was, and how: plain JSON values
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    algorithm: str = ALGORITHM
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # all that was written into the folder, the sidecar included
+    # of each tensor that a cast changed
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
@@ -186,7 +129,7 @@ class Digests:
         """The text, a line for each tensor: there may be very many."""
         document = {
             "format": _FORMAT,
-            "algorithm": self.algorithm,
+            "algorithm": ALGORITHM,
             "source": dict(self.source),
             "options": dict(self.options),
             "files": list(self.files),
@@ -201,7 +144,7 @@ class Digests:
         """Read a sidecar.
 
         Args:
-            path: the file, or the folder that it is in; of a URL, one that ends with ``/``.
+            path: the file, or the folder that it is in; a folder's URL ends with ``/``.
 
         Raises:
             ShardNotFoundError: there is none.
@@ -209,46 +152,33 @@ class Digests:
                 this version does not know.
             CheckpointError: it cannot be read.
         """
+        found: Location
         if isinstance(path, Url) or is_url(os.fsdecode(path)):
-            url = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
-            url = url if url.name else url / SIDECAR
-            return cls.from_json(read_json_file(url), url)
-        found = local(path)
-        with suppress(OSError):  # one may not look: so says who reads it
-            if found.is_dir():
-                found /= SIDECAR
+            found = path if isinstance(path, Url) else Url.parse(os.fsdecode(path))
+            inside = not found.name
+        else:
+            found, inside = local(path), False
+            with suppress(OSError):  # reading it will say why it cannot be looked at
+                inside = found.is_dir()
+        found = found / SIDECAR if inside else found
         return cls.from_json(read_json_file(found), found)
 
     @classmethod
     def from_json(cls, raw: bytes, path: Location) -> Self:
-        """Read a sidecar's text.
-
-        Args:
-            raw: the text, in UTF-8.
-            path: its file, for errors.
-
-        Raises:
-            HeaderError: see `read`.
-        """
-
-        def fail(problem: str, expected: object, found: object) -> HeaderError:
-            return HeaderError(path, problem, expected=expected, found=found)
-
+        """Read a sidecar's text, in UTF-8; raises HeaderError, which names ``path``; see `read`."""
+        fail = partial(HeaderError, path)
         document = _unique(parse_json_object(raw, path), path, "the sidecar")
         version = document.get("format")
         if type(version) is not int or version < 1:
             raise fail("is no sidecar of streamload", '"format": 1', describe(version))
         if version > _FORMAT:
             raise fail("was written by a newer streamload", f"format {_FORMAT}", version)
-        algorithm = document.get("algorithm")
-        if type(algorithm) is not str or algorithm not in _ALGORITHMS:
-            raise fail("unknown algorithm", " or ".join(_ALGORITHMS), describe(algorithm))
+        if (algorithm := document.get("algorithm")) != ALGORITHM:
+            raise fail("unknown algorithm", ALGORITHM, describe(algorithm))
         source, options, tensors = (
             _unique(document.get(key), path, key) for key in ("source", "options", "tensors")
         )
-        digests = {
-            name: Digest.from_json(name, entry, path, algorithm) for name, entry in tensors.items()
-        }
+        digests = {name: Digest.from_json(name, entry, path) for name, entry in tensors.items()}
         files = document.get("files", [])
         if type(files) is not list or not all(type(name) is str for name in files):
             raise fail("files is not valid", "a list of names", describe(files))
@@ -260,14 +190,8 @@ class Digests:
                 or not all(type(count) is int and count >= 0 for count in found)
             ):
                 raise fail("counts are not valid", "three of 0 or more", describe(name))
-        return cls(
-            digests,
-            source,
-            options,
-            algorithm,
-            tuple(files),
-            {name: tuple(found) for name, found in counts.items()},
-        )
+        counts = {name: tuple(found) for name, found in counts.items()}
+        return cls(digests, source, options, tuple(files), counts)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
@@ -312,6 +236,4 @@ def _unique(value: object, path: Location, what: str) -> dict[str, Any]:
     found = describe(value)
     if isinstance(value, RepeatedNames):
         found = f"{describe(value.name)} more than once"
-    raise HeaderError(
-        path, f"{what} is not valid", expected="an object, each name once", found=found
-    )
+    raise HeaderError(path, f"{what} is not valid", "an object, each name once", found)

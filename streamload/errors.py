@@ -114,10 +114,10 @@ class CheckpointError(StreamloadError, ValueError):
         self,
         path: str | PathLike[str],
         problem: str,
-        *,
-        tensor: str | None = None,
         expected: object = None,
         found: object = None,
+        *,
+        tensor: str | None = None,
     ) -> None:
         where = f"{fspath(path)}: " + (f"tensor {tensor!r}: " if tensor is not None else "")
         detail = [f"expected {expected}"] if expected is not None else []
@@ -166,13 +166,13 @@ class FileChangedError(CheckpointError):
         self,
         path: str | PathLike[str],
         problem: str,
-        *,
-        tensor: str | None = None,
         expected: object = None,
         found: object = None,
+        *,
+        tensor: str | None = None,
         held_back: bool = False,
     ) -> None:
-        super().__init__(path, problem, tensor=tensor, expected=expected, found=found)
+        super().__init__(path, problem, expected, found, tensor=tensor)
         self._facts["held_back"] = self.held_back = held_back
 
 

@@ -139,7 +139,7 @@ def sources(
         CheckpointError: a family's head counts are not in config.json, rows cannot be reordered,
             or two tensors would become one parameter.
         ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
-            argument is not what it should be.
+            argument is invalid.
     """
     if mapping is None and rename is None:
         return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
@@ -219,13 +219,9 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
     explicit = []
     used = set()
     for parameter, given in (mapping or {}).items():
+        parts: Sequence[object] = given if isinstance(given, (list, tuple)) else [given]
         if isinstance(given, Source):
-            names = [r.tensor for r in given.rows]
-            _check_there(checkpoint, parameter, names)
-            used.update(names)
-            explicit.append((parameter, given))
-            continue
-        parts = list(given) if isinstance(given, (list, tuple)) else [given]
+            parts = given.rows
         rows = []
         for part in parts:
             if not isinstance(part, (str, RowRange)):
@@ -233,25 +229,21 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
                     f"mapping of {parameter!r}: expected tensor names or RowRanges, not {part!r}"
                 )
             name = part if isinstance(part, str) else part.tensor
-            _check_there(checkpoint, parameter, [name])
+            if name not in checkpoint.tensors:
+                raise ValueError(
+                    f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
+                )
             used.add(name)
             rows.append(whole(checkpoint.tensors[name]) if isinstance(part, str) else part)
-        _check_there(checkpoint, parameter, [r.tensor for r in rows])
-        explicit.append((parameter, Source(tuple(rows))))
+        if not rows:
+            raise ValueError(f"mapping of {parameter!r}: no tensor is given")
+        explicit.append((parameter, given if isinstance(given, Source) else Source(tuple(rows))))
     rest = [
         (name, Source((whole(info),)))
         for name, info in checkpoint.tensors.items()
         if name not in used
     ]
     return explicit + rest
-
-
-def _check_there(checkpoint: Checkpoint, parameter: str, names: Sequence[str]) -> None:
-    if not names:
-        raise ValueError(f"mapping of {parameter!r}: no tensor is given")
-    for name in names:
-        if name not in checkpoint.tensors:
-            raise ValueError(f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}")
 
 
 def _of_family(checkpoint: Checkpoint, family: _Family) -> list[tuple[str, Source]]:
@@ -299,9 +291,9 @@ def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
         raise CheckpointError(
             checkpoint.path,
             "its rows cannot be reordered with those of the layer: it is packed or in blocks",
+            "one row for each output of the layer",
+            f"{rows} rows of {checkpoint.tensors[name].dtype}",
             tensor=name,
-            expected="one row for each output of the layer",
-            found=f"{rows} rows of {checkpoint.tensors[name].dtype}",
         )
     return True
 
@@ -322,10 +314,10 @@ def _rotation(
         raise CheckpointError(
             checkpoint.path,
             "its rows cannot be split into heads",
-            tensor=name,
-            expected="num_attention_heads (and num_key_value_heads) in config.json that divide "
+            "num_attention_heads (and num_key_value_heads) in config.json that divide "
             f"its {rows} rows into heads of even size",
-            found=heads,
+            heads,
+            tensor=name,
         )
     half = rows // heads // 2
     return RowTranspose(heads, 2, half) if interleave else RowTranspose(heads, half, 2)

@@ -31,13 +31,9 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
 
 
 def check_nesting(text: bytes) -> None:
-    """Refuse JSON that is nested too deeply, without parsing it, in a 20th of the parser's time.
+    """Raise ValueError for too many levels of nesting, in a 20th of the parser's time.
 
-    Args:
-        text: in UTF-8; what is not valid JSON may pass.
-
-    Raises:
-        ValueError: it is.
+    ``text`` is in UTF-8; invalid JSON may pass.
     """
     if b"\\" in text:  # escaped quotes end no string
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from streamload._system import direct_memory
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.page_cache import PageCache, PageCacheKind, ShardCache
 from streamload.checkpoint.readers import (
     Reader,
     ReaderKind,
     ResolvedKind,
-    direct_memory,
     open_reader,
     resolve_reader,
 )
@@ -46,7 +46,7 @@ def open_shard(header: Header, kind: ResolvedKind) -> Reader:
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:
-    """How a shard is read where ``kind`` is asked for; of a URL there is one way only."""
+    """How a shard is read where ``kind`` is asked for; a URL has one way only."""
     return resolve_reader(shard, kind if isinstance(shard, Path) else "auto")
 
 
@@ -70,25 +70,28 @@ def _available_nbytes() -> int | None:
         return None
 
 
-class Room:
-    """One thread's memory for blocks that no map shows; allocated by the first of them.
+def cut(start: int, stop: int, step: int, base: int | None = None) -> Iterator[tuple[int, int]]:
+    """A range, cut at ``base`` (the start, where none is given) and every ``step`` after it."""
+    base = start if base is None else base
+    while start < stop:
+        end = min(stop, start + step - (start - base) % step)
+        yield start, end
+        start = end
 
-    Attributes:
-        block_nbytes: most bytes of a block.
-    """
+
+class Room:
+    """One thread's memory for blocks that no map shows; allocated by the first of them."""
 
     def __init__(self, block_nbytes: int, *, ahead: bool = False) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet, for blocks of at most ``block_nbytes``.
 
-        Args:
-            block_nbytes: most bytes of a block.
-            ahead: where blocks follow each other, fill the room and take the next ones from it: a
-                request over HTTP and a direct read cost the same for a few bytes as for many.
+        With ``ahead``, where blocks follow each other, fill the room and take the next ones from
+        it: a request over HTTP and a direct read cost the same for a few bytes as for many.
         """
         self.block_nbytes = block_nbytes
         self._ahead = ahead
         self._memory: memoryview | None = None
-        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # of which file, which bytes
+        self._held: tuple[Location | None, int, int] = (None, 0, 0)  # a file, and bytes of it
         self._last: tuple[Location | None, int] = (None, 0)  # where the last block ended
 
     def read(self, reader: Reader, start: int, stop: int) -> memoryview:
@@ -124,12 +127,7 @@ class Room:
 
 
 class Shards:
-    """The files of a checkpoint while they are read; safe for threads.
-
-    Attributes:
-        fallbacks: why closed files were not read in the way that was asked for, and how many.
-        page_cache: what becomes of the page cache, and why; "" where none was used.
-    """
+    """The files of a checkpoint while they are read; safe for threads."""
 
     def __init__(
         self,
@@ -150,8 +148,9 @@ class Shards:
             most_open: files that are open at once: one more closes the one that was used longest
                 ago. None for any number.
         """
+        # why closed files were not read in the way that was asked for, and how many
         self.fallbacks: Counter[str] = Counter()
-        self.page_cache = ""
+        self.page_cache = ""  # what becomes of it, and why; "" where none was used
         self._headers = {header.path: header for header in headers}
         self._kind = kind
         self._kinds: dict[Location, ResolvedKind] = {}
@@ -228,13 +227,8 @@ class Shards:
         self.done(shard, start, stop)
 
     def blocks(self, info: TensorInfo, room: Room) -> Iterator[memoryview]:
-        """The bytes of a tensor, block by block; each is valid until the next one is asked for.
-
-        Raises:
-            CheckpointError: see `block`.
-        """
-        for start in range(info.start, info.stop, room.block_nbytes):
-            stop = min(start + room.block_nbytes, info.stop)
+        """The bytes of a tensor, block by block; each is valid until the next one; see `block`."""
+        for start, stop in cut(info.start, info.stop, room.block_nbytes):
             with self.block(info.shard, start, stop, room, info.name) as data:
                 yield data
 
@@ -249,10 +243,9 @@ class Shards:
         return cache is not None and cache.drops
 
     def check(self) -> None:
-        """Look whether somebody waits to change an open file, while nobody reads; any thread may.
+        """Raise CheckpointError where an open file has changed, or a writer waits for it.
 
-        Raises:
-            CheckpointError: somebody does, or a file has changed.
+        For times when nothing is read; any thread may call this.
         """
         with self._lock:
             for reader in self._open.values():
@@ -267,7 +260,7 @@ class Shards:
                 reader.stop()
 
     def close(self, shard: Location) -> None:
-        """Close a file if it is open, and drop the rest of its pages; nobody reads it any more."""
+        """Close a file that is read no more, if it is open, and drop the rest of its pages."""
         with self._lock:
             self._close(shard)
 
@@ -284,6 +277,6 @@ class Shards:
             if reader.fallback:
                 self.fallbacks[reader.fallback] += 1
         if cache := self._caches.pop(shard, None):
-            if self._stopped:  # what threads had read, and nobody was told of
+            if self._stopped:  # threads had read bytes that were never told
                 cache.done(0, self._headers[shard].file_nbytes)
             cache.close()

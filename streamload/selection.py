@@ -12,11 +12,7 @@ Patterns = str | Sequence[str]
 
 
 def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    """Hold every pattern to match something: one that does not is a slip of the pen.
-
-    Raises:
-        ValueError: a pattern matches none of the names; "*" may, of none.
-    """
+    """Raise ValueError for a pattern that matches no name, as a slip does. "*" may match none."""
     for pattern in patterns:
         if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
@@ -24,34 +20,18 @@ def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors are meant.
+    """Which tensors are meant."""
 
-    Attributes:
-        select: those whose name matches one of these patterns; all where there are none.
-        exclude: of those, not those whose name matches one of these.
-    """
-
-    select: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    select: tuple[str, ...] = ()  # patterns of their names; all tensors where there are none
+    exclude: tuple[str, ...] = ()  # patterns of names that are left out of those
 
     @classmethod
     def parse(cls, select: Patterns = (), exclude: Patterns = ()) -> Self:
-        """Read patterns.
-
-        Raises:
-            ValueError: one is not a string.
-        """
+        """Read patterns; raises ValueError for one that is not a string."""
         return cls(_patterns(select), _patterns(exclude))
 
     def check(self, names: Collection[str]) -> None:
-        """Hold every pattern to match something: one that does not is a slip of the pen.
-
-        Args:
-            names: all that there are.
-
-        Raises:
-            ValueError: a pattern matches none of them.
-        """
+        """See `check_patterns`; ``names`` are all that there are."""
         check_patterns("select", self.select, names)
         check_patterns("exclude", self.exclude, names)
 

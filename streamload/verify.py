@@ -1,35 +1,44 @@
-"""Reading parameters back from a device and comparing them, byte by byte, with the checkpoint.
+"""Checking a load against its checkpoint, and a checkpoint against its sidecar.
 
-Nothing here goes through streamload's readers, kernels or chunks: file bytes come by plain reads
-(those of a URL by its reader: there is one way only), casts are those of numpy, row orders are
-computed by numpy. Memory is bounded to some 30 MB, and to less where less is free.
+Parameters are read back from a device and compared byte by byte. That goes through none of
+streamload's readers, kernels or chunks: file bytes come by plain reads (those of a URL by its
+reader: there is one way only), numpy casts and computes row orders. Memory is bounded to some
+30 MB, and to less where less is free.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import time
 import zlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamload.cast.reference import cast_bytes
-from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.guard import Guard
-from streamload.checkpoint.header import open_regular
+from streamload.checkpoint.header import TensorInfo, open_regular
 from streamload.checkpoint.readers import open_reader
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.url import Location, Url
+from streamload.compare import CheckpointLike, opened, shape_text, shards_of, tensors_text, way
 from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
-from streamload.errors import TruncatedFileError
+from streamload.digests import SIDECAR, Digest, Digests, digest_of
+from streamload.errors import CheckpointError, TruncatedFileError
 from streamload.planning.budget import first_that_fits
 from streamload.planning.plan import Placement
+from streamload.progress import Progress, reporting
+from streamload.reading import Room
 from streamload.report import LoadReport
+from streamload.selection import Patterns, Selection
+from streamload.units import format_bytes, format_table
 
 _BLOCK_NBYTES = 4 * 2**20
 _SMALL_BLOCK_NBYTES = 2**18
@@ -94,14 +103,9 @@ def verify(
                 element = _first_difference(placement, expected, there)
                 if element is not None:
                     n = placement.dst.itemsize
-                    out.append(
-                        Mismatch(
-                            placement.name,
-                            at // n + element,
-                            expected[element * n : (element + 1) * n].hex(),
-                            there[element * n : (element + 1) * n].hex(),
-                        )
-                    )
+                    found = slice(element * n, (element + 1) * n)
+                    hexes = expected[found].hex(), there[found].hex()
+                    out.append(Mismatch(placement.name, at // n + element, *hexes))
                     break
             at += len(expected)
             done += len(expected)
@@ -110,13 +114,7 @@ def verify(
 
 
 def checksums(report: LoadReport, names: Set[str], model: Any = None) -> dict[str, int]:
-    """The CRC-32 of parameters of a load, of their bytes on the device.
-
-    Args:
-        report: the load's report.
-        names: of the parameters.
-        model: what it was loaded into; None for the report's ``state_dict``.
-    """
+    """The CRC-32 of parameters of a load, of their bytes on the device; see `verify`."""
     if not names:
         return {}
     threads = max(report.plan.threads, 1)  # 0: devices that are the calling thread's alone
@@ -182,11 +180,7 @@ def _reference(
                 data = files[shard](start, min(stop - start, block - len(gathered)))
                 if not data:
                     raise TruncatedFileError(
-                        shard,
-                        "the file ended",
-                        tensor=p.source[0].tensor,
-                        expected=stop,
-                        found=start,
+                        shard, "the file ended", stop, start, tensor=p.source[0].tensor
                     )
                 gathered += data
                 start += len(data)
@@ -248,3 +242,169 @@ def _cast(p: Placement, data: bytearray, clamp: bool) -> bytes:
     out = bytearray(len(data) // p.src.itemsize * p.dst.itemsize)
     cast_bytes(p.src, p.dst, memoryview(data), memoryview(out), clamp=clamp)
     return bytes(out)
+
+
+# --- a checkpoint against its sidecar -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A tensor that is not what the sidecar says.
+
+    Attributes:
+        name: the tensor.
+        what: "dtype", "shape" or "digest".
+        expected: what the sidecar says.
+        found: what the file holds.
+    """
+
+    name: str
+    what: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a check against the sidecar found. Prints as a table.
+
+    Attributes:
+        path: the checkpoint.
+        sidecar: the file with its digests.
+        verified_count: how many tensors are what it says, byte by byte.
+        changed: those that are not, in the order of the files.
+        missing: names that it lists and the checkpoint lacks.
+        unlisted: names that the checkpoint has and it lacks.
+        nbytes: bytes of data read.
+        seconds: the time that this took.
+    """
+
+    path: str
+    sidecar: str
+    verified_count: int
+    changed: tuple[Changed, ...]
+    missing: tuple[str, ...]
+    unlisted: tuple[str, ...]
+    nbytes: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """All tensors are listed, there, and what the sidecar says."""
+        return not (self.changed or self.missing or self.unlisted)
+
+    def to_json(self) -> str:
+        """Write everything as JSON."""
+        return json.dumps({"ok": self.ok, **asdict(self)})
+
+    def lines(self) -> Iterator[str]:
+        """A line for each tensor that is not as it should be, and one for the whole."""
+        rows = [(c.name, str(c)) for c in self.changed]
+        rows += [(name, f"listed in {SIDECAR}, not in the checkpoint") for name in self.missing]
+        rows += [(name, f"not listed in {SIDECAR}") for name in self.unlisted]
+        if rows:
+            yield from format_table(("tensor", "problem"), rows, right=0)
+        done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
+        if self.ok:
+            yield f"verified: {tensors_text(self.verified_count)}, {done}"
+        else:
+            problems = f"{tensors_text(len(rows))} not as {SIDECAR} says"
+            yield f"{problems}, {self.verified_count} verified, {done}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def verify_checkpoint(
+    path: CheckpointLike,
+    *,
+    select: Patterns = (),
+    exclude: Patterns = (),
+    progress: Progress = "auto",
+) -> Verification:
+    """Read every byte of a checkpoint, and compare its tensors with the digests of its sidecar.
+
+    Args:
+        path: as of `open_checkpoint`; `streamload.json` is in its folder.
+        select: only tensors with a name that matches; none for all.
+        exclude: not those with a name that matches.
+        progress: how to tell how far it is; see `load_state_dict`.
+
+    Returns:
+        What was found; `Verification.ok` is the verdict.
+
+    Raises:
+        ShardNotFoundError: there is no sidecar, or no checkpoint.
+        CheckpointError: one of them is not valid or cannot be read.
+        PlanInfeasibleError: there is too little memory.
+        ValueError: an argument is invalid.
+    """
+    begun = time.monotonic()
+    chosen = Selection.parse(select, exclude)
+    checkpoint = opened(path)
+    folder = _folder(checkpoint)
+    digests = Digests.read(folder / SIDECAR)
+    block_nbytes, kind = way([checkpoint])
+    room = Room(block_nbytes, ahead=True)
+    chosen.check([*checkpoint.tensors, *digests.tensors])
+    tensors = [info for info in checkpoint.tensors.values() if info.name in chosen]
+    listed = [info for info in tensors if info.name in digests.tensors]
+    changed = []
+    done = nbytes = 0
+    with (
+        reporting(progress, sum(info.nbytes for info in listed), "checked") as tell,
+        shards_of(checkpoint, kind) as files,
+    ):
+        for info in listed:
+            expected = digests.tensors[info.name]
+            difference = _unlike(info, expected)
+            if difference is None:
+                found = digest_of(files.blocks(info, room), tell, done)
+                nbytes += info.nbytes
+                if found != expected.hex:
+                    difference = Changed(info.name, "digest", expected.hex, found)
+            if difference is not None:
+                changed.append(difference)
+            done += info.nbytes
+            tell(done)
+    there = _names_of_folder(checkpoint, folder)
+    return Verification(
+        path=str(checkpoint.path),
+        sidecar=str(folder / SIDECAR),
+        verified_count=len(listed) - len(changed),
+        changed=tuple(changed),
+        missing=tuple(name for name in digests.tensors if name not in there and name in chosen),
+        unlisted=tuple(info.name for info in tensors if info.name not in digests.tensors),
+        nbytes=nbytes,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _unlike(info: TensorInfo, digest: Digest) -> Changed | None:
+    if info.dtype is not digest.dtype:
+        return Changed(info.name, "dtype", digest.dtype.name, info.dtype.name)
+    if info.shape != digest.shape:
+        return Changed(info.name, "shape", shape_text(digest.shape), shape_text(info.shape))
+    return None
+
+
+def _folder(checkpoint: Checkpoint) -> Location:
+    path = checkpoint.path
+    inside = bool(path.name) if isinstance(path, Url) else not path.is_dir()
+    return path.parent if inside else path
+
+
+def _names_of_folder(checkpoint: Checkpoint, folder: Location) -> Mapping[str, TensorInfo]:
+    """The tensors that a sidecar speaks of: those of all shards, also where one was opened."""
+    if checkpoint.path == folder or checkpoint.path.name.endswith(".json"):
+        return checkpoint.tensors
+    try:
+        whole = open_checkpoint(folder)
+    except CheckpointError:  # the other shards are not there
+        return checkpoint.tensors
+    mine = {header.path.name for header in checkpoint.shards}
+    theirs = {header.path.name for header in whole.shards}
+    return whole.tensors if mine <= theirs else checkpoint.tensors

@@ -26,11 +26,11 @@ import streamload
 from streamload import RowRange, open_checkpoint, progress
 from streamload.checkpoint.header import read_header
 from streamload.checkpoint.readers import MmapReader, choose_reader, open_reader
-from streamload.compare import diff, verify_checkpoint
+from streamload.compare import diff
 from streamload.conversion import convert, writing
-from streamload.conversion.memory import Way
+from streamload.conversion.writing import Way
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
-from streamload.verify import verify
+from streamload.verify import verify, verify_checkpoint
 
 READERS = ("mmap", "pread", "direct", "auto")
 COUNT, NBYTES = 32, 256 * 1024

@@ -27,7 +27,7 @@ from streamload import diff, open_checkpoint, verify_checkpoint
 from streamload.cast.kernels import PAIRS
 from streamload.cast.table import make_cast
 from streamload.cli import main
-from streamload.compare import Changed, TensorDifference, ValueDifference
+from streamload.compare import TensorDifference, ValueDifference
 from streamload.digests import SIDECAR, Digest, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, DType
 from streamload.errors import (
@@ -39,6 +39,7 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
+from streamload.verify import Changed
 
 Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -21,6 +22,7 @@ from boxes import Boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamload._system import filesystem_of
 from streamload.checkpoint import page_cache
 from streamload.checkpoint.page_cache import (
     MARGIN_NBYTES,
@@ -28,7 +30,7 @@ from streamload.checkpoint.page_cache import (
     PageCacheKind,
     resident_fraction,
 )
-from streamload.checkpoint.readers import ResolvedKind, filesystem_of, open_reader
+from streamload.checkpoint.readers import ResolvedKind, open_reader
 
 if sys.platform != "linux":
     pytest.skip("the page cache can be asked on Linux only", allow_module_level=True)
@@ -147,6 +149,7 @@ def test_file_without_bytes_or_without_pages(tmp_path: Path) -> None:
 
 STRANGER = """
     import ctypes, os, sys
+    from contextlib import closing
     from pathlib import Path
     from streamload.checkpoint.page_cache import PageCache, _is_answered, resident_fraction
 
@@ -158,7 +161,7 @@ STRANGER = """
     print(_is_answered(fd), resident_fraction(path), resident_fraction(fd))
     if sys.argv[2] == "load":
         cache = PageCache("drop", to_read_nbytes=0, available=lambda: 0)
-        with cache.open(path) as shard:
+        with closing(cache.open(path)) as shard:
             shard.done(0, len(path.read_bytes()))
         print(cache.dropped_nbytes)
 """
@@ -212,7 +215,7 @@ def load(path: Path, cache: PageCache, kind: ResolvedKind, threads: int) -> Iter
     """Read a file as a load does, 3 MB at a time; yields the bytes read so far."""
     nbytes = path.stat().st_size
     ranges = [(at, min(at + 3_000_000, nbytes)) for at in range(0, nbytes, 3_000_000)]
-    with cache.open(path) as shard, open_reader(path, nbytes, kind) as reader:
+    with closing(cache.open(path)) as shard, open_reader(path, nbytes, kind) as reader:
 
         def work(part: tuple[int, int]) -> int:
             start, stop = part
@@ -287,7 +290,7 @@ def test_what_was_resident_before_stays(large: Path, kind: ResolvedKind, share: 
 def test_bytes_that_are_read_again_are_dropped_again(large: Path) -> None:
     """A range that several parameters share does not pile up, before the shard is closed."""
     cache = prepare("drop")
-    with cache.open(large) as shard, open_reader(large, LARGE, "pread") as reader:
+    with closing(cache.open(large)) as shard, open_reader(large, LARGE, "pread") as reader:
         for _ in range(2):
             for at in range(0, 64 * MIB, 4 * MIB):
                 reader.read_into(at, memoryview(bytearray(4 * MIB)))
@@ -337,7 +340,7 @@ def test_any_reads_in_any_order(
     resident_before = resident(small)
     cache = prepare("drop")
     wanted: set[int] = set()
-    with cache.open(small) as shard, open(small, "rb", buffering=0) as file:
+    with closing(cache.open(small)) as shard, open(small, "rb", buffering=0) as file:
         for start, length in reads:
             stop = min(start + length, nbytes)
             os.pread(file.fileno(), stop - start, start)
@@ -444,6 +447,7 @@ def test_nothing_stays_open(small: Path) -> None:
 
 IN_BOX = """
     import sys
+    from contextlib import closing
     from pathlib import Path
     from streamload.checkpoint.page_cache import PageCache, resident_fraction
     from streamload.checkpoint.readers import open_reader
@@ -453,7 +457,7 @@ IN_BOX = """
     nbytes = path.stat().st_size
     cache = PageCache("auto", to_read_nbytes=nbytes, available=available_host_nbytes)
     out = memoryview(bytearray(2**22))
-    with cache.open(path) as shard, open_reader(path, nbytes, "pread") as reader:
+    with closing(cache.open(path)) as shard, open_reader(path, nbytes, "pread") as reader:
         for start in range(0, nbytes, 2**22):
             stop = min(start + 2**22, nbytes)
             reader.read_into(start, out[: stop - start])

@@ -15,13 +15,13 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from streamload._system import filesystem_of
 from streamload.checkpoint import readers
 from streamload.checkpoint.readers import (
     MAPPED_FILESYSTEMS,
     MmapReader,
     PreadReader,
     choose_reader,
-    filesystem_of,
     open_reader,
     reader_for,
     resolve_reader,

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamload._system import direct_memory, filesystem_of
 from streamload.checkpoint import readers
 from streamload.checkpoint.page_cache import resident_fraction
 from streamload.checkpoint.readers import (
@@ -32,8 +33,6 @@ from streamload.checkpoint.readers import (
     Reader,
     ResolvedKind,
     choose_reader,
-    direct_memory,
-    filesystem_of,
     open_reader,
     resolve_reader,
 )

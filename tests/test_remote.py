@@ -32,7 +32,7 @@ from remote_server import (
 from safetensors_files import write_safetensors
 
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.readers import choose_reader, fingerprint, open_reader, resolve_reader
+from streamload.checkpoint.readers import choose_reader, open_reader, resolve_reader
 from streamload.checkpoint.remote import HttpReader, Patience, read_file, read_header
 from streamload.checkpoint.url import Url
 from streamload.errors import (
@@ -242,15 +242,15 @@ def test_fingerprints_tell_versions_apart(folder: Path) -> None:
     name = "/model-00002-of-00002.safetensors"
     with serve(folder) as site:
         url = site.url.rstrip("/") + name
-        one, two = (fingerprint(read_header(Url.parse(url + q))) for q in ("?sig=1", "?sig=2"))
+        one, two = (read_header(Url.parse(url + q)).fingerprint() for q in ("?sig=1", "?sig=2"))
         assert {**one, "path": 0} == {**two, "path": 0}
         changed = bytearray(site.files[name])
         changed[-1] ^= 1
         site.files[name] = bytes(changed)
-        assert fingerprint(read_header(Url.parse(url)))["version"] != one["version"]
+        assert read_header(Url.parse(url)).fingerprint()["version"] != one["version"]
     assert json.loads(json.dumps(one)) == one
     local = open_checkpoint(folder).shards[0]
-    assert fingerprint(local)["inode"] == os.stat(local.path).st_ino
+    assert local.fingerprint()["inode"] == os.stat(local.path).st_ino
 
 
 # -- readers ---------------------------------------------------------------------------------------
@@ -668,7 +668,7 @@ def test_secrets_are_sent_and_not_shown(site: Site, tmp_path: Path) -> None:
         repr(header),
         str(error),
         repr(error),
-        str(fingerprint(header)),
+        str(header.fingerprint()),
     ]
     texts += [str(found.path), os.fspath(found.path), repr(found.tensors["a"])]
     for text in texts:

@@ -18,12 +18,10 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget
+from streamload._system import filesystem_and_length
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
-from streamload.checkpoint.readers import (
-    DIRECT_FILESYSTEMS,
-    filesystem_and_length,
-)
+from streamload.checkpoint.readers import DIRECT_FILESYSTEMS
 from streamload.job import StreamStats, file_ranges
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import Chunk, Run

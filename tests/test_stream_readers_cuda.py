@@ -15,9 +15,10 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import Budget
+from streamload._system import filesystem_and_length
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
-from streamload.checkpoint.readers import DIRECT_FILESYSTEMS, filesystem_and_length
+from streamload.checkpoint.readers import DIRECT_FILESYSTEMS
 from streamload.errors import PlanInfeasibleError
 from streamload.planning.plan import Plan
 from streamload.report import LoadReport

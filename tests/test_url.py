@@ -23,10 +23,11 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload import cli
 from streamload.checkpoint.url import Url, local, without_secrets
-from streamload.compare import diff, verify_checkpoint
+from streamload.compare import diff
 from streamload.conversion.convert import convert
 from streamload.digests import Digests
 from streamload.errors import CheckpointError, StreamloadError
+from streamload.verify import verify_checkpoint
 
 needs.module("httpx2")
 

@@ -1,4 +1,4 @@
-"""What is asked of an open shard, and what all ways to read one have in common."""
+"""An open shard, and what all ways to read one have in common."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Reader(ABC):
 
         Raises:
             TruncatedFileError: the file has become shorter; on leaving the with, too.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -71,7 +71,7 @@ class Reader(ABC):
 
         Raises:
             TruncatedFileError: the file has become shorter; what ``out`` holds is undefined.
-            FileChangedError: it was changed otherwise, or somebody waits to change it; as well.
+            FileChangedError: it has changed otherwise, or a writer waits for it; likewise.
             CheckpointError: the bytes cannot be read.
             ValueError: the range is not within the file, or the reader is closed.
         """
@@ -83,9 +83,9 @@ class Reader(ABC):
     def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
         """Read bytes ``start`` to ``stop`` to the beginning of ``out``, the quickest way there is.
 
-        For who reads into memory of his own and can over-read: round ``start`` down and ``stop`` up
-        to `alignment`, which may lead past the end of the file, and skip what was not wanted. No
-        byte is copied then, and none is allocated. A reader of alignment 1 takes any range.
+        For callers that own their memory and can over-read: round ``start`` down and ``stop`` up to
+        `alignment`, perhaps past the end of the file, and skip the bytes that you do not want. Then
+        nothing is copied or allocated. A reader of alignment 1 takes any range.
 
         Args:
             start: a multiple of `alignment`.
@@ -121,11 +121,11 @@ class Reader(ABC):
         return valid
 
     def fileno(self) -> int:
-        """The open file that others may pread(2) from, in the reader's stead.
+        """The open file, for callers that pread(2) from it themselves.
 
-        Starts, lengths and addresses that are multiples of `alignment` are right for it. It is
-        another one after a `fallback`: who meets an EINVAL of his own reads those bytes through the
-        reader, which falls back if that is why, and asks again.
+        Starts, lengths and addresses must be multiples of `alignment`. The number changes at a
+        `fallback`: after an EINVAL, read those bytes through the reader, which falls back if it has
+        to, and ask again.
 
         Raises:
             io.UnsupportedOperation: there is none.
@@ -134,20 +134,20 @@ class Reader(ABC):
         raise io.UnsupportedOperation(f"{self.path} is read {self._how}")
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """To be inside of while others read from `fileno`, or from a map of it.
+        """Enter this around reads from `fileno`, or from a map of it.
 
-        `view`, `read_into` and `read_aligned` are by themselves.
+        `view`, `read_into` and `read_aligned` do so themselves.
 
         Raises:
             CheckpointError: on entering and on leaving, the file is not what it was when its header
-                was read, or somebody waits to change it.
+                was read, or a writer waits for it.
         """
         return nullcontext()
 
     def stop(self) -> None:  # noqa: B027
-        """Nobody wants the bytes any more: calls that wait for a server end soon, with an error.
+        """End calls that wait for a server soon, with an error; any thread may call this.
 
-        From any thread; the reader is still to be closed. Reads of files go on to their end.
+        Reads of files go on to their end. The reader must still be closed.
         """
 
     @abstractmethod

@@ -152,29 +152,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read.
     """
-    found, _ = locate(path)
-    if isinstance(found, Url):
-        return _open_url(found)
-    if found.is_dir():
-        return _open_folder(found)
-    if found.suffix == ".json":
-        config = _read_config(found.parent)
-        return from_headers(found, _indexed(found, _read_weight_map(found)), config)
-    try:
-        config = _read_config(found.parent)
-    except CheckpointError:  # it may belong to something else than a single file beside it
-        config = {}
-    return from_headers(found, [read_header(found)], config)
+    found, folder = locate(path)
+    with remote.connections():
+        if found == folder:
+            return _open_remote_folder(found) if isinstance(found, Url) else _open_folder(found)
+        if found.name.endswith(".json"):
+            config = _read_config(folder)
+            return from_headers(found, _indexed(found, _read_weight_map(found)), config)
+        headers = [_read_header(found)]
+        try:
+            config = _read_config(folder)
+        except CheckpointError:  # it may belong to something else than a single file beside it
+            config = {}
+        return from_headers(found, headers, config)
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     """Where a checkpoint is, and the folder that its files are in; none is opened.
 
-    Args:
-        path: as in `open_checkpoint`.
-
-    Raises:
-        ShardNotFoundError: nothing is there.
+    It raises ShardNotFoundError where nothing is there; see `open_checkpoint`.
     """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
@@ -186,19 +182,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     return found, found if found.is_dir() else found.parent
 
 
-def _open_url(url: Url) -> Checkpoint:
-    with remote.connections():
-        if not url.name:
-            return _open_remote_folder(url)
-        if url.name.endswith(".json"):
-            config = _read_config(url.parent)
-            return from_headers(url, _indexed(url, _read_weight_map(url)), config)
-        header = remote.read_header(url)
-        try:
-            config = _read_config(url.parent)
-        except CheckpointError:  # as of a file on this machine
-            config = {}
-        return from_headers(url, [header], config)
+def _read_header(path: Location) -> Header:
+    return remote.read_header(path) if isinstance(path, Url) else read_header(path)
 
 
 def _open_remote_folder(folder: Url) -> Checkpoint:
@@ -210,10 +195,7 @@ def _open_remote_folder(folder: Url) -> Checkpoint:
             headers = [remote.read_header(single)]
         except ShardNotFoundError as error:
             raise ShardNotFoundError(
-                folder,
-                "holds no safetensors file",
-                expected=f"{_INDEX} or {_SINGLE}",
-                found=error.found,
+                folder, "holds no safetensors file", f"{_INDEX} or {_SINGLE}", error.found
             ) from error
     else:
         # one that the index of a set does not name comes before it, as on this machine
@@ -245,9 +227,9 @@ def from_headers(
                 raise HeaderError(
                     path,
                     "the tensor is in two files",
+                    "one file",
+                    f"{first.shard.name} and {info.shard.name}",
                     tensor=info.name,
-                    expected="one file",
-                    found=f"{first.shard.name} and {info.shard.name}",
                 )
     values: dict[str, set[str]] = {}
     for header in shards:
@@ -296,8 +278,8 @@ def _unindexed(folder: Path, names: Sequence[str]) -> list[str]:
         raise ShardNotFoundError(
             folder,
             "holds no safetensors file",
-            expected=f"*{_SUFFIX}",
-            found=_some(others) if others else "an empty folder",
+            f"*{_SUFFIX}",
+            _some(others) if others else "an empty folder",
         )
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in shards:
@@ -323,10 +305,7 @@ def _some(names: Sequence[str], count: int | None = None) -> str:
 
 def _missing(path: Location, names: Sequence[str], count: int, total: int) -> ShardNotFoundError:
     return ShardNotFoundError(
-        path,
-        "shards are missing",
-        expected=_some(names, count),
-        found=f"{total - count} of {total} files",
+        path, "shards are missing", _some(names, count), f"{total - count} of {total} files"
     )
 
 
@@ -344,10 +323,7 @@ def read_json_file(path: Location) -> bytes:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_HEADER_NBYTES:
             raise HeaderError(
-                path,
-                "the file is too long",
-                expected=f"at most {MAX_HEADER_NBYTES} bytes",
-                found=nbytes,
+                path, "the file is too long", f"at most {MAX_HEADER_NBYTES} bytes", nbytes
             )
         check_memory(path, nbytes)
         try:
@@ -367,13 +343,9 @@ def _read_config(folder: Location) -> dict[str, Any]:
     try:
         config = parse_json(raw)
     except (ValueError, RecursionError) as error:
-        raise HeaderError(
-            path, "the JSON is not valid", expected="JSON", found=str(error)
-        ) from error
+        raise HeaderError(path, "the JSON is not valid", "JSON", str(error)) from error
     if type(config) is not dict:
-        raise HeaderError(
-            path, "is not a JSON object", expected="an object", found=describe(config)
-        )
+        raise HeaderError(path, "is not a JSON object", "an object", describe(config))
     return config
 
 
@@ -384,22 +356,20 @@ def _read_weight_map(index: Location) -> dict[str, str]:
         raise HeaderError(
             index,
             "a key is not unique",
-            expected="each key once",
-            found=f"{describe(document.name)} more than once",
+            "each key once",
+            f"{describe(document.name)} more than once",
         )
     weight_map = check_strings(document.get("weight_map"), index, "weight_map")
     if not weight_map:
-        raise HeaderError(
-            index, "weight_map is not valid", expected="at least one tensor", found="none"
-        )
+        raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
     for tensor, shard in weight_map.items():
         if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(_SUFFIX):
             raise HeaderError(
                 index,
                 "weight_map names no file of its own folder",
+                f"the name of a {_SUFFIX} file in the folder of the index",
+                describe(shard),
                 tensor=tensor,
-                expected=f"the name of a {_SUFFIX} file in the folder of the index",
-                found=describe(shard),
             )
     return weight_map
 
@@ -416,9 +386,9 @@ def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
                 raise HeaderError(
                     index,
                     "weight_map and the shards do not agree",
+                    f"{file}, which holds it",
+                    "no entry" if shard is None else shard,
                     tensor=info.name,
-                    expected=f"{file}, which holds it",
-                    found="no entry" if shard is None else shard,
                 )
             found.add(info.name)
     for tensor, shard in weight_map.items():
@@ -426,9 +396,9 @@ def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
             raise HeaderError(
                 index,
                 "weight_map names a tensor that its shard does not hold",
+                f"it in {shard}",
+                "it in no shard",
                 tensor=tensor,
-                expected=f"it in {shard}",
-                found="it in no shard",
             )
     return headers
 
@@ -472,8 +442,8 @@ def _cached_snapshot(name: str) -> Path:
     raise ShardNotFoundError(
         name,
         "no such file or folder, and not in the Hugging Face cache",
-        expected=f"{revision} of {root}",
-        found="other revisions only" if root.is_dir() else "nothing",
+        f"{revision} of {root}",
+        "other revisions only" if root.is_dir() else "nothing",
     )
 
 

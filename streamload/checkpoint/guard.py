@@ -1,9 +1,9 @@
 """What keeps a file from becoming another one, unseen, while it is read.
 
-A read lease makes the kernel hold back whoever opens the file for writing or truncates it, until
-the reader has let go. It is asked whether somebody waits before bytes are touched and after they
-were read; so no byte changes in between, and nobody waits for longer than that takes. Where there
-is no lease, a file is known by its inode, length and times.
+A read lease makes the kernel hold back a process that opens the file for writing or truncates it,
+until the reader has let go. The guard asks whether a writer waits before bytes are touched and
+after they were read: no byte changes in between, and no writer waits longer than that takes.
+Without a lease, a file is known by its inode, length and times.
 
 Source: fcntl(2), "Leases"; fs/locks.c of Linux 6.12.
 """
@@ -35,22 +35,14 @@ _REFUSALS = {
 
 
 class FileState(NamedTuple):
-    """What a file is known by.
+    """What a file is known by."""
 
-    Attributes:
-        device: number of its filesystem.
-        inode: its number there.
-        nbytes: its length.
-        written_ns: when its bytes were last changed, as far as the clock tells.
-        changed_ns: when anything of it was; nobody can set it.
-        others: its links, mode, owner and group, whose change sets ``changed_ns`` as well.
-    """
-
-    device: int
-    inode: int
+    device: int  # number of its filesystem
+    inode: int  # its number there
     nbytes: int
-    written_ns: int
-    changed_ns: int
+    written_ns: int  # when its bytes were last changed, as far as the clock tells
+    changed_ns: int  # when anything of it was; users cannot set it
+    # links, mode, owner and group; their change sets ``changed_ns`` as well
     others: tuple[int, int, int, int]
 
     @classmethod
@@ -76,7 +68,7 @@ class FileState(NamedTuple):
             before, found = (f"inode {s.inode} of device {s.device}" for s in (self, now))
         elif now.nbytes < self.nbytes:
             problem = "has become shorter since its header was read"
-            raise TruncatedFileError(path, problem, expected=self.nbytes, found=now.nbytes)
+            raise TruncatedFileError(path, problem, self.nbytes, now.nbytes)
         elif now.nbytes != self.nbytes:
             before, found = (f"{s.nbytes} bytes" for s in (self, now))
         elif now.written_ns != self.written_ns:
@@ -85,7 +77,7 @@ class FileState(NamedTuple):
             before, found = (f"last changed at {_time(s.changed_ns)}" for s in (self, now))
         else:
             return
-        raise FileChangedError(path, problem, expected=before, found=found)
+        raise FileChangedError(path, problem, before, found)
 
 
 def _time(ns: int) -> str:
@@ -97,31 +89,26 @@ class Guard:
     """Holds an open file to what it was: ``with guard:`` around whatever reads its bytes.
 
     Any number of threads may be inside at once. Entering and leaving raise CheckpointError where
-    the file has changed, or somebody waits to change it, and so does every later time.
-
-    Attributes:
-        refusal: why there is no lease; "" where there is.
+    the file has changed, or a writer waits for it, and so does every later time.
     """
 
     def __init__(
         self, file: FileIO, path: Path, expected: FileState | None, *, refusal: str = ""
     ) -> None:
-        """Begin.
+        """Begin; raises CheckpointError where the file is not what it was.
 
         Args:
             file: open for reading only; to be closed after this.
             path: its name, for errors.
-            expected: what it was when its header was read; None where nobody knows.
+            expected: what it was when its header was read; None where that is not known.
             refusal: why no lease is to be taken; "" to take one, where that can be.
-
-        Raises:
-            CheckpointError: the file is not what it was.
         """
         self._file = file
         self._path = path
         self._lock = threading.Lock()
         self._inside = 0
         self._failed: CheckpointError | None = None
+        # why there is no lease; "" where there is
         self.refusal = refusal or take_lease(file.fileno())
         self._leased = not self.refusal
         try:
@@ -177,8 +164,8 @@ class Guard:
                 self._failed = FileChangedError(
                     self._path,
                     f"is about to be changed; {_RENAME}",
-                    expected="no writer while it is read",
-                    found="one who opens it for writing or truncates it, and was held back",
+                    "no writer while it is read",
+                    "one who opens it for writing or truncates it, and was held back",
                     held_back=True,
                 )
         raise self._failed.again()
@@ -186,7 +173,7 @@ class Guard:
     def _leave(self) -> None:
         with self._lock:
             self._inside -= 1
-            if self._failed is not None and not self._inside:  # nobody touches a map of it
+            if self._failed is not None and not self._inside:  # no thread touches a map of it
                 self._release()
 
     def _release(self) -> None:
@@ -197,17 +184,14 @@ class Guard:
 
 
 def take_lease(fd: int) -> str:
-    """Take a read lease on a file that is open for reading only; closing it gives that up.
+    """Take a read lease on a file that is open for reading only; returns "", or why there is none.
 
-    No signal is sent when it is to be given up: whoever has it asks.
-
-    Returns:
-        "", or why there is none.
+    Closing the file ends it. No signal tells that a writer waits: the owner of the lease asks.
     """
     if sys.platform != "linux":
         return "this system has no leases"
     try:
-        # not SIGIO, which ends the process: the owner, who is sent one, is set with the lease
+        # not SIGIO, which ends the process: the lease sets this process as the signal's receiver
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(fd, fcntl.F_SETOWN, 0)

@@ -22,6 +22,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -32,14 +33,9 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.url import Location, Url
 from streamload.dtypes import BY_CODE, DType
-from streamload.errors import (
-    CheckpointError,
-    HeaderError,
-    ShardNotFoundError,
-    TruncatedFileError,
-)
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
 from streamload.nesting import check_nesting
 from streamload.planning.budget import first_that_fits
 
@@ -121,8 +117,8 @@ class Header:
         data_start: first byte of the data, counted from the start of the file.
         tensors: by first byte; tensors without elements come before the one they touch, and those
             at the same place are in order of name.
-        metadata: its ``__metadata__``.
-        state: what the file was when its header was read; None of a URL, and where nobody knows.
+        metadata: its ``__metadata__``; read-only.
+        state: what the file was when its header was read; None for a URL, or where not known.
     """
 
     path: Location
@@ -132,21 +128,27 @@ class Header:
     metadata: Mapping[str, str]
     state: FileState | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
     def __reduce__(self) -> tuple[Any, ...]:
+        # a mapping proxy cannot be pickled
         rest = (self.path, self.file_nbytes, self.data_start, self.tensors)
-        return _header, (*rest, dict(self.metadata), self.state)
+        return Header, (*rest, dict(self.metadata), self.state)
 
+    def fingerprint(self) -> dict[str, str | int]:
+        """A fingerprint that changes when the file does, for JSON; the file is not read for it.
 
-def _header(
-    path: Location,
-    file_nbytes: int,
-    data_start: int,
-    tensors: tuple[TensorInfo, ...],
-    metadata: Mapping[str, str],
-    state: FileState | None,
-) -> Header:
-    """Rebuild a pickled header: a mapping proxy cannot be pickled."""
-    return Header(path, file_nbytes, data_start, tensors, MappingProxyType(metadata), state)
+        A local file keeps it wherever it is moved: users can set only one of its times, and its
+        device is left out since many filesystems get another number at each mount.
+        """
+        found: dict[str, str | int] = {"nbytes": self.file_nbytes}
+        if (state := self.state) is not None:
+            found |= {"mtime_ns": state.written_ns, "inode": state.inode}
+            return found | {"ctime_ns": state.changed_ns}
+        if isinstance(self.path, Url):
+            found["version"] = self.path.version
+        return {"path": str(self.path)} | found
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -188,7 +190,7 @@ def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
     """
     data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
     if len(raw) < data_start:  # the file shrank since its length was taken
-        raise TruncatedFileError(path, "the header is cut off", expected=data_start, found=len(raw))
+        raise TruncatedFileError(path, "the header is cut off", data_start, len(raw))
     check_memory(path, data_start, raw)
     text = raw[PREFIX_NBYTES:data_start]
     return _plain(text, path, file_nbytes) or _strict(text, path, file_nbytes)
@@ -220,16 +222,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
     Usual is what libraries write: tensors that are not empty, in the order of their bytes, with
     three keys each. That is looked at in columns, which takes 2.6 microseconds a tensor, the JSON's
     own 0.9 among them, where `_strict` takes 3.9.
-
-    Args:
-        text: the JSON.
-        path: the file.
-        file_nbytes: its length in bytes.
     """
-
-    def fail(problem: str, expected: object, found: object) -> HeaderError:
-        return HeaderError(path, problem, expected=expected, found=found)
-
     data_start = PREFIX_NBYTES + len(text)
     if text[:1] != b"{" or rb"\u003" in text:
         return None
@@ -250,7 +243,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
         if set(map(type, chain.from_iterable(dims + offsets))) != {int}:  # true would pass as 1
             return None
         keys = list(zip(codes, map(tuple, dims), strict=True))
-        layouts = {key: _layout(*key, fail) for key in set(keys)}
+        layouts = {key: _layout(*key, partial(HeaderError, path)) for key in set(keys)}
         dtypes, shapes, nbits = zip(*map(layouts.__getitem__, keys), strict=True)
         bits = np.array(nbits, np.int64)
         starts, stops = np.fromiter(chain(*offsets), np.int64).reshape(-1, 2).T
@@ -269,7 +262,7 @@ def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
         return None
     places = (starts + data_start).tolist(), (stops + data_start).tolist()
     infos = records(TensorInfo, document, dtypes, shapes, repeat(path), *places)
-    return Header(path, file_nbytes, data_start, tuple(infos), MappingProxyType(metadata))
+    return Header(path, file_nbytes, data_start, tuple(infos), metadata)
 
 
 def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
@@ -280,22 +273,22 @@ def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
         raise HeaderError(
             path,
             "a name is not unique",
+            "each name once",
+            f"{describe(document.name)} more than once",
             tensor=None if document.name == "__metadata__" else document.name,
-            expected="each name once",
-            found=f"{describe(document.name)} more than once",
         )
     metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
     layouts: _Layouts = {}
     tensors = [_tensor(name, entry, path, data_start, layouts) for name, entry in document.items()]
     tensors.sort(key=_FILE_ORDER)
     _check_coverage(tensors, path, data_start, file_nbytes)
-    return Header(path, file_nbytes, data_start, tuple(tensors), MappingProxyType(metadata))
+    return Header(path, file_nbytes, data_start, tuple(tensors), metadata)
 
 
 def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading; anything else is refused at once, without opening it.
 
-    It has no buffer: what is not asked for is not read.
+    It has no buffer, and reads nothing ahead.
 
     Raises:
         ShardNotFoundError: there is no such file.
@@ -314,7 +307,7 @@ def open_regular(path: Path) -> FileIO:
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise unreadable(path, error) from error
     found = _FILE_TYPES.get(stat.S_IFMT(mode), "something else")
-    raise CheckpointError(path, "is not a file", expected="a regular file", found=found)
+    raise CheckpointError(path, "is not a file", "a regular file", found)
 
 
 def read_up_to(file: FileIO, nbytes: int) -> bytes:
@@ -326,15 +319,9 @@ def read_up_to(file: FileIO, nbytes: int) -> bytes:
 
 
 def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
-    """Refuse JSON that free memory has no room for.
+    """Raise PlanInfeasibleError where free memory has no room to parse ``nbytes`` of JSON.
 
-    Args:
-        path: its file.
-        nbytes: how long it is.
-        raw: the JSON itself, where it was read.
-
-    Raises:
-        PlanInfeasibleError: parsing it takes more than is free.
+    ``raw`` is the JSON itself, where it was read already.
     """
     if nbytes >= _LONG_NBYTES:
         needed_nbytes = _COPIES * nbytes + _MEMBER_NBYTES * raw.count(b":")
@@ -342,11 +329,9 @@ def check_memory(path: Location, nbytes: int, raw: bytes = b"") -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something of that name.
+    """Whether there is something of that name; raises OSError where the system hides it.
 
-    Raises:
-        OSError: one may not know, or the name is too long; `Path.exists` keeps that to itself from
-            Python 3.14 on.
+    `Path.exists` hides that from Python 3.14 on.
     """
     try:
         os.stat(path)
@@ -376,60 +361,41 @@ def parse_json_object(raw: bytes, path: Location) -> dict[str, Any]:
     """
     check_memory(path, len(raw), raw)
     if raw[:1] != b"{":
-        raise HeaderError(
-            path, "is not a JSON object", expected="'{' as its first byte", found=repr(raw[:1])[1:]
-        )
+        raise HeaderError(path, "is not a JSON object", "'{' as its first byte", repr(raw[:1])[1:])
     try:
         text = raw.decode("utf-8")
         check_nesting(raw)
         document: dict[str, Any] = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_int=_parse_int,
-            parse_constant=_refuse_constant,
+            text, object_pairs_hook=_object, parse_int=_parse_int, parse_constant=_refuse_constant
         )
     except UnicodeDecodeError as error:
         raise HeaderError(
             path,
             "the JSON is not UTF-8",
-            expected="UTF-8",
-            found=f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON",
+            "UTF-8",
+            f"{error.object[error.start : error.end]!r} at byte {error.start} of the JSON",
         ) from error
     except ValueError as error:
-        raise HeaderError(
-            path, "the JSON is not valid", expected="JSON", found=str(error)
-        ) from error
+        raise HeaderError(path, "the JSON is not valid", "JSON", str(error)) from error
     except RecursionError as error:
         raise HeaderError(
-            path, "the JSON is not valid", expected="JSON", found="too many levels of nesting"
+            path, "the JSON is not valid", "JSON", "too many levels of nesting"
         ) from error
     return document
 
 
 def check_strings(entries: Any, path: Location, what: str) -> dict[str, str]:
-    """Hold a JSON object to the form string to string, each name once.
-
-    Args:
-        entries: the parsed JSON.
-        path: its file.
-        what: what to call it in an error.
-
-    Raises:
-        HeaderError: it is not of that form.
-    """
+    """Hold parsed JSON to an object of strings, each name once, or raise a HeaderError of it."""
     if type(entries) is not dict:
         if isinstance(entries, RepeatedNames):
             expected, found = "each name once", f"{describe(entries.name)} more than once"
         else:
             expected, found = "an object", describe(entries)
-        raise HeaderError(path, f"{what} is not valid", expected=expected, found=found)
+        raise HeaderError(path, f"{what} is not valid", expected, found)
     for key, value in entries.items():
         if type(value) is not str or not (is_text(key) and is_text(value)):
             raise HeaderError(
-                path,
-                f"{what} is not valid",
-                expected="strings only",
-                found=f"{describe(key)}: {describe(value)}",
+                path, f"{what} is not valid", "strings only", f"{describe(key)}: {describe(value)}"
             )
     return entries
 
@@ -461,17 +427,16 @@ def describe(value: object) -> str:
 class RepeatedNames(dict[str, Any]):
     """A JSON object in which ``name`` occurs more than once."""
 
-    def __init__(self, entries: Mapping[str, Any], *, name: str) -> None:
-        super().__init__(entries)
-        self.name = name
+    name: str
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) == len(pairs):
         return result
-    counts = Counter(name for name, _ in pairs)
-    return RepeatedNames(result, name=max(counts, key=counts.__getitem__))
+    repeated = RepeatedNames(result)
+    repeated.name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+    return repeated
 
 
 def _parse_int(digits: str) -> int:
@@ -486,41 +451,29 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """The header's length in bytes from its prefix, checked against the format and the file.
-
-    Args:
-        raw: the file's first bytes, the 8 of the prefix among them.
-        path: the file, for errors.
-        file_nbytes: the length of the file in bytes.
+    """The header's length in bytes from its prefix, the first 8 bytes of ``raw``.
 
     Raises:
         HeaderError: the header is longer than the format allows.
-        TruncatedFileError: the file is too short.
+        TruncatedFileError: the file, of ``file_nbytes``, is too short.
     """
     if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
         raise TruncatedFileError(
             path,
             "is too short for a safetensors file",
-            expected=f"at least {PREFIX_NBYTES}",
-            found=min(len(raw), file_nbytes),
+            f"at least {PREFIX_NBYTES}",
+            min(len(raw), file_nbytes),
         )
     nbytes = int.from_bytes(raw[:PREFIX_NBYTES], "little")
     if nbytes > MAX_HEADER_NBYTES:
         for magic, what in _LOOKALIKES.items():
             if raw.startswith(magic):
-                raise HeaderError(
-                    path, "is not a safetensors file", expected="a header", found=what
-                )
+                raise HeaderError(path, "is not a safetensors file", "a header", what)
         raise HeaderError(
-            path,
-            "the header is too long",
-            expected=f"at most {MAX_HEADER_NBYTES} bytes",
-            found=nbytes,
+            path, "the header is too long", f"at most {MAX_HEADER_NBYTES} bytes", nbytes
         )
     if PREFIX_NBYTES + nbytes > file_nbytes:
-        raise TruncatedFileError(
-            path, "the header is cut off", expected=PREFIX_NBYTES + nbytes, found=file_nbytes
-        )
+        raise TruncatedFileError(path, "the header is cut off", PREFIX_NBYTES + nbytes, file_nbytes)
     return nbytes
 
 
@@ -533,17 +486,9 @@ def _tensor(
 ) -> TensorInfo:
     """One entry of the header, held to every rule that concerns it alone.
 
-    Args:
-        name: its key.
-        entry: the parsed JSON.
-        path: the file.
-        data_start: first byte of the data.
-        layouts: those found so far: most tensors of a long header are like another one.
+    ``layouts`` has those found so far: most tensors of a long header are like another one.
     """
-
-    def fail(problem: str, expected: object, found: object) -> HeaderError:
-        return HeaderError(path, problem, tensor=name, expected=expected, found=found)
-
+    fail = partial(HeaderError, path, tensor=name)
     if type(entry) is not dict:
         if isinstance(entry, RepeatedNames):
             raise fail(
@@ -589,7 +534,7 @@ def _tensor(
 def _layout(
     code: str, shape: tuple[int, ...], fail: Callable[[str, object, object], HeaderError]
 ) -> tuple[DType, tuple[int, ...], int]:
-    """The dtype, the shape and the bits of what is not too large to be counted."""
+    """The dtype, the shape and the bits of a tensor that is not too large to be counted."""
     dtype = BY_CODE[code]
     numel = 1
     for dim in shape:
@@ -622,15 +567,15 @@ def _check_coverage(
             raise HeaderError(
                 path,
                 f"data_offsets begin {where}",
+                end - data_start,
+                info.start - data_start,
                 tensor=info.name,
-                expected=end - data_start,
-                found=info.start - data_start,
             )
         end = info.stop
     if file_nbytes < end:
         last = next((info.name for info in tensors if info.stop > file_nbytes), None)
         raise TruncatedFileError(
-            path, "is shorter than its header says", tensor=last, expected=end, found=file_nbytes
+            path, "is shorter than its header says", end, file_nbytes, tensor=last
         )
     if file_nbytes > end:
-        raise HeaderError(path, "is longer than its header says", expected=end, found=file_nbytes)
+        raise HeaderError(path, "is longer than its header says", end, file_nbytes)

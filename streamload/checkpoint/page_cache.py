@@ -1,7 +1,6 @@
 """The page cache: how much of a file is in it, and giving back what a load brought in.
 
-Nothing here is needed for a load to be right: what the system does not say counts as not known,
-and what is not known is left alone.
+A load is right without this: where the system does not say, pages are left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from streamload._system import failure, libc, map_file
 from streamload.units import format_bytes
@@ -26,7 +25,7 @@ PageCacheKind = Literal["auto", "keep", "drop"]
 _PAGE = mmap.PAGESIZE
 
 # A sample of a file: 64 windows of 16 pages, evenly spread, both ends among them; 4 MiB with pages
-# of 4 KiB, and what is not longer than that is looked at whole (docs/measurements.md).
+# of 4 KiB; shorter files are looked at whole (docs/measurements.md).
 _SAMPLES = 64
 _SAMPLE_NBYTES = 16 * _PAGE
 _ASKED_NBYTES = 2**26  # by one mincore: a vector of 16 KiB with pages of 4 KiB
@@ -52,9 +51,9 @@ def resident_fraction(file: str | os.PathLike[str] | int) -> float | None:
 
     Files of up to 4 MiB are looked at whole, longer ones in 64 samples spread over them. No byte
     of the file is touched, with one exception: the kernel answers mincore(2) with "all resident"
-    to who neither owns the file nor may write it. There 64 single bytes are asked for with
-    RWF_NOWAIT, which reads the pages of those that are not resident: they are dropped again, and
-    a cold file costs as long as the disk takes for 64 pages (3 ms on the disk that was tried).
+    to a user that neither owns the file nor may write it. There RWF_NOWAIT asks for 64 single
+    bytes, which reads the pages that are not resident: they are dropped again, and a cold file
+    takes the disk's time for 64 pages (3 ms on the disk that was tried).
 
     Args:
         file: a path, or the descriptor of a file that is open for reading.
@@ -94,8 +93,8 @@ def _sampled(fd: int) -> float | None:
 def _is_answered(fd: int) -> bool:
     """Whether mincore tells this process the truth about a file.
 
-    Since Linux 5.2 it does for the file's owner and for who may write it (mm/mincore.c,
-    can_do_mincore); everybody else is told that all of it is resident.
+    Since Linux 5.2 it tells only the file's owner and users that may write it (mm/mincore.c,
+    can_do_mincore); all others hear that all of it is resident.
     """
     if sys.platform != "linux" or not hasattr(libc(), "mincore"):
         return False
@@ -107,10 +106,7 @@ def _is_answered(fd: int) -> bool:
 def _resident_pages(fd: int, start: int, stop: int) -> bytes:
     """For each page from ``start`` (a multiple of the page) to ``stop``: 1 resident, 0 not.
 
-    A map is made for the question, and nothing of it is touched.
-
-    Raises:
-        OSError: the kernel refused.
+    It makes a map and touches nothing of it; raises OSError where the kernel refuses.
     """
     nbytes = stop - start
     vector = (ctypes.c_ubyte * (-(-nbytes // _PAGE)))()
@@ -199,13 +195,8 @@ class PageCache:
       within the cgroup, while the load allocates. Below it the whole file fits, and is there when
       it is loaded again.
 
-    What was resident before is never dropped; that is looked at when a shard is opened, before
-    anything of it is read. Whatever else reads the file meanwhile is not told apart.
-
-    Attributes:
-        dropping: whether it has been decided to drop.
-        reason: a sentence about it, for a report; "" before the first shard.
-        dropped_nbytes: file bytes that were dropped of the shards that are closed; each once.
+    Pages that were resident before are never dropped; that is looked at when a shard is opened,
+    before anything of it is read. Other readers of the file are not told apart.
     """
 
     def __init__(
@@ -216,7 +207,7 @@ class PageCache:
         to_allocate_nbytes: int = 0,
         available: Callable[[], int | None],
     ) -> None:
-        """Prepare for a load.
+        """Prepare for a load; raises ValueError for an unknown kind.
 
         Args:
             kind: see the class.
@@ -224,21 +215,19 @@ class PageCache:
             to_allocate_nbytes: host memory that it will allocate while it reads them.
             available: bytes of host memory that the process can still take, asked at the opening
                 of a shard (`streamload.planning.budget.available_host_nbytes`); None: not known.
-
-        Raises:
-            ValueError: there is no such kind.
         """
         if kind not in get_args(PageCacheKind):
             raise ValueError(
                 f"unknown page_cache {kind!r}; known: {', '.join(get_args(PageCacheKind))}"
             )
-        self.dropping = kind == "drop"
+        self.dropping = kind == "drop"  # decided so far
+        # for a report; "" before the first shard
         self.reason = "" if kind == "auto" else f'page_cache="{kind}" was asked for'
         self._decided = kind != "auto"
         self._to_read_nbytes = to_read_nbytes
         self._to_allocate_nbytes = to_allocate_nbytes
         self._read_nbytes = 0
-        self.dropped_nbytes = 0
+        self.dropped_nbytes = 0  # of the shards that are closed; each byte once
         self._available = available
         self._lock = threading.Lock()
 
@@ -288,7 +277,7 @@ class ShardCache:
         self._fd = -1
         if not whole.dropping or not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError):  # whoever reads the shard will say what is wrong with it
+        with suppress(OSError):  # reading the shard will say what is wrong with it
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self._absent = _absent_runs(self._fd)
 
@@ -324,12 +313,6 @@ class ShardCache:
                 os.close(self._fd)
                 self._fd = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _add(self, start: int, stop: int) -> list[int]:
         """Join a range to those that it touches; what it brings in again is not dropped yet."""
         first = bisect_left(self._read, start, key=lambda span: span[1])
@@ -352,7 +335,7 @@ class ShardCache:
         return [(max(a, start), min(b, stop)) for a, b in self._absent[first:last]]
 
     def _drop(self, start: int, stop: int) -> None:
-        """Drop what was absent; the kernel leaves pages alone of which a part is outside."""
+        """Drop what was absent; the kernel keeps partly covered pages."""
         for first, last in self._within(start, stop):
             with suppress(OSError):  # only advice
                 os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)

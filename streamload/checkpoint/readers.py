@@ -1,11 +1,11 @@
 """Byte ranges of one shard: through a memory map, by pread, past the page cache, or over HTTP.
 
-A file is opened read-only, and no byte of it is held between two calls. A map is the faster way on
-a local filesystem, where a lease holds back whoever would truncate the file: under a map that kills
-the process (SIGBUS). On a network or FUSE filesystem a lease holds nobody back, and a map is many
-times slower: those are read by pread. What is not in the page cache of a local disk can be read
-straight into its destination (O_DIRECT), which costs the CPU next to nothing and leaves the page
-cache as it is.
+A file is opened read-only, and no byte of it is held between two calls. A map is the fastest way on
+a local filesystem, where a lease holds back a process that would truncate the file: under a map
+that kills the reading process (SIGBUS). On a network or FUSE filesystem a lease holds back no
+other machine, and a map is many times slower: those are read by pread. Bytes of a local disk that
+are not in the page cache can go straight to their destination (O_DIRECT), which costs the CPU next
+to nothing and leaves the page cache as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import sys
 import threading
 import weakref
@@ -26,10 +25,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
-from streamload._system import libc, map_file, read_at
+from streamload._system import (
+    address_of,
+    direct_memory,
+    filesystem_and_length,
+    libc,
+    map_file,
+    read_at,
+)
 from streamload.checkpoint.base import Reader as Reader
 from streamload.checkpoint.guard import FileState, Guard, take_lease
-from streamload.checkpoint.header import Header, open_regular, unreadable
+from streamload.checkpoint.header import open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
 from streamload.checkpoint.remote import HttpReader
 from streamload.checkpoint.url import Location, Url
@@ -37,21 +43,20 @@ from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.units import round_up
 
 ReaderKind = Literal["auto", "mmap", "pread", "direct"]
-#: "http" is the only one of a URL, and of nothing else: nobody need ask for it.
+#: "http" is the only one of a URL, and of nothing else: users need not ask for it.
 ResolvedKind = Literal["mmap", "pread", "direct", "http"]
-FileKind = Literal["mmap", "pread", "direct"]
 
 # fmt: off
 #: Filesystems that "auto" maps. Every other is read by pread, which is right everywhere: network
 #: and FUSE filesystems (nfs, cifs, smb3, fuse.sshfs, lustre, gpfs, beegfs, glusterfs, ceph, afs,
-#: 9p, virtiofs), zfs (a map copies its cache into another), and what nobody has heard of yet.
+#: 9p, virtiofs), zfs (a map copies its cache into another), and unknown ones.
 MAPPED_FILESYSTEMS = frozenset({
     "bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs",
     "nilfs2", "ntfs3", "overlay", "ramfs", "reiserfs", "squashfs", "tmpfs", "ubifs", "udf", "vfat",
     "xfs",
 })
 #: Filesystems that hold their files on a disk of this machine and read past the page cache:
-#: "auto" does so for what is not in it. Not those in memory, nor read-only images.
+#: "auto" does so for bytes that are not in it. Not those in memory, nor read-only images.
 DIRECT_FILESYSTEMS = MAPPED_FILESYSTEMS - {
     "erofs", "iso9660", "ramfs", "squashfs", "tmpfs", "ubifs", "udf",
 }
@@ -92,8 +97,6 @@ _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _USUAL_ALIGNMENT = 4096
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _AT_EMPTY_PATH = 0x1000
-_HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # Each thread's own, for what cannot be read straight to its place.
 BOUNCE_NBYTES = 2**20
 # What a kernel says that does not read this file, or at this alignment, past its page cache.
@@ -127,26 +130,18 @@ def open_reader(
     resolved = resolve_reader(shard, kind)
     if isinstance(shard, Url):
         return HttpReader(shard, file_nbytes)
-    assert resolved != "http", "resolve_reader says it of URLs only"
-    if not file_nbytes:  # nothing can be mapped of nothing, nor read past the page cache
-        return PreadReader(shard, file_nbytes, state)
-    return _READERS[resolved](shard, file_nbytes, state)
+    # nothing can be mapped of nothing, nor read past the page cache
+    opened = {"mmap": MmapReader, "direct": DirectReader} if file_nbytes else {}
+    return opened.get(resolved, PreadReader)(shard, file_nbytes, state)
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderChoice:
-    """How a shard is read.
-
-    Attributes:
-        kind: how.
-        reason: why, in a few words for a report; the same for shards that are in the same state.
-        resident: how much of it is in the page cache; None where that is not known, or did not
-            matter.
-    """
+    """How a shard is read."""
 
     kind: ResolvedKind
-    reason: str
-    resident: float | None = None
+    reason: str  # why, for a report; the same for shards that are in the same state
+    resident: float | None = None  # how much is in the page cache, where known and of use
 
 
 def choose_reader(
@@ -216,7 +211,7 @@ def _choose(
 
 
 def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind) -> ResolvedKind:
-    """What "auto" means for a file that is read through the page cache; others are what they are.
+    """What "auto" means for a file that is read through the page cache; others stay.
 
     Of a URL, "auto" and "pread" (reads, and no map) are both "http".
 
@@ -226,36 +221,8 @@ def resolve_reader(path: str | os.PathLike[str], kind: ReaderKind | ResolvedKind
     return _choose(path, kind, "auto", whole_slots=False).kind
 
 
-def fingerprint(header: Header) -> dict[str, str | int]:
-    """A fingerprint that changes when the file does, for JSON; the file is not read for it.
-
-    Of a file its length, time and inode when its header was read; of a URL its length and the
-    version whose header was read.
-    """
-    found: dict[str, str | int] = {"path": str(header.path), "nbytes": header.file_nbytes}
-    if isinstance(header.path, Url):
-        found["version"] = header.path.version
-    elif header.state is not None:
-        found |= {"mtime_ns": header.state.written_ns, "inode": header.state.inode}
-    return found
-
-
-def filesystem_and_length(path: str | os.PathLike[str]) -> tuple[str, int]:
-    """The type of a file's filesystem, "" where it is not known, and the file's length in bytes."""
-    try:
-        nbytes = os.stat(path).st_size
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mountinfo = file.read()
-    except OSError:  # no such file, or not Linux
-        return "", 0
-    return filesystem_of(os.path.realpath(path), mountinfo), nbytes
-
-
 def _no_lease(filesystem: str) -> str:
-    """Why a lease on a file would hold nobody back; "" where it does.
-
-    It holds back the processes of this machine.
-    """
+    """Why a lease on a file would hold back no process of this machine; "" where it does."""
     if filesystem in MAPPED_FILESYSTEMS:
         return ""
     return f"{filesystem or 'an unknown filesystem'} does not hold back who changes its files"
@@ -264,7 +231,7 @@ def _no_lease(filesystem: str) -> str:
 def not_mapped(path: Location) -> str:
     """Why a file is not to be mapped, or not now; "" where it can be.
 
-    Whoever truncates a file under a map kills the process, unless a lease holds him back.
+    A process that truncates a file under a map kills this one, unless a lease holds it back.
     """
     if isinstance(path, Url):
         return "it is read over HTTP"
@@ -273,42 +240,16 @@ def not_mapped(path: Location) -> str:
             refusal = _no_lease(filesystem_and_length(path)[0])
             return refusal or take_lease(file.fileno())
     except CheckpointError:
-        return ""  # whoever reads it will say what is wrong with it
+        return ""  # reading it will say what is wrong with it
 
 
 def reader_for(
     filesystem: str, nbytes: int, *, address_bits: int = _ADDRESS_BITS
 ) -> Literal["mmap", "pread"]:
-    """The reader for a file of ``nbytes`` on a filesystem of this type (as in mountinfo).
-
-    Of those that read through the page cache.
-    """
+    """The reader through the page cache for ``nbytes`` on a filesystem of this type."""
     if address_bits <= 32 and nbytes > _MAX_MAPPED_NBYTES_32:
         return "pread"
     return "mmap" if filesystem in MAPPED_FILESYSTEMS else "pread"
-
-
-def filesystem_of(path: str, mountinfo: str) -> str:
-    """The type of the filesystem that holds ``path``, or "" where that is not said.
-
-    By name and not by device number: files on btrfs and overlay have numbers that no mount has.
-
-    Args:
-        path: an absolute path without symlinks.
-        mountinfo: the text of ``/proc/self/mountinfo`` (proc(5)): the mount point is the fifth
-            field, with octal escapes, and the type the first after a lone hyphen.
-    """
-    best, found = "", ""
-    for line in mountinfo.split("\n"):
-        before, hyphen, after = line.partition(" - ")
-        fields = before.split(" ")
-        if not hyphen or len(fields) < 5:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):  # of two on one point, the later covers the earlier
-            best, found = point, after.split(" ")[0]
-    return found
 
 
 class PreadReader(Reader):
@@ -327,10 +268,7 @@ class PreadReader(Reader):
                 raise self._truncated(found)
             if found > file_nbytes:
                 raise HeaderError(
-                    path,
-                    "has become longer since its header was read",
-                    expected=file_nbytes,
-                    found=found,
+                    path, "has become longer since its header was read", file_nbytes, found
                 )
             if hasattr(os, "posix_fadvise"):
                 with suppress(OSError):  # only advice
@@ -375,10 +313,7 @@ class PreadReader(Reader):
 
     def _truncated(self, found: int) -> TruncatedFileError:
         return TruncatedFileError(
-            self.path,
-            "has become shorter since its header was read",
-            expected=self.nbytes,
-            found=found,
+            self.path, "has become shorter since its header was read", self.nbytes, found
         )
 
 
@@ -406,8 +341,8 @@ class MmapReader(PreadReader):
             raise CheckpointError(
                 path,
                 'cannot be mapped (reader="pread" needs no map)',
-                expected=f"{file_nbytes} bytes of address space",
-                found=str(error),
+                f"{file_nbytes} bytes of address space",
+                str(error),
             ) from error
 
     def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
@@ -460,15 +395,12 @@ class MmapReader(PreadReader):
 class DirectReader(PreadReader):
     """Reads past the page cache (O_DIRECT), into memory that is aligned without a copy.
 
-    What is not aligned goes through 1 MiB that each thread keeps for it: where the place of the
-    bytes in memory and in the file agree modulo `alignment`, only the blocks at the ends, elsewhere
-    all of it, which is slower; `read_aligned` is for who can avoid it.
+    Unaligned bytes go through 1 MiB that each thread keeps for them: where the places in memory and
+    in the file agree modulo `alignment`, only the blocks at the ends, elsewhere all of it, which is
+    slower; `read_aligned` avoids it.
 
-    Where the file cannot be read like that, it is read through the page cache, from the beginning
-    or from then on, and `fallback` says why.
-
-    Raises:
-        The same as the others; that a file cannot be read past the page cache is no error.
+    A file that cannot be read like that is read through the page cache, from the beginning or from
+    then on, and `fallback` says why: that is no error.
     """
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
@@ -509,8 +441,8 @@ class DirectReader(PreadReader):
         # the whole blocks that are read straight to their place, if there are any
         first, last = round_up(start, unit), round_up(stop, unit)
         if last - start > target.nbytes:  # no room for what comes after
-            last = _down(stop, unit)
-        if (_address(target) - start) % unit or first >= last:
+            last = stop // unit * unit
+        if (address_of(target) - start) % unit or first >= last:
             first = last = stop
         self._read_bounced(start, target[: first - start])
         if first < last:
@@ -525,17 +457,17 @@ class DirectReader(PreadReader):
         stop = start + target.nbytes
         at = start
         while at < stop:
-            first = _down(at, self.alignment)
+            first = at // self.alignment * self.alignment
             last = min(first + BOUNCE_NBYTES, round_up(stop, self.alignment))
             upto = min(last, stop)
-            bounce = _bounce.memory()
+            bounce = _bounce()
             with bounce[: last - first] as blocks:
                 self._read_blocks(first, blocks, upto - first)
             target[at - start : upto - start] = bounce[at - first : upto - first]
             at = upto
 
     def _read_blocks(self, start: int, target: memoryview, nbytes: int) -> None:
-        """Read whole blocks, of which the first ``nbytes`` have to be there."""
+        """Read whole blocks; the first ``nbytes`` have to be there."""
         done = 0
         while done < nbytes:
             read = 0
@@ -561,58 +493,19 @@ class DirectReader(PreadReader):
             return 0
 
 
-def direct_memory(nbytes: int) -> memoryview:
-    """Memory of the process that direct reads are fast into; it goes with its last memoryview.
-
-    Of whole huge pages, where the system gives them to who asks (transparent_hugepage "madvise" or
-    "always") and ``nbytes`` has them; it begins at a page in any case. A request to a disk is cut
-    by the number of its pieces of memory that follow each other, each a page otherwise. Tried on a
-    virtual disk of 254 pieces a request, 1 to 8 threads with 4 MiB each, GB/s: 1.1 to 1.3 with
-    pages of 4 KiB, 2.8 to 3.4 with huge pages, for a third of the CPU time.
-
-    Args:
-        nbytes: how many, at least 1.
-    """
-    if nbytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, nbytes, flags=_PRIVATE))[:nbytes]
-    # a huge page more of addresses, to begin at one; what is not touched takes no memory
-    held = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=_PRIVATE)
-    memory = memoryview(held)
-    start = -_address(memory) % _HUGE_PAGE
-    with suppress(OSError):  # a kernel without them
-        held.madvise(mmap.MADV_HUGEPAGE, start, _down(nbytes, _HUGE_PAGE))
-    return memory[start : start + nbytes]
+_thread = threading.local()  # memory: what `_bounce` gives
 
 
-class _Bounce(threading.local):
-    """Memory of one thread that begins at a page; made when it is first used."""
-
-    _memory: memoryview | None = None
-
-    def memory(self) -> memoryview:
-        if self._memory is None:
-            self._memory = direct_memory(BOUNCE_NBYTES)
-        return self._memory
-
-
-_bounce = _Bounce()
-
-
-def _down(offset: int, unit: int) -> int:
-    return offset // unit * unit
-
-
-def _address(memory: memoryview) -> int:
-    """Where writable, contiguous, not empty memory begins."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def _bounce() -> memoryview:
+    """Memory of this thread that begins at a page; made when it is first used."""
+    if not hasattr(_thread, "memory"):
+        _thread.memory = direct_memory(BOUNCE_NBYTES)
+    memory: memoryview = _thread.memory
+    return memory
 
 
 def _open_direct(fd: int) -> FileIO:
-    """Open a file that is open, once more and for direct reads: the same, whatever its name is now.
-
-    Raises:
-        OSError: the filesystem or the system does not do that.
-    """
+    """Open an open file again for direct reads, whatever its name is now; raises OSError."""
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -625,13 +518,10 @@ def _open_direct(fd: int) -> FileIO:
 
 
 def _direct_alignment(fd: int) -> int:
-    """What addresses, offsets and lengths of direct reads of a file must be multiples of, in bytes.
+    """Addresses, offsets and lengths of direct reads of a file must be multiples of this, in bytes.
 
-    A power of two, at most the page, to which whoever allocates memory can align it. Source:
-    statx(2), STATX_DIOALIGN.
-
-    Raises:
-        OSError: the kernel says that the file is not read like that, or at no such alignment.
+    A power of two, at most the page; raises OSError where the kernel reads the file at no such
+    alignment. Source: statx(2), STATX_DIOALIGN.
     """
     if not hasattr(libc(), "statx"):
         return _USUAL_ALIGNMENT
@@ -647,23 +537,12 @@ def _direct_alignment(fd: int) -> int:
     return alignment
 
 
-_READERS: dict[FileKind, type[PreadReader | MmapReader | DirectReader]] = {
-    "mmap": MmapReader,
-    "pread": PreadReader,
-    "direct": DirectReader,
-}
-
-
 class _Map:
     """A file's first ``nbytes``, mapped read-only.
 
-    The map lives until the last memoryview of it is gone: none is left pointing nowhere. Python's
-    own `mmap.mmap` does not tell its address, and its madvise holds the interpreter's lock while
-    pages are read.
-
-    Raises:
-        OSError: the kernel refused.
-        OverflowError: the process has no such addresses.
+    The map lives until its last memoryview is gone. Python's own `mmap.mmap` does not tell its
+    address, and its madvise holds the interpreter's lock while pages are read. OSError and
+    OverflowError say that the kernel refused, or that the process has no such addresses.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -679,7 +558,7 @@ class _Map:
         self._windows: dict[int, int] = {}  # how many there are, by block
 
     def populate(self, start: int, stop: int) -> int:
-        """Map the pages of a window, reading what is not in memory; returns 0 or an errno."""
+        """Map the pages of a window, and read those not in memory; returns 0 or an errno."""
         first = (self._address + start) // _PAGE * _PAGE
         return _madvise(first, self._address + stop, _MADV_POPULATE_READ)
 

@@ -6,18 +6,18 @@ missing is asked for. What will not pass (no such file, no leave, ranges that ar
 that contradict each other) is one error at once. And each response says which version of the file
 it is of: one that is not the version whose header was read is an error, and never a mixture.
 
-Versions are compared here, before a byte of the body is taken. A server that is asked to compare
-them (If-Range) sends the whole file where they differ, and does not say why.
+Versions are compared here, before a byte of the body is taken. A server that compares them itself
+(If-Range) sends the whole file where they differ, and does not say why.
 
 Each try has one deadline until the last header, and a least rate after it; see `Patience`. A stop
-wakes it in every phase. What the HTTP library says in errors and logs may have secrets: none of it
-leaves this file.
+wakes it in every phase. Errors and logs of the HTTP library may have secrets: none leave this file.
 
 Source: RFC 9110 (HTTP semantics), sections 8.8, 10.2.3, 13 and 14.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import random
@@ -31,18 +31,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from streamload.checkpoint import wire
 from streamload.checkpoint.base import Reader
-from streamload.checkpoint.header import (
-    PREFIX_NBYTES,
-    Header,
-    describe,
-    json_nbytes,
-    parse_header,
-)
+from streamload.checkpoint.header import PREFIX_NBYTES, Header, describe, json_nbytes, parse_header
 from streamload.checkpoint.url import Url
 from streamload.errors import (
     CheckpointError,
@@ -65,7 +60,7 @@ _REQUEST_NBYTES = 2**26  # asked for at once: a long range is begun anew where i
 # gives one at a time would be asked millions of times.
 _PROGRESS_NBYTES = 2**16
 _LEAST_RATE = 1024  # bytes a second of a body: slower than that is a stall
-_MOST_WAIT_SECONDS = 120.0  # longer than that nobody waits who looks on
+_MOST_WAIT_SECONDS = 120.0  # a user who looks on waits no longer
 _MOST_REDIRECTS = 10
 _DRAINED_NBYTES = 2**14
 _DRAIN_SECONDS = 1.0  # to connect anew takes no longer
@@ -78,6 +73,7 @@ _CONTENT_RANGE = re.compile(rf"bytes ({_NUMBER})-({_NUMBER})/({_NUMBER}|\*)", re
 _UNSATISFIED = re.compile(rf"bytes \*/({_NUMBER})", re.ASCII)
 _DIGITS = re.compile(_NUMBER, re.ASCII)
 _QUOTED = re.compile(r"\s*(?::|bytearray|(?<!\w)b?['\"])")  # where the server's own words begin
+_HUB = "huggingface.co"
 _VALIDATORS = ("ETag", "Last-Modified")  # the first that is there tells versions apart
 
 _STATUSES = frozenset(HTTPStatus)
@@ -95,7 +91,7 @@ class Patience:
             all redirects on the way; and then for the next bytes of its body, which as well brings
             1 KiB a second on average, measured anew each twice as many seconds. So a long body
             may take long where it gets on.
-        tries: how often a range is asked for in a row without getting on.
+        tries: how many in a row may fail to get on with a range.
         backoff_seconds: before the second try; twice as long before each after it, less up to a
             half at random, so that many clients do not come back together.
         most_backoff_seconds: the most of that.
@@ -138,9 +134,8 @@ def read_header(url: Url, patience: Patience | None = None) -> Header:
     Raises:
         HeaderError: the header breaks a rule of the format.
         TruncatedFileError: the file is shorter than its header says.
-        ShardNotFoundError: there is no such file, or who asks is not to know whether there is (401,
-            403): stores whose folders may not be listed, and huggingface.co, do not tell the two
-            apart.
+        ShardNotFoundError: there is no such file, or the server does not say whether there is
+            (401, 403), as huggingface.co and stores with hidden folders do.
         CheckpointError: it cannot be read, or only as a whole.
     """
     with connections():
@@ -165,36 +160,24 @@ def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> b
         HeaderError: it is longer.
         CheckpointError: it cannot be read.
     """
-    with connections():
-        return _File(url, None, patience).read_all(most_nbytes)
+    out = io.BytesIO()
+    download(url, out, most_nbytes, patience)
+    return out.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server sends for a file, as far as was looked.
+    """The beginning of a file, as a server sends it."""
 
-    Attributes:
-        url: the file, with the version that was looked at.
-        nbytes: how long it is; None where the server does not say before its end.
-        content_type: what the server says that it is, in lower case, without parameters.
-        head: its first bytes.
-        whole: whether they are all of it.
-    """
-
-    url: Url
-    nbytes: int | None
-    content_type: str
-    head: bytes
-    whole: bool
+    url: Url  # with the version that was looked at
+    nbytes: int | None  # how long it is; None where the server does not say before its end
+    content_type: str  # in lower case, without parameters
+    head: bytes  # its first bytes
+    whole: bool  # whether they are all of it
 
 
 def look(url: Url, most_nbytes: int, patience: Patience | None = None) -> Look:
-    """Read the first bytes of a file that may be of any kind and length.
-
-    Args:
-        url: the file.
-        most_nbytes: how many; the rest is left where it is.
-        patience: how long the server is waited for.
+    """Read the first ``most_nbytes`` bytes of a file that may be of any kind and length.
 
     Raises:
         ShardNotFoundError: there is no such file.
@@ -209,8 +192,8 @@ def download(url: Url, out: BinaryIO, most_nbytes: int, patience: Patience | Non
 
     Args:
         url: the file; of a version, where it has one.
-        out: what can be gone back in: a try that failed is begun anew.
-        most_nbytes: of a longer one nothing is wanted.
+        out: a file that can seek: a try that failed is begun anew.
+        most_nbytes: the longest file that is wanted.
         patience: how long the server is waited for.
 
     Raises:
@@ -224,11 +207,7 @@ def download(url: Url, out: BinaryIO, most_nbytes: int, patience: Patience | Non
 
 
 def exists(url: Url, patience: Patience | None = None) -> bool:
-    """Whether there is such a file that may be read.
-
-    Raises:
-        CheckpointError: the server does not say.
-    """
+    """Whether there is a file that may be read; raises CheckpointError where that is not said."""
     with connections():
         try:
             _File(url, None, patience).read(0, memoryview(bytearray(1)))
@@ -272,7 +251,7 @@ class HttpReader(Reader):
         super()._check_range(start, stop)
 
 
-# -- connections -----------------------------------------------------------------------------------
+_pool = wire.Pool()
 
 
 @contextmanager
@@ -288,59 +267,33 @@ def connections() -> Iterator[None]:
         _pool.leave()
 
 
-_pool = wire.Pool()
-
-
-# -- one file --------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class _Again(Exception):
-    """A try that failed, after which there may be another.
+    """A try that failed, after which there may be another."""
 
-    Attributes:
-        reason: why.
-        at_once: there is nothing to wait for.
-        asked_seconds: how long the server asks to wait.
-        got_on: it brought some of the bytes.
-    """
-
-    def __init__(
-        self,
-        reason: str,
-        *,
-        at_once: bool = False,
-        asked_seconds: float = 0.0,
-        got_on: bool = False,
-    ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.at_once = at_once
-        self.asked_seconds = asked_seconds
-        self.got_on = got_on
+    reason: str
+    at_once: bool = False  # there is nothing to wait for
+    asked_seconds: float = 0.0  # how long the server asks to wait
+    got_on: bool = False  # it brought some of the bytes
 
 
 class _File:
-    """A file on a server. Any number of threads may read it, once its length is known.
-
-    Attributes:
-        nbytes: its length; None until a response has said it.
-        version: what `Url.version` is.
-        stopped: set when nobody wants the bytes any more.
-    """
+    """A file on a server. Any number of threads may read it, once its length is known."""
 
     def __init__(self, url: Url, nbytes: int | None, patience: Patience | None) -> None:
         _check_installed(url)
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # None until a response has said it
         self.version = url.version
-        self.stopped = threading.Event()
+        self.stopped = threading.Event()  # the bytes are not wanted any more
         self._url = url
+        self._error = partial(CheckpointError, url)
         self._patience = patience or Patience.from_environment()
         self._moved: httpx2.URL | None = None  # where redirects led
         self._lock = threading.Lock()
         self._attempts: set[wire.Attempt] = set()  # of all threads
 
     def stop(self) -> None:
-        """Have no more bytes read: who waits for some, of a host that may be gone, wakes up."""
+        """Wake all threads that wait for bytes, perhaps of a host that is gone; with an error."""
         with self._lock:
             self.stopped.set()
             for attempt in self._attempts:
@@ -349,13 +302,7 @@ class _File:
     def read(self, start: int, out: memoryview) -> int:
         """Fill ``out``, which is not empty, from byte ``start`` on.
 
-        Returns:
-            How many bytes there were: less than asked for only where the length was not known.
-
-        Raises:
-            ShardNotFoundError: there is no such file.
-            TruncatedFileError: it has become shorter.
-            CheckpointError: anything else.
+        Returns how many bytes there were: fewer only where the length was not known.
         """
         done = 0
         while done < out.nbytes and (self.nbytes is None or start + done < self.nbytes):
@@ -376,9 +323,15 @@ class _File:
             if self.nbytes is not None:
                 stop = min(stop, self.nbytes)
             try:
-                with self._response(f"bytes={start + done}-{stop - 1}") as (attempt, response):
+                with self._response(f"bytes={start + done}-{stop - 1}") as (response, body):
                     nbytes = self._check_range(response, start + done, stop)
-                    for data in self._body(attempt, response, nbytes) if nbytes else ():
+                    for data in body if nbytes else ():
+                        if done - before + len(data) > nbytes:
+                            raise self._error(
+                                "the server sent more than it said",
+                                "its range",
+                                done - before + len(data),
+                            )
                         out[done : done + len(data)] = data
                         done += len(data)
                 if done < min(out.nbytes, (self.nbytes or 0) - start):
@@ -390,32 +343,21 @@ class _File:
             return done
 
         def gave_up(found: str) -> CheckpointError:
-            return CheckpointError(
-                self._url,
+            return self._error(
                 f"bytes {start} to {start + out.nbytes} cannot be read",
-                expected=f"{out.nbytes} bytes",
-                found=f"{done} of them {found}",
+                f"{out.nbytes} bytes",
+                f"{done} of them {found}",
             )
 
         return self._insist(attempt, gave_up)
-
-    def read_all(self, most_nbytes: int) -> bytes:
-        """The whole file."""
-
-        def attempt() -> bytes:
-            with self._whole() as (attempt, response):
-                too_long = self._longer_than(most_nbytes)
-                return b"".join(self._body(attempt, response, most_nbytes, too_long))
-
-        return self._insist(attempt, self._unread)
 
     def look(self, most_nbytes: int) -> Look:
         """The first bytes of the file, and what is said of it."""
 
         def attempt() -> Look:
-            with self._whole() as (attempt, response):
+            with self._whole() as (response, body):
                 head, length = bytearray(), response.headers.get("Content-Length", "")
-                for data in self._body(attempt, response, None):
+                for data in body:
                     head += data
                     if len(head) > most_nbytes:
                         break
@@ -427,7 +369,7 @@ class _File:
                     len(head) <= most_nbytes,
                 )
 
-        return self._insist(attempt, self._unread)
+        return self._insist(attempt)
 
     def download(self, out: BinaryIO, most_nbytes: int) -> None:
         """Write the whole file to ``out``."""
@@ -435,40 +377,33 @@ class _File:
         def attempt() -> None:
             out.seek(0)
             out.truncate()
-            with self._whole() as (attempt, response):
+            with self._whole() as (response, body):
                 version = _version(response.headers, self.version)
                 if self.version and version != self.version:
                     raise self._of_another_version(version)
-                too_long = self._longer_than(most_nbytes)
-                for data in self._body(attempt, response, most_nbytes, too_long):
+                done = 0
+                for data in body:
+                    if (done := done + len(data)) > most_nbytes:
+                        raise HeaderError(
+                            self._url,
+                            "the file is too long",
+                            f"at most {most_nbytes} bytes",
+                            f"{done} or more",
+                        )
                     out.write(data)
 
-        self._insist(attempt, self._unread)
+        self._insist(attempt)
 
     @contextmanager
-    def _whole(self) -> Iterator[tuple[wire.Attempt, httpx2.Response]]:
-        with self._response(None) as (attempt, response):
+    def _whole(self) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
+        with self._response(None) as (response, body):
             self._check_status(response, 200)
-            yield attempt, response
+            yield response, body
 
-    def _longer_than(self, most_nbytes: int) -> Callable[[int], CheckpointError]:
-        return lambda found: HeaderError(
-            self._url,
-            "the file is too long",
-            expected=f"at most {most_nbytes} bytes",
-            found=f"{found} or more",
-        )
-
-    def _unread(self, found: str) -> CheckpointError:
-        return CheckpointError(self._url, "cannot be read", found=found)
-
-    def _insist(self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError]) -> T:
-        """Try until it is done, or there is no use in it.
-
-        Args:
-            attempt: one try; raises `_Again`.
-            gave_up: the error, from what was found in the end.
-        """
+    def _insist(
+        self, attempt: Callable[[], T], gave_up: Callable[[str], CheckpointError] | None = None
+    ) -> T:
+        """Try until a try succeeds, or trying is of no use; ``gave_up`` makes the error then."""
         tries = in_a_row = 0
         while True:
             self._check_stopped()
@@ -480,17 +415,20 @@ class _File:
                 asked = again.asked_seconds
                 if in_a_row >= self._patience.tries or asked > _MOST_WAIT_SECONDS:
                     count = f"{tries} tries, the last" if tries > 1 else "1 try"
-                    raise gave_up(f"in {count}: {again.reason}") from again.__cause__
+                    found = f"in {count}: {again.reason}"
+                    unread = self._error("cannot be read", found=found)
+                    raise (gave_up(found) if gave_up else unread) from again.__cause__
                 if not again.at_once:
-                    self.stopped.wait(max(asked, self._backoff(in_a_row)))
-
-    def _backoff(self, tries: int) -> float:
-        seconds = self._patience.backoff_seconds * 2.0 ** (tries - 1)
-        return min(seconds, self._patience.most_backoff_seconds) * _jitter.uniform(0.5, 1)
+                    patience = self._patience
+                    seconds = patience.backoff_seconds * 2.0 ** (in_a_row - 1)
+                    seconds = min(seconds, patience.most_backoff_seconds)
+                    self.stopped.wait(max(asked, seconds * _jitter.uniform(0.5, 1)))
 
     @contextmanager
-    def _response(self, byte_range: str | None) -> Iterator[tuple[wire.Attempt, httpx2.Response]]:
-        """Send a request; the response whose status is not one that another try may change."""
+    def _response(
+        self, byte_range: str | None
+    ) -> Iterator[tuple[httpx2.Response, Iterator[bytes]]]:
+        """Send a request; a response that no other try would change, and the pieces of its body."""
         moved = self._moved
         with (
             self._attempt() as attempt,
@@ -501,12 +439,12 @@ class _File:
                 self._drain(attempt, response)
             if moved is not None and status in (*_REFUSED, *_ABSENT):
                 self._moved = None  # such addresses are good for a while
-                raise _Again(f"{_status(response)} where a redirect had led", at_once=True)
+                raise _Again(f"{_status(status)} where a redirect had led", at_once=True)
             if status in _PASSING:
                 asked = _retry_after(response.headers)
                 later = f", to be asked again in {asked:.0f} s" if asked else ""
-                raise _Again(_status(response) + later, asked_seconds=asked)
-            yield attempt, response
+                raise _Again(_status(status) + later, asked_seconds=asked)
+            yield response, self._body(attempt, response)
 
     @contextmanager
     def _attempt(self) -> Iterator[wire.Attempt]:
@@ -536,7 +474,7 @@ class _File:
                 self._drain(attempt, response)
             # credentials are left out of it where it leads to another server
             request = response.next_request
-        raise CheckpointError(self._url, "is redirected again and again")
+        raise self._error("is redirected again and again")
 
     def _request(self, target: httpx2.URL | str, byte_range: str | None) -> httpx2.Request:
         patience = self._patience
@@ -553,14 +491,10 @@ class _File:
             return _pool.client().send(request, stream=True)
 
     def _call(self, attempt: wire.Attempt, call: Callable[..., T], *arguments: object) -> T:
-        """Have the HTTP library do something, and translate its errors.
+        """Have the HTTP library do something; raise its errors as _Again or CheckpointError.
 
         They are no causes of ours: their texts have parts of requests and answers, which may be
         secret. What the operating system said is.
-
-        Raises:
-            _Again: another try may do.
-            CheckpointError: none will.
         """
         try:
             return call(*arguments)
@@ -577,11 +511,11 @@ class _File:
     ) -> _Again | CheckpointError:
         library, seconds = wire.httpx(), self._patience.read_seconds
         if self.stopped.is_set():
-            return CheckpointError(self._url, "reading was stopped")
+            return self._error("reading was stopped")
         if isinstance(error, wire.OverdueError) or time.monotonic() >= attempt.until:
             return _Again(attempt.overdue)
         if lasting := _lasting(error, cause):
-            return CheckpointError(self._url, "cannot be read", found=lasting)
+            return self._error("cannot be read", found=lasting)
         if isinstance(error, library.ConnectTimeout):
             return _Again(f"no connection within {self._patience.connect_seconds:g} s")
         if isinstance(error, library.TimeoutException):
@@ -593,7 +527,7 @@ class _File:
         return _Again(_QUOTED.split(str(error))[0] or type(error).__name__)
 
     def _drain(self, attempt: wire.Attempt, response: httpx2.Response) -> None:
-        """Take a short body that nobody wants: the connection can be used again then."""
+        """Read a short body to its end, so that the connection can be used again."""
         length = response.headers.get("Content-Length", "")
         if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_NBYTES:
             with attempt.at_most(_DRAIN_SECONDS), suppress(_Again):
@@ -603,47 +537,34 @@ class _File:
         """What Hugging Face's own tools send to its server, and to no other."""
         token = os.environ.get("HF_TOKEN", "").strip()
         url = wire.httpx().URL(target)
-        known = url.host == "huggingface.co" and url.scheme == "https" and not url.userinfo
+        known = url.host == _HUB and url.scheme == "https" and not url.userinfo
         if not token or not known:
             return {}
         if not (token.isascii() and token.isprintable()):
-            raise CheckpointError(
-                self._url, "HF_TOKEN cannot be sent", expected="ASCII", found="other characters"
-            )
+            raise self._error("HF_TOKEN cannot be sent", "ASCII", "other characters")
         return {"Authorization": f"Bearer {token}"}
 
     def _check_status(self, response: httpx2.Response, wanted: int) -> None:
         status = response.status_code
         if status == wanted:
             encoding = response.headers.get("Content-Encoding", "identity")
-            if encoding != "identity":
-                raise CheckpointError(
-                    self._url,
-                    "the server compresses what was asked for as it is",
-                    expected="no Content-Encoding",
-                    found=_said(encoding),
-                )
-            return
+            if encoding == "identity":
+                return
+            problem = "the server compresses what was asked for as it is"
+            raise self._error(problem, "no Content-Encoding", _said(encoding))
         if status in _ABSENT:
-            raise ShardNotFoundError(self._url, "no such file", found=_status(response))
+            raise ShardNotFoundError(self._url, "no such file", found=_status(status))
         if status in _REFUSED:
-            hint = " (HF_TOKEN is not set)" if self._wants_token() else ""
-            raise ShardNotFoundError(
-                self._url, "is not there, or may not be read", found=_status(response) + hint
-            )
+            unset = self._url.host == _HUB and not os.environ.get("HF_TOKEN", "").strip()
+            found = _status(status) + " (HF_TOKEN is not set)" * unset
+            raise ShardNotFoundError(self._url, "is not there, or may not be read", found=found)
         if status == 200:
-            raise CheckpointError(
-                self._url,
+            raise self._error(
                 "the server does not read parts of files",
-                expected="206 Partial Content",
-                found="200, the whole file",
+                "206 Partial Content",
+                "200, the whole file",
             )
-        raise CheckpointError(
-            self._url, "cannot be read", expected=_phrase(wanted), found=_status(response)
-        )
-
-    def _wants_token(self) -> bool:
-        return self._url.host == "huggingface.co" and not os.environ.get("HF_TOKEN", "").strip()
+        raise self._error("cannot be read", _status(wanted), _status(status))
 
     def _check_range(self, response: httpx2.Response, start: int, stop: int) -> int:
         """Whether a response is of the range and of the file; returns how long its body is."""
@@ -662,18 +583,15 @@ class _File:
         found = _CONTENT_RANGE.fullmatch(stated)
         if not found or int(found[1]) != start or not start <= int(found[2]) < stop:
             total = "*" if self.nbytes is None else self.nbytes
-            raise CheckpointError(
-                self._url,
+            raise self._error(
                 "the server sent another range than was asked for",
-                expected=f"bytes {start}-{stop - 1}/{total}",
-                found=_said(stated) if stated else "no Content-Range",
+                f"bytes {start}-{stop - 1}/{total}",
+                _said(stated) if stated else "no Content-Range",
             )
         version = _version(headers, self.version)
         if self.nbytes is None:
             if found[3] == "*":
-                raise CheckpointError(
-                    self._url, "the server does not say how long the file is", found=stated
-                )
+                raise self._error("the server does not say how long the file is", found=stated)
             self.nbytes, self.version = int(found[3]), version
         elif found[3] != "*" and int(found[3]) != self.nbytes:
             raise self._of_another_length(int(found[3]))
@@ -682,54 +600,39 @@ class _File:
         nbytes = int(found[2]) + 1 - start
         length = headers.get("Content-Length", str(nbytes))
         if length != str(nbytes):
-            raise CheckpointError(
-                self._url,
+            raise self._error(
                 f"the server contradicts itself about {stated}",
-                expected=f"Content-Length {nbytes}",
-                found=describe(length),
+                f"Content-Length {nbytes}",
+                describe(length),
             )
         return nbytes
 
     def _of_another_version(self, found: str) -> CheckpointError:
-        return CheckpointError(
-            self._url,
+        return self._error(
             "has changed since its header was read",
-            expected=describe(self.version),
-            found=describe(found) if found else "a response that does not say",
+            describe(self.version),
+            describe(found) if found else "a response that does not say",
         )
 
     def _of_another_length(self, found: int) -> CheckpointError:
         assert self.nbytes is not None, "nothing to compare with"
         if found < self.nbytes:
-            return TruncatedFileError(
-                self._url, "has become shorter", expected=self.nbytes, found=found
-            )
+            return TruncatedFileError(self._url, "has become shorter", self.nbytes, found)
         return HeaderError(
-            self._url,
-            "has become longer since its header was read",
-            expected=self.nbytes,
-            found=found,
+            self._url, "has become longer since its header was read", self.nbytes, found
         )
 
-    def _body(
-        self,
-        attempt: wire.Attempt,
-        response: httpx2.Response,
-        nbytes: int | None,
-        too_long: Callable[[int], CheckpointError] | None = None,
-    ) -> Iterator[bytes]:
-        """What a response brings, piece by piece; of at most ``nbytes``, where that is said."""
+    def _body(self, attempt: wire.Attempt, response: httpx2.Response) -> Iterator[bytes]:
+        """What a response brings, piece by piece, at the least rate or more."""
         seconds, pieces = 2 * self._patience.read_seconds, response.iter_raw()
-        done = got = 0
+        got = 0
         until = time.monotonic() + seconds
         while True:
             attempt.until, attempt.overdue = until, f"{got} bytes in {seconds:g} s"
             data = self._call(attempt, next, pieces, b"")
             if not data:
                 return
-            done, got = done + len(data), got + len(data)
-            if nbytes is not None and done > nbytes:
-                raise (too_long or self._sent_more)(done)
+            got += len(data)
             handed = time.monotonic()
             yield data
             now = time.monotonic()
@@ -740,12 +643,7 @@ class _File:
 
     def _check_stopped(self) -> None:
         if self.stopped.is_set():
-            raise CheckpointError(self._url, "reading was stopped")
-
-    def _sent_more(self, found: int) -> CheckpointError:
-        return CheckpointError(
-            self._url, "the server sent more than it said", expected="its range", found=found
-        )
+            raise self._error("reading was stopped")
 
 
 def _check_installed(url: Url) -> None:
@@ -804,15 +702,10 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _said(value: str) -> str:
-    """A header in a few words, unless it is an address, whose secrets nobody knows."""
+    """A header in a few words, unless it is an address, which may have secrets."""
     return "an address" if re.search(r"@|\?|//", value) else describe(value)
 
 
-def _phrase(status: int) -> str:
-    return f"{status} {HTTPStatus(status).phrase}"
-
-
-def _status(response: httpx2.Response) -> str:
+def _status(status: int) -> str:
     """In words that are not the server's."""
-    status: int = response.status_code
-    return _phrase(status) if status in _STATUSES else str(status)
+    return f"{status} {HTTPStatus(status).phrase}" if status in _STATUSES else str(status)

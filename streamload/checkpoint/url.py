@@ -21,11 +21,11 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may b
 
 @dataclass(frozen=True, slots=True, order=True, repr=False)
 class Url:
-    """A file or a folder that is read over HTTP, with the part of `pathlib.PurePath` that is asked.
+    """A file or a folder that is read over HTTP, with some methods of `pathlib.PurePath`.
 
-    It is no `pathlib.Path`, which makes one slash of two, and every other method of which would
-    look for it on this machine's disk. As text (str, repr, os.fspath, and so in errors, reports and
-    plans) it has nothing that stands before an @, and not the query, which may be a signature.
+    It is no `pathlib.Path`, which makes one slash of two and looks on this machine's disk. As text
+    (str, repr, os.fspath, and so in errors, reports and plans) it shows nothing before an @, and
+    not the query, which may be a signature.
 
     Attributes:
         href: all of it, for requests only.
@@ -52,7 +52,7 @@ class Url:
             whole = False
         if not whole or not text.isprintable() or " " in text:
             shown = without_secrets(text)
-            raise CheckpointError(shown, "is not a URL", expected="http(s)://host/path")
+            raise CheckpointError(shown, "is not a URL", "http(s)://host/path")
         return cls(parts._replace(path=parts.path or "/", fragment="").geturl())
 
     @property
@@ -132,17 +132,12 @@ def local(path: str | os.PathLike[str]) -> Path:
     # said here: errors of the operating system would show all of it
     if (is_foreign(text) or shown != text) and not os.path.lexists(text):
         went = "a URL that went through Path: give it as a str" if _HALF.match(text) else None
-        raise ShardNotFoundError(
-            shown, "no such file or folder", expected="http(s):// for a URL", found=went
-        )
+        raise ShardNotFoundError(shown, "no such file or folder", "http(s):// for a URL", went)
     return Path(path)
 
 
 def without_secrets(text: str) -> str:
-    """What may be shown of text that may be meant as a URL, and cannot be read as one.
-
-    Nobody knows where the password of a broken URL ends.
-    """
+    """The part of a possibly broken URL that is safe to show: its password may end anywhere."""
     if _PLAIN.fullmatch(text):
         return text
     scheme = _SCHEME.match(text.lstrip())

@@ -1,8 +1,8 @@
 """Connections of the HTTP library: each try has one deadline, can be stopped, and logs nothing.
 
 The library gives every read of a socket the whole time again, so that a byte now and then holds a
-request for ever. It tells nobody which socket a request uses before a response is there. And it
-logs whole URLs and headers. Here each thread says which try it is at, and its connections and the
+request for ever. It does not tell which socket a request uses before a response is there. And it
+logs whole URLs and headers. Here each thread says which try it makes, and its connections and the
 library's loggers ask that try.
 """
 
@@ -46,16 +46,11 @@ class SettingsError(Exception):
 
 
 class Attempt:
-    """One try at a request, redirects included.
-
-    Attributes:
-        until: when it is over, by `time.monotonic`.
-        overdue: what is said then.
-    """
+    """One try at a request, redirects included."""
 
     def __init__(self, seconds: float, stopped: threading.Event) -> None:
-        self.until = time.monotonic() + seconds
-        self.overdue = f"no answer within {seconds:g} s"
+        self.until = time.monotonic() + seconds  # when it is over
+        self.overdue = f"no answer within {seconds:g} s"  # what is said then
         self._seconds = seconds
         self._stopped = stopped
         self._head_nbytes: int | None = None
@@ -64,7 +59,7 @@ class Attempt:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Have connections that this thread uses meanwhile ask this try."""
+        """Connections that this thread uses meanwhile ask this try."""
         _thread.attempt = self
         try:
             yield
@@ -88,12 +83,7 @@ class Attempt:
             self.until = until
 
     def left(self, most: float | None = None) -> float:
-        """Seconds that may be waited now: what is left, and at most so many.
-
-        Raises:
-            StoppedError: none, since nobody wants the answer any more.
-            OverdueError: none.
-        """
+        """Seconds left to wait, at most ``most``; raises StoppedError or OverdueError for none."""
         if self._stopped.is_set():
             raise StoppedError
         left = self.until - time.monotonic()
@@ -110,18 +100,14 @@ class Attempt:
                 self._connection.shut_down()
 
     def received(self, nbytes: int) -> None:
-        """Count what came.
-
-        Raises:
-            EndlessError: that are no headers any more.
-        """
+        """Count what came; raises EndlessError where headers do not end."""
         if self._head_nbytes is not None:
             self._head_nbytes += nbytes
             if self._head_nbytes > _MOST_HEAD_NBYTES:
                 raise EndlessError
 
     def take(self, connection: _Connection) -> None:
-        """Have a connection woken by this try, and by no other one from now on."""
+        """From now on only this try wakes a connection."""
         if connection.owner is not self:
             with _owning:
                 connection.owner, self._connection = self, connection
@@ -156,7 +142,7 @@ class _Backend:
             try:
                 stream = _httpcore().SyncBackend().connect_tcp(host, port, seconds, **options)
             except Exception as error:
-                with suppress(InvalidStateError):  # nobody waits any more
+                with suppress(InvalidStateError):  # no thread waits any more
                     future.set_exception(error)
                 return
             try:
@@ -172,14 +158,10 @@ class _Backend:
 
 
 class _Connection:
-    """A connection of the library's, which waits as long as the try under way in its thread may.
-
-    Attributes:
-        owner: the last try that used it.
-    """
+    """A connection of the library's, which waits as long as the try under way in its thread may."""
 
     def __init__(self, stream: Any) -> None:
-        self.owner: Attempt | None = None
+        self.owner: Attempt | None = None  # the last try that used it
         self._stream = stream
         # another object for the same connection: TLS takes the first one's descriptor away
         self._handle = stream.get_extra_info("socket").dup()
@@ -216,7 +198,7 @@ class _Connection:
 
     def close(self) -> None:
         """Close it."""
-        with _owning:  # whoever shuts it down must not meet another file of the same number
+        with _owning:  # `shut_down` must not meet another file of the same number
             self._handle.close()
         self._stream.close()
 
@@ -225,7 +207,7 @@ class _Connection:
         return self._stream.get_extra_info(info)
 
     def shut_down(self) -> None:
-        """Wake whoever waits for it."""
+        """Wake the thread that waits for it."""
         with suppress(OSError):  # it is closed already, on one side or the other
             self._handle.shutdown(socket.SHUT_RDWR)
 
@@ -252,9 +234,6 @@ class _Connection:
             timer.cancel()
 
 
-# -- the client ------------------------------------------------------------------------------------
-
-
 class Pool:
     """One client for all readers of the process, while there are any. Safe for threads."""
 
@@ -265,12 +244,12 @@ class Pool:
         self._pid = 0
 
     def enter(self) -> None:
-        """There is one more who may ask for the client."""
+        """Count one more user of the client."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """There is one fewer; the last one closes all connections."""
+        """Count one user less; the last one closes all connections."""
         with self._lock:
             self._users -= 1
             if self._users or self._client is None:

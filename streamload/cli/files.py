@@ -12,6 +12,7 @@ from streamload.cli.output import complain, print_lines
 from streamload.conversion.convert import DEFAULT_SHARD_SIZE
 from streamload.conversion.convert import convert as convert_checkpoint
 from streamload.progress import Progress
+from streamload.verify import Verification, verify_checkpoint
 
 BecameOption = Annotated[
     list[str] | None,
@@ -56,7 +57,7 @@ def verify(
     Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
     """
     progress: Progress = False if no_progress else "auto"
-    found: compare.Comparison | compare.Verification
+    found: compare.Comparison | Verification
     if converted is not None:
         found = compare.diff(
             path,
@@ -71,7 +72,7 @@ def verify(
     elif dtype or rename or out_of_range != "inf":
         raise typer.BadParameter("--dtype, --out-of-range and --rename need CONVERTED")
     else:
-        found = compare.verify_checkpoint(
+        found = verify_checkpoint(
             path, select=select or (), exclude=exclude or (), progress=progress
         )
     *lines, verdict = found.lines()

@@ -27,7 +27,7 @@ NODE_PLAN = "plan.json"
 CONFIG = "config.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
-# Beside a checkpoint, what is not copied: weights in any format, and their indexes.
+# Files beside a checkpoint that are not copied: weights in any format, and their indexes.
 # fmt: off
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".ckpt", ".dduf", ".ggml", ".gguf", ".h5", ".keras",
@@ -45,7 +45,7 @@ _OF_A_MODEL = re.compile(
     r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
     r"(.*\.)?spiece\.model"
 )
-#: Of those, what is asked for where nothing is listed.
+#: Those that are looked for on a server, which does not list its folders.
 _USUAL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -56,19 +56,12 @@ _USUAL = (
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A small file that is written beside the tensors.
+    """A small file that is written beside the tensors."""
 
-    Attributes:
-        path: where, below the destination; with "/" on any system.
-        content: its bytes, or the file that is copied.
-        nbytes: its length; of a file on a server that does not say, what was seen of it.
-        mode: its permissions; None for those of any new file.
-    """
-
-    path: str
-    content: bytes | Location = field(repr=False)
-    nbytes: int
-    mode: int | None = None
+    path: str  # below the destination; with "/" on any system
+    content: bytes | Location = field(repr=False)  # its bytes, or the file that is copied
+    nbytes: int  # its length; where a server does not say, what was seen of it
+    mode: int | None = None  # its permissions; None for those of any new file
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
@@ -77,13 +70,10 @@ def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
 
 
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
-    """What lies beside a checkpoint.
-
-    Returns:
-        The files that go with it, by name; and names of what is not copied and might be expected.
+    """The files that go with a checkpoint, by name; and names of others that are not copied.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: its folder cannot be listed.
     """
     path = checkpoint.path
     if isinstance(path, Url):
@@ -102,9 +92,8 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     found: dict[str, SmallFile] = {}
     left: list[str] = []
     for name in names:
-        if name.startswith(".") or name in (SIDECAR, NODE_PLAN) or name.endswith(_WEIGHTS):
-            continue
-        if not belongs(name):
+        ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
+        if ours or name.endswith(_WEIGHTS) or not belongs(name):
             continue
         try:
             status = os.stat(folder / name)
@@ -120,10 +109,9 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
 
 
 def _served(folder: Url) -> tuple[dict[str, SmallFile], list[str]]:
-    """What a server has of the files that models have: it does not list its folders.
+    """A server's files that go with models, as `files_beside`.
 
-    Some answer with a page where there is no file, and say that all is well: what cannot be the
-    file is left.
+    Some servers answer with a page where there is no file, and say that all is well: that is left.
     """
     found: dict[str, SmallFile] = {}
     left: list[str] = []

@@ -14,37 +14,27 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import BinaryIO, get_args
 
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import Header, unreadable
-from streamload.checkpoint.readers import fingerprint
+from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
+from streamload.conversion import disk
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import Destination
-from streamload.conversion.disk import (
-    exists,
-    file_digest,
-    locked,
-    pieces,
-    unwritable,
-    write_file,
-    writing_to,
-)
-from streamload.conversion.journal import Journal, first_line, plain
-from streamload.conversion.memory import Way, choose_way
+from streamload.conversion.journal import FORMAT, Finished, Journal
 from streamload.conversion.planning import (
+    ConvertOptions,
     ConvertPlan,
-    Options,
     folder_of,
     in_folder,
     plan_conversion,
 )
-from streamload.conversion.writing import Writer, check_written
+from streamload.conversion.writing import Way, Writer, check_written, choose_way
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
@@ -163,17 +153,17 @@ def convert(
 
     It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
     of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer), the
-    dtype in config.json as it is then, and the digests of all tensors in ``streamload.json``.
+    new dtype in config.json, and the digests of all tensors in ``streamload.json``.
 
     Nothing in the destination looks finished before all is: files are written in a folder
-    ``.streamload`` there, and named at the end, the index last. After a failure, or when the
-    process was killed, that folder holds what was finished, and ``resume=True`` does the rest.
+    ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
+    folder holds the finished tensors, and ``resume=True`` does the rest.
 
-    A destination holds a checkpoint when there is, in it or in a folder that is written or that an
-    earlier conversion made there for a node: a ``*.safetensors``, an index of such, a config.json,
-    a sidecar or a file that the sidecar lists, or any file of a name that is written. Without
-    ``overwrite`` that is refused. With it, all of that is removed before the first new file gets
-    its name: what is there then is of one conversion. Nothing else in the destination is touched.
+    These files count as a checkpoint in the destination, in a folder that is written there, and in
+    a node's folder of an earlier conversion: ``*.safetensors``, their indexes, config.json, a
+    sidecar and the files that it lists, and any file of a name that is written. Without
+    ``overwrite`` they are an error. With it, they are removed before the first new file gets its
+    name, so that only one conversion is there. Nothing else in the destination is touched.
 
     Args:
         source: the checkpoint, as in `open_checkpoint`.
@@ -187,14 +177,14 @@ def convert(
         nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
         select: patterns of the tensors to be converted, by their names in the checkpoint; none
             stands for all.
-        exclude: patterns of those that are not.
+        exclude: patterns of tensors to leave out.
         rename: what names become: a dict (others stay), or a callable that returns a name, or
             None to leave the tensor out.
-        resume: continue what an earlier call with the same source and options left unfinished;
-            begin where there is nothing, and do nothing where all is finished.
+        resume: continue an unfinished call with the same source and options; begin where there is
+            nothing, and do nothing where all is finished.
         overwrite: replace a finished checkpoint as said above, or begin an unfinished one again.
             The old one stays until the new one is whole.
-        verify: read all that was written back from the disk, before it gets its names.
+        verify: read all files back from the disk, before they get their names.
         dry_run: plan, and check all that can be checked without writing.
         progress: as in `load_state_dict`.
 
@@ -219,66 +209,52 @@ def convert(
     if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
-    options = Options(policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename)
+    options = ConvertOptions(
+        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
+    )
     checkpoint = open_checkpoint(source)
     way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
     plan = plan_conversion(checkpoint, Path(destination), options)
-    job = _Conversion(checkpoint, plan, out_of_range, way)
+    job = _Conversion(checkpoint, plan, way)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
         job.destination.check_room()
         return ConvertReport(plan, clock.seconds, dry_run=True)
     with ExitStack() as locks:
         for folder in job.destination.folders():
-            locks.enter_context(locked(plan.destination / folder))
+            locks.enter_context(disk.locked(plan.destination / folder))
         report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
     job.destination.remove_empty_folders()
     return report
 
 
-def _state(header: Header) -> dict[str, Any]:
-    """What a file is known by: when it is another one, what was read of it counts no more.
-
-    A local file is that wherever it is moved to and however it is called. Of its times one can be
-    set by hand, and the other cannot. (Its device is left out: many filesystems get another number
-    each time that they are mounted.) A file on a server is the one at its address.
-    """
-    state: dict[str, Any] = dict(fingerprint(header))
-    if header.state is not None:
-        del state["path"]
-        state["ctime_ns"] = header.state.changed_ns
-    return state
-
-
 class _Conversion:
     """One call of `convert`, planned."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, plan: ConvertPlan, out_of_range: OutOfRange, way: Way
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way) -> None:
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
-        self._out_of_range = out_of_range
         self._way = way
         used = {t.info.shard for _, _, t in plan.tensors()}
         self._shards = [header for header in checkpoint.shards if header.path in used]
-        self._source = {header.path.name: _state(header) for header in self._shards}
-        self._first = first_line(plan.digest, plan.options, self._source)
+        self._source = {header.path.name: header.fingerprint() for header in self._shards}
+        self._first = {
+            "format": FORMAT,
+            "plan": plan.digest,
+            "options": dict(plan.options),
+            "source": self._source,
+        }
         self._check_source()
         self.destination.check_apart(
             [header.path for header in checkpoint.shards if isinstance(header.path, Path)]
         )
 
     def _check_source(self) -> None:
-        """Refuse files that are not there any more as they were when their headers were read.
-
-        Raises:
-            CheckpointError: one is not.
-        """
+        """Refuse source files that have changed since their headers were read."""
         for header in self._shards:
             if isinstance(header.path, Path) and header.state is not None:
                 try:
@@ -287,73 +263,62 @@ class _Conversion:
                     raise unreadable(header.path, error) from error
                 header.state.check(now, header.path)
 
-    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Digests] | None:
-        """Refuse a destination that holds what is not to be touched; else see `_finished`."""
+    def check(self, *, resume: bool, overwrite: bool) -> dict[str, Finished] | None:
+        """Refuse a destination that must not be touched; else see `_finished`."""
         found = self._finished() if resume else None
         self.destination.check(resume=resume, overwrite=overwrite, finished=found is not None)
         return found
 
-    def _finished(self) -> dict[str, Digests] | None:
-        """The sidecars of a destination that this very conversion finished before, else None."""
-        sidecars = {}
+    def _finished(self) -> dict[str, Finished] | None:
+        """All tensors by key, of a destination that this very conversion finished before."""
+        finished = {}
         for folder in self._plan.folders:
             found = self.destination.sidecar(folder)
             if (
                 found is None
-                or found.source.get("files") != plain(self._source)
-                or found.options != plain(self._plan.options)
+                or found.source.get("files") != self._source
+                or found.options != self._plan.options
             ):
                 return None
-            sidecars[folder] = found
+            for name, digest in found.tensors.items():
+                counts = CastCounts(*found.counts.get(name, ()))
+                finished[in_folder(folder, name)] = Finished(digest.hex, counts)
         sizes = {file.path: file.nbytes for file in self._plan.files}
         for path in self._plan.paths:
             found_nbytes = _length(self._plan.destination / path)
             if found_nbytes is None or found_nbytes != sizes.get(path, found_nbytes):
                 return None
-        finished = {in_folder(f, name) for f, found in sidecars.items() for name in found.tensors}
-        return sidecars if finished == {key for key, _, _ in self._plan.tensors()} else None
+        return finished if finished.keys() == {key for key, _, _ in self._plan.tensors()} else None
 
     def run(
         self, clock: Clock, progress: Progress, *, resume: bool, overwrite: bool, verify: bool
     ) -> ConvertReport:
-        """Write what is not finished, and publish all; the destination is locked."""
-        sidecars = self.check(resume=resume, overwrite=overwrite)
+        """Write the unfinished tensors, and publish all; the destination is locked."""
+        finished = self.check(resume=resume, overwrite=overwrite)
         read_nbytes = 0
-        if sidecars is not None and not exists(self.destination.journal):
-            digests = {
-                in_folder(folder, name): digest.hex
-                for folder, found in sidecars.items()
-                for name, digest in found.tensors.items()
-            }
-            counts = {
-                in_folder(folder, name): CastCounts(*three)
-                for folder, found in sidecars.items()
-                for name, three in found.counts.items()
-            }
-            resumed = len(digests)
+        if finished is not None and not disk.exists(self.destination.journal):
+            resumed = len(finished)
             if verify:
-                self._verify(digests, self._plan.destination, progress)
+                self._verify(finished, self._plan.destination, progress)
         else:
             journal = self._journal(resume=resume, overwrite=overwrite)
             resumed = len(journal.finished)
             try:
                 read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
             except OSError as error:
-                raise unwritable(error.filename or self._plan.destination, error) from error
+                raise disk.unwritable(error.filename or self._plan.destination, error) from error
             finally:
                 journal.close()
             self.destination.clean()
-            digests = self._digests(journal)
-            keys = (key for key, _, _ in self._plan.tensors())
-            counts = {key: journal.finished[i].counts for i, key in enumerate(keys)}
-            counts = {key: count for key, count in counts.items() if count.total}
-            warn_of_overflow(self._plan.path, counts, self._out_of_range)
+            finished = self._by_key(journal)
+            out_of_range = self._plan.options["out_of_range"]
+            warn_of_overflow(self._plan.path, _changed(finished), out_of_range)
         return ConvertReport(
             self._plan,
             clock.seconds,
-            read_nbytes=read_nbytes,
-            counts=counts,
-            digests=digests,
+            read_nbytes,
+            _changed(finished),
+            digests={key: one.digest for key, one in finished.items()},
             resumed=resumed,
             verified=verify,
         )
@@ -365,17 +330,17 @@ class _Conversion:
         if not begun_to_publish:
             read_nbytes = self._write(journal, progress)
             if verify:
-                self._verify(self._digests(journal), self.destination.out, progress)
+                self._verify(self._by_key(journal), self.destination.out, progress)
             journal.publish(self._prepare(journal))
         self._publish(journal, replaces=replaces)
         if verify and begun_to_publish:
-            self._verify(self._digests(journal), self._plan.destination, progress)
+            self._verify(self._by_key(journal), self._plan.destination, progress)
         return read_nbytes
 
     def _journal(self, *, resume: bool, overwrite: bool) -> Journal:
         """The journal to go on with, or a new one in an empty folder."""
         to = self.destination
-        with writing_to(to.path):
+        with disk.writing_to(to.path):
             if resume:
                 self._check_versions()
             journal = Journal.resume(to.journal, self._first) if resume else None
@@ -385,12 +350,12 @@ class _Conversion:
                     to.check_room()
                 return journal
             to.journal.unlink(missing_ok=True)
-            if exists(to.out):
+            if disk.exists(to.out):
                 shutil.rmtree(to.out)
             to.check_room()
             for folder in ("", *self._plan.folders):
                 (to.out / folder).mkdir(parents=True, exist_ok=True)
-            write_file(to.reserve, [bytes(to.reserve_nbytes)])
+            disk.write_file(to.reserve, [bytes(to.reserve_nbytes)])
             journal = Journal.begin(to.journal, self._first, replaces=overwrite)
             sync_folder(to.work)
             sync_folder(to.path)
@@ -403,8 +368,8 @@ class _Conversion:
                 raise CheckpointError(
                     header.path,
                     "a conversion of it cannot be continued",
-                    expected="a server that says which version of the file it has",
-                    found="neither ETag nor Last-Modified",
+                    "a server that says which version of the file it has",
+                    "neither ETag nor Last-Modified",
                 )
 
     def _forget_lost(self, journal: Journal) -> None:
@@ -422,46 +387,40 @@ class _Conversion:
         )
 
     def _write(self, journal: Journal, progress: Progress) -> int:
-        writer = Writer(
-            self._plan, self._checkpoint, self.destination, journal, self._out_of_range, self._way
-        )
+        writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         self._check_source()
         return writer.read_nbytes
 
-    def _digests(self, journal: Journal) -> dict[str, str]:
-        """The digests of all tensors by their keys."""
-        keys = (key for key, _, _ in self._plan.tensors())
-        return {key: journal.finished[i].digest for i, key in enumerate(keys)}
+    def _by_key(self, journal: Journal) -> dict[str, Finished]:
+        """All tensors by their keys, when all are finished."""
+        return {key: journal.finished[i] for i, (key, _, _) in enumerate(self._plan.tensors())}
 
-    def _verify(self, digests: Mapping[str, str], folder: Path, progress: Progress) -> None:
+    def _verify(self, finished: Mapping[str, Finished], folder: Path, progress: Progress) -> None:
         """Compare the files in a folder with the digests that their bytes had."""
         total = sum(t.nbytes for _, _, t in self._plan.tensors())
         done = 0
         with reporting(progress, total, "checked") as tell:
             for file in self._plan.files:
                 path, nbytes = folder / file.path, self._way.block_nbytes
-                done = check_written(file, path, digests, tell, done, nbytes)
+                done = check_written(file, path, finished, nbytes, tell, done)
 
     # --- publishing -------------------------------------------------------------------------------
 
     def _prepare(self, journal: Journal) -> dict[str, str]:
-        """Write all that is small, with its permissions, and bring every name to the disk.
-
-        Returns:
-            What `Journal.published` is.
-        """
+        """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out = self.destination.out
         for small in (*self._plan.small, *self._plan.indexes):
-            if isinstance(small.content, Url):
-                _fetch(small.content, out / small.path)
+            path, content = out / small.path, small.content
+            if isinstance(content, Url):
+                _fetch(content, path)
                 continue
-            data = [small.content] if isinstance(small.content, bytes) else pieces(small.content)
-            write_file(out / small.path, data, small.mode)
+            data = [content] if isinstance(content, bytes) else disk.pieces(content)
+            disk.write_file(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
-        # nobody may read what he could not read at the source; the owner may write
+        # users that could not read the source cannot read the copy; the owner may write
         modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
         for file in self._plan.files:
             path = out / file.path
@@ -472,7 +431,7 @@ class _Conversion:
         for folder in ("", *self._plan.folders):
             sync_folder(out / folder)
         large = {file.path for file in self._plan.files}
-        return {p: "" if p in large else file_digest(out / p) for p in self._plan.paths}
+        return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
 
     def _write_sidecar(self, folder: str, journal: Journal) -> None:
         mine = [
@@ -483,7 +442,7 @@ class _Conversion:
         Digests(
             {t.name: Digest(t.name, t.dtype, t.info.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
-            options=plain(self._plan.options),
+            options=dict(self._plan.options),
             files=tuple(path.rpartition("/")[2] for path in self._plan.names(folder)),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
         ).write(self.destination.out / folder / SIDECAR)
@@ -499,38 +458,39 @@ class _Conversion:
             raise CheckpointError(
                 self.destination.journal,
                 "is damaged",
-                expected="every file that is published (overwrite begins again)",
-                found=f"{len(published)} paths",
+                "every file that is published (overwrite begins again)",
+                f"{len(published)} paths",
             )
         self._check_published(journal, published.keys() - self.destination.waiting(published))
         self.destination.publish(published, replaces=replaces)
 
     def _check_published(self, journal: Journal, done: Collection[str]) -> None:
-        """Hold what an earlier call published to be what was prepared, byte for byte.
-
-        Raises:
-            CheckpointError: a file is gone, or is another one.
-        """
-        published, digests = journal.published or {}, self._digests(journal)
+        """Refuse to go on where what an earlier call published is gone, or has other bytes."""
+        published, finished = journal.published or {}, self._by_key(journal)
         large = {file.path: file for file in self._plan.files}
         for path in sorted(done):
             where = self._plan.destination / path
             try:
                 if file := large.get(path):
-                    check_written(file, where, digests, block_nbytes=self._way.block_nbytes)
-                elif file_digest(where) != published[path]:
+                    check_written(file, where, finished, self._way.block_nbytes)
+                elif disk.file_digest(where) != published[path]:
                     raise CheckpointError(where, "other bytes")
             except CheckpointError as error:
                 raise CheckpointError(
                     where,
                     "has changed, or gone, since it was published, and other files were not yet",
-                    expected="the file as it was (overwrite begins again)",
-                    found=error.problem,
+                    "the file as it was (overwrite begins again)",
+                    error.problem,
                 ) from error
 
 
+def _changed(finished: Mapping[str, Finished]) -> dict[str, CastCounts]:
+    """The counts of tensors whose cast changed a value."""
+    return {key: one.counts for key, one in finished.items() if one.counts.total}
+
+
 def _length(path: Path) -> int | None:
-    """A file's length in bytes; None where there is none that may be seen."""
+    """A file's length in bytes; None where no file is seen."""
     try:
         return path.stat().st_size
     except OSError:

@@ -20,7 +20,7 @@ from streamload.conversion.planning import ConvertPlan, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
-# Of a checkpoint in a folder, whoever wrote it.
+# The files of a checkpoint in a folder, by any writer.
 _OF_A_CHECKPOINT = re.compile(
     rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
 )
@@ -31,23 +31,15 @@ _LISTED = 8
 
 
 class Destination:
-    """The destination of a plan.
-
-    Attributes:
-        path: the folder.
-        work: what is in it until all is whole.
-        out: where the files are written; they have their planned paths below it.
-        journal: the file of the journal.
-        reserve: a file that is given up for the journal where the disk is full.
-        reserve_nbytes: its length.
-    """
+    """The destination of a plan."""
 
     def __init__(self, plan: ConvertPlan) -> None:
         """Touch nothing."""
         self.path = plan.destination
-        self.work = self.path / WORK
-        self.out = self.work / "out"
+        self.work = self.path / WORK  # until all is whole
+        self.out = self.work / "out"  # the files have their planned paths below it
         self.journal = self.work / "journal"
+        # given up for the journal where the disk is full
         self.reserve = self.work / "reserve"
         self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
         self._plan = plan
@@ -56,13 +48,9 @@ class Destination:
     # --- before anything is written ---------------------------------------------------------------
 
     def check_apart(self, shards: Collection[Path]) -> None:
-        """Refuse a destination that is where the source is.
+        """Refuse a destination where the source is; raises CheckpointError.
 
-        Args:
-            shards: the source's files, those that are not read among them: what is old goes.
-
-        Raises:
-            CheckpointError: it is.
+        ``shards`` are all of the source's files, read or not: old files are removed.
         """
         for shard in shards:
             if Path(os.path.realpath(self.work)) in Path(os.path.realpath(shard)).parents:
@@ -85,29 +73,23 @@ class Destination:
                 )
 
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
-        """Refuse a destination that holds what is not to be touched.
+        """Raise CheckpointError where an unfinished conversion or a checkpoint must stay.
 
-        Args:
-            resume: an unfinished conversion is to be continued.
-            overwrite: what is there is to be replaced.
-            finished: this very conversion was finished before.
-
-        Raises:
-            CheckpointError: it does.
+        ``finished``: this very conversion was finished before.
         """
         for folder in filter(None, self._plan.folders):
             if exists(self.path / folder / WORK / "journal"):
                 raise CheckpointError(
                     self.path / folder,
                     "holds an unfinished conversion of its own",
-                    expected=f"a folder without one ({WORK} is what there is of it)",
+                    f"a folder without one ({WORK} is what there is of it)",
                 )
         if exists(self.journal):
             if not (resume or overwrite):
                 raise CheckpointError(
                     self.path,
                     "holds an unfinished conversion",
-                    expected="resume, which continues it, or overwrite, which begins again",
+                    "resume, which continues it, or overwrite, which begins again",
                 )
             return
         for path in self._plan.paths:
@@ -125,17 +107,12 @@ class Destination:
             raise CheckpointError(
                 self.path,
                 problem,
-                expected="overwrite, which removes it, or another destination",
-                found=", ".join(there[:_LISTED]) + more,
+                "overwrite, which removes it, or another destination",
+                ", ".join(there[:_LISTED]) + more,
             )
 
     def check_room(self) -> None:
-        """Refuse a disk that cannot take all of it.
-
-        Raises:
-            CheckpointError: nothing may be written there.
-            PlanInfeasibleError: there is too little free space.
-        """
+        """Raise PlanInfeasibleError where the disk is too full, CheckpointError where read-only."""
         folder = self.path
         while not exists(folder) and folder != folder.parent:
             folder = folder.parent
@@ -158,11 +135,7 @@ class Destination:
     # --- what is there ----------------------------------------------------------------------------
 
     def folders(self) -> tuple[str, ...]:
-        """Where a checkpoint counts: the destination, what is written in it, and earlier nodes.
-
-        Raises:
-            CheckpointError: the destination cannot be read.
-        """
+        """The folders of checkpoints: the destination, what is written in it, and earlier nodes."""
         earlier = []
         for name in self._listed(""):
             found = None if name.startswith(".") else self.sidecar(name)
@@ -225,15 +198,8 @@ class Destination:
     def publish(self, published: Mapping[str, str], *, replaces: bool) -> None:
         """Give every file its name; again, where that was begun before.
 
-        An old checkpoint goes first, its index before all.
-
-        Args:
-            published: all that get their names, in order.
-            replaces: an old checkpoint may be removed.
-
-        Raises:
-            CheckpointError: there is one, and it may not.
-            OSError: the disk said so.
+        An old checkpoint goes first, its index before all; raises CheckpointError where it must
+        stay, for it came after the beginning and ``replaces`` is not set.
         """
         waiting = self.waiting(published)
         done = published.keys() - waiting
@@ -243,14 +209,14 @@ class Destination:
             raise CheckpointError(
                 self.path,
                 "holds a checkpoint that was not there before",
-                expected="its own files only",
-                found=", ".join(there[:_LISTED]),
+                "its own files only",
+                ", ".join(there[:_LISTED]),
             )
         folders = self._plan.folders
         self._emptied = [f for f in self.folders() if f not in ("", *folders)]
         for path in old:
             (self.path / path).unlink()
-        self._sync(("", *self._emptied))
+        self._sync(*self._emptied)
         for folder in folders:
             (self.path / folder).mkdir(exist_ok=True)
             sync_folder(self.path / folder)
@@ -259,10 +225,11 @@ class Destination:
             for path in waiting:
                 if (path in lasts) == last:
                     os.replace(self.out / path, self.path / path)
-            self._sync(("", *folders))
+            self._sync(*folders)
 
-    def _sync(self, folders: Iterable[str]) -> None:
-        for folder in dict.fromkeys(folders):
+    def _sync(self, *folders: str) -> None:
+        """Bring the names in the destination and in folders below it to the disk."""
+        for folder in dict.fromkeys(("", *folders)):
             sync_folder(self.path / folder)
 
     def clean(self) -> None:

@@ -1,4 +1,4 @@
-"""Files that a conversion writes: how their bytes get to the disk, and who may write there.
+"""Files that a conversion writes: how their bytes get to the disk, and the lock on a destination.
 
 Written bytes leave memory behind the cursor: the disk begins with them at once, and is waited for a
 few blocks later. So dirty pages never fill a small machine, and the last fsync has little to do.
@@ -28,7 +28,7 @@ WORK = ".streamload"
 _WRITE = 2
 _WRITE_AND_WAIT = 1 | 2 | 4
 
-# Of errors of writing: the disk, or what one may have of it, is full.
+# Errors of writing: the disk, or the user's share of it, is full.
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What filesystems without locks say, as some of networks: there, users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
@@ -42,7 +42,7 @@ def unwritable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
         problem = "no room is left; what is finished is kept, and resume continues"
         return CheckpointError(path, problem, found=error.strerror)
     expected = "a smaller maximum for files" if error.errno == errno.EFBIG else None
-    return CheckpointError(path, "cannot be written", expected=expected, found=error.strerror)
+    return CheckpointError(path, "cannot be written", expected, error.strerror)
 
 
 @contextmanager
@@ -55,11 +55,7 @@ def writing_to(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of that name, as far as one may know.
-
-    Raises:
-        CheckpointError: one may not, or the name is too long.
-    """
+    """Whether there is something of that name; raises CheckpointError where hidden."""
     with writing_to(path):
         return is_there(path)
 
@@ -72,12 +68,7 @@ class Output:
     """
 
     def __init__(self, path: Path, name: Path) -> None:
-        """Open it.
-
-        Args:
-            path: where it is.
-            name: what it will be called, for errors.
-        """
+        """Open ``path``, which errors call ``name``: where it will be."""
         self._name = name
         self._lock = threading.Lock()
         self._lost: OSError | None = None
@@ -202,7 +193,7 @@ def _lock(work: Path) -> int:
     """The descriptor that holds the lock."""
     while True:
         work.parent.mkdir(parents=True, exist_ok=True)
-        # nobody reads there what he might not read when it is finished
+        # unfinished files are as private as finished ones
         work.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

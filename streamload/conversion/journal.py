@@ -20,48 +20,24 @@ from streamload.digests import HEX
 from streamload.errors import CheckpointError
 from streamload.nesting import parse_json
 
-_FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
+#: In each first line.
+FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
 
 _WHAT = {"options": "option", "source": "state of the source's"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A tensor whose bytes are on the disk.
+    """A tensor whose bytes are on the disk."""
 
-    Attributes:
-        index: its place among the tensors of the plan, over all files.
-        digest: of its bytes, in hexadecimal.
-        counts: what its cast did not keep.
-    """
-
-    index: int
-    digest: str
-    counts: CastCounts
-
-
-def first_line(plan: str, options: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """What a conversion is begun with, as plain JSON values.
-
-    Args:
-        plan: the plan's digest.
-        options: of the conversion.
-        source: the state of each file that is read, by its name.
-    """
-    line = {"format": _FORMAT, "plan": plan, "options": dict(options), "source": dict(source)}
-    return plain(line)
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as JSON has them when they are read back."""
-    found: dict[str, Any] = json.loads(json.dumps(dict(values)))
-    return found
+    digest: str  # of its bytes, in hexadecimal
+    counts: CastCounts  # what its cast did not keep
 
 
 def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
     """What differs between the first lines of two conversions, in words; None for nothing."""
-    if earlier.get("format") != _FORMAT:
-        return f"format of the journal, {earlier.get('format')!r} and not {_FORMAT}"
+    if earlier.get("format") != FORMAT:
+        return f"format of the journal, {earlier.get('format')!r} and not {FORMAT}"
     for what, word in _WHAT.items():
         before = earlier.get(what)
         before = before if isinstance(before, dict) else {}
@@ -74,20 +50,15 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 
 
 class Journal:
-    """The journal of one conversion, open for more.
-
-    Attributes:
-        finished: what it says is finished, by index.
-        published: every path that gets its name when all is finished, in that order, and the
-            digest of its bytes; "" for a file of tensors, which have digests of their own. None
-            before that.
-        replaces: whether a checkpoint that is there may be replaced.
-    """
+    """The journal of one conversion, open for more."""
 
     def __init__(self, fd: int, path: Path) -> None:
+        # by the tensor's place in the plan, over all files
         self.finished: dict[int, Finished] = {}
+        # When all is finished, every path that gets its name, in that order, with the digest of its
+        # bytes; "" for a file of tensors, which have digests of their own.
         self.published: dict[str, str] | None = None
-        self.replaces = False
+        self.replaces = False  # whether a checkpoint that is there may be replaced
         self._fd = fd
         self._path = path
 
@@ -95,10 +66,8 @@ class Journal:
     def begin(cls, path: Path, first: Mapping[str, Any], *, replaces: bool) -> Self:
         """Make a new one; what was there is gone.
 
-        Args:
-            path: where.
-            first: see `first_line`.
-            replaces: a checkpoint that is there may be replaced.
+        ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
+        options, and by name the state of each file that is read.
         """
         fd = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
@@ -114,13 +83,9 @@ class Journal:
 
     @classmethod
     def resume(cls, path: Path, first: Mapping[str, Any]) -> Self | None:
-        """Open the journal of a conversion that did not finish.
+        """Open the journal of a conversion that did not finish, or raise CheckpointError.
 
-        Returns:
-            None where there is none, or its first line was never whole: nothing was begun.
-
-        Raises:
-            CheckpointError: it is of another conversion.
+        None where there is no journal, or its first line was never whole: nothing was begun.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -138,8 +103,8 @@ class Journal:
                 raise CheckpointError(
                     path.parent.parent,
                     "the unfinished conversion there cannot be continued",
-                    expected="the same source and options (overwrite begins again)",
-                    found=f"another {changed}",
+                    "the same source and options (overwrite begins again)",
+                    f"another {changed}",
                 )
             made.replaces = whole[0][0].get("replaces") is True
             end = whole[0][1]
@@ -155,32 +120,22 @@ class Journal:
             raise
         return made
 
-    def add(self, finished: Sequence[Finished]) -> None:
-        """Write tensors whose bytes are on the disk, and see to it that this is, too.
-
-        Raises:
-            OSError: it cannot be written; what was in the journal still is.
-        """
-        self._write({"tensor": [one.index, one.digest, *astuple(one.counts)]} for one in finished)
-        self.finished.update((one.index, one) for one in finished)
+    def add(self, finished: Mapping[int, Finished]) -> None:
+        """Write tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
+        self._write(
+            {"tensor": [i, one.digest, *astuple(one.counts)]} for i, one in finished.items()
+        )
+        self.finished.update(finished)
 
     def forget(self, indices: Sequence[int]) -> None:
-        """Note that tensors are not finished after all.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Note that tensors are not finished after all; raises OSError."""
         if indices:
             self._write([{"lost": list(indices)}])
             for index in indices:
                 self.finished.pop(index, None)
 
     def publish(self, files: Mapping[str, str]) -> None:
-        """Note that all is finished, and files will get their names.
-
-        Args:
-            files: what `published` is then.
-        """
+        """Note that all is finished, and ``files`` (see `published`) will get their names."""
         self._write([{"publish": dict(files)}])
         self.published = dict(files)
 
@@ -199,7 +154,7 @@ class Journal:
                 and HEX.fullmatch(digest)
             ):
                 raise ValueError(f"not a finished tensor: {line}")
-            self.finished[index] = Finished(index, digest, CastCounts(*counts))
+            self.finished[index] = Finished(digest, CastCounts(*counts))
         for index in line.get("lost", ()):
             self.finished.pop(index, None)
         if "publish" in line:

@@ -24,12 +24,7 @@ from typing import Any
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
-    TensorInfo,
-    is_text,
-    parse_header,
-)
+from streamload.checkpoint.header import MAX_HEADER_NBYTES, TensorInfo, is_text, parse_header
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.conversion.beside import (
     CONFIG,
@@ -72,20 +67,13 @@ class RenamePatterns:
 
     A ``*`` in a pattern stands for any text, and each ``*`` in what it becomes for the text of
     the ``*`` at the same place: ``model.*`` to ``*`` takes a prefix away.
-
-    Attributes:
-        rules: (pattern, what it becomes), in order.
     """
 
-    rules: tuple[tuple[str, str], ...]
+    rules: tuple[tuple[str, str], ...]  # (pattern, what it becomes), in order
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> RenamePatterns:
-        """Read ``FROM=TO`` texts.
-
-        Raises:
-            ValueError: one is not that, or has more ``*`` behind than before.
-        """
+        """Read ``FROM=TO`` texts; raises ValueError for another, or one with more ``*`` behind."""
         rules = []
         for text in texts:
             before, equals, after = text.partition("=")
@@ -114,34 +102,20 @@ class RenamePatterns:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What was asked for.
-
-    Attributes:
-        policy: the dtypes.
-        out_of_range: what becomes of finite values that a dtype cannot represent.
-        max_shard_nbytes: most bytes of a file with more than one tensor.
-        nodes: one folder for each; () for one checkpoint.
-        selection: which tensors are converted.
-        rename: what names become.
-    """
+class ConvertOptions:
+    """What was asked for, see `streamload.convert`."""
 
     policy: DTypePolicy
     out_of_range: OutOfRange
-    max_shard_nbytes: int
+    max_shard_nbytes: int  # of a file with more than one tensor
     nodes: tuple[Node, ...] = ()
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
-        rename: object = None
-        if isinstance(self.rename, RenamePatterns):
-            rename = [list(rule) for rule in self.rename.rules]
-        elif isinstance(self.rename, Mapping):
-            rename = [list(rule) for rule in self.rename.items()]
-        elif self.rename is not None:
-            rename = "by a function"
+        rules = _rules(self.rename)
+        rename = "by a function" if self.rename is not None else None
         return {
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
             "out_of_range": self.out_of_range,
@@ -149,27 +123,19 @@ class Options:
             "nodes": [[node.name, node.budget] for node in self.nodes],
             "select": list(self.selection.select),
             "exclude": list(self.selection.exclude),
-            "rename": rename,
+            "rename": rename if rules is None else [list(rule) for rule in rules],
         }
 
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor as it will be written.
+    """A tensor as it will be written."""
 
-    Attributes:
-        name: its name in the output.
-        info: what it is read from.
-        dtype: its dtype in the output.
-        start: first byte, counted from the start of its file.
-        stop: last byte, exclusive.
-    """
-
-    name: str
-    info: TensorInfo
-    dtype: DType
-    start: int
-    stop: int
+    name: str  # in the output
+    info: TensorInfo  # what it is read from
+    dtype: DType  # in the output
+    start: int  # first byte, counted from the start of its file
+    stop: int  # last byte, exclusive
 
     @property
     def nbytes(self) -> int:
@@ -179,19 +145,12 @@ class OutTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutFile:
-    """A safetensors file that will be written.
+    """A safetensors file that will be written."""
 
-    Attributes:
-        path: where, below the destination; with "/" on any system.
-        header: its first bytes: the length prefix, the JSON, and spaces up to the data.
-        nbytes: its length.
-        tensors: by first byte.
-    """
-
-    path: str
-    header: bytes = field(repr=False)
-    nbytes: int
-    tensors: tuple[OutTensor, ...] = field(repr=False)
+    path: str  # below the destination; with "/" on any system
+    header: bytes = field(repr=False)  # the length prefix, the JSON, and spaces up to the data
+    nbytes: int  # its length
+    tensors: tuple[OutTensor, ...] = field(repr=False)  # by first byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +215,9 @@ class ConvertPlan:
     @property
     def paths(self) -> tuple[str, ...]:
         """Every path that is published, in that order: all indexes last."""
-        lasts = tuple(index.path for index in self.indexes)
+        lasts = {index.path for index in self.indexes}
         names = (path for folder in self.folders for path in self.names(folder))
-        return (*(path for path in names if path not in lasts), *lasts)
+        return tuple(sorted(names, key=lasts.__contains__))
 
     def names(self, folder: str) -> tuple[str, ...]:
         """Every path that is published in a folder, in that order; the index is the last one."""
@@ -342,7 +301,9 @@ class ConvertPlan:
         )
 
 
-def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options) -> ConvertPlan:
+def plan_conversion(
+    checkpoint: Checkpoint, destination: Path, options: ConvertOptions
+) -> ConvertPlan:
     """Decide a conversion.
 
     Raises:
@@ -352,20 +313,7 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
-    options.selection.check(checkpoint.tensors)
-    tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
-    chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
-    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
-    _check_rename(options.rename, checkpoint.tensors)
-    renamed, _, _ = sources(chosen, None, options.rename)
-    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
-    if not wanted:
-        raise ValueError("no tensor is left to be converted")
-    for name, tensor in wanted.items():
-        if name == "__metadata__" or not is_text(name):
-            raise CheckpointError(
-                checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
-            )
+    chosen, wanted = _chosen(checkpoint, options)
     dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
     notes = [
         f"__metadata__ {key!r} is left out: the files do not agree on it"
@@ -410,20 +358,40 @@ def plan_conversion(checkpoint: Checkpoint, destination: Path, options: Options)
 # --- which tensors, as what -----------------------------------------------------------------------
 
 
-def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
-    """Hold every rule to rename something, as far as rules are known.
+def _chosen(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
+    """The tensors that were asked for, and by their names in the output the names there."""
+    options.selection.check(checkpoint.tensors)
+    tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
+    chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
+    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
+    _check_rename(options.rename, checkpoint.tensors)
+    renamed, _, _ = sources(chosen, None, options.rename)
+    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
+    if not wanted:
+        raise ValueError("no tensor is left to be converted")
+    for name, tensor in wanted.items():
+        if name == "__metadata__" or not is_text(name):
+            raise CheckpointError(
+                checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
+            )
+    return chosen, wanted
 
-    Raises:
-        ValueError: one is of no tensor.
-    """
-    unmatched = None
+
+def _rules(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
+    """The rules of renames, where they are known."""
     if isinstance(rename, RenamePatterns):
-        rules = (before for before, _ in rename.rules)
-        unmatched = next((b for b in rules if not any(rename.match(b, n) for n in names)), None)
-    elif isinstance(rename, Mapping):
-        unmatched = next((name for name in rename if name not in names), None)
-    if unmatched is not None:
-        raise ValueError(f"rename: no tensor's name matches {unmatched!r}")
+        return rename.rules
+    return rename.items() if isinstance(rename, Mapping) else None
+
+
+def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
+    """Raise ValueError for the first rule that renames nothing, as far as rules are known."""
+    for before, _ in _rules(rename) or ():
+        found = before in names
+        if isinstance(rename, RenamePatterns):
+            found = any(rename.match(before, name) for name in names)
+        if not found:
+            raise ValueError(f"rename: no tensor's name matches {before!r}")
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
@@ -448,7 +416,7 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 
 
 def _parts(
-    chosen: Checkpoint, options: Options, wanted: Mapping[str, str]
+    chosen: Checkpoint, options: ConvertOptions, wanted: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
     """By folder: the tensors to be written, name to source; and of nodes, what they hold."""
     if not options.nodes:
@@ -471,7 +439,7 @@ def _parts(
 
 
 def _node_plan(
-    folder: str, files: Sequence[OutFile], destination: Path, options: Options, held: Any
+    folder: str, files: Sequence[OutFile], destination: Path, options: ConvertOptions, held: Any
 ) -> SmallFile:
     """The plan of a load of a node's folder, with the layers that it has of the whole."""
     headers = [parse_header(file.header, destination / file.path, file.nbytes) for file in files]
@@ -515,8 +483,8 @@ def _most(
 ) -> int:
     """How many tensors from one on go into a file; one does in any case.
 
-    How long a header is depends on the digits of all offsets, and so on the order that the tensors
-    have in the file. Where bounds on that do not decide, headers are made to see.
+    How long a header is depends on the digits of all offsets, and so on the order of the tensors in
+    the file. Where bounds on that do not decide, headers are made to see.
     """
     header_nbytes = len(_file("", (), metadata).header)
     data_nbytes = sure = count = 0

@@ -16,21 +16,24 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from xxhash import xxh3_128
+
+from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
-from streamload.checkpoint.readers import direct_memory
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.readers import BOUNCE_NBYTES
+from streamload.checkpoint.url import Location, Url
 from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.journal import Finished, Journal
-from streamload.conversion.memory import Way
 from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
-from streamload.digests import Hasher, digest_of, hasher
+from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
+from streamload.planning.budget import available_cpus, first_that_fits
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
@@ -38,6 +41,76 @@ _COMMIT_SHARE = 0.05
 _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
+
+# --- memory --------------------------------------------------------------------------------------
+
+# What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
+# the process, pages that are being read, and pages that are written and not yet on the disk.
+
+# More threads wait for the disk, or take memory; one would not read while it writes.
+_THREADS = range(2, 5)
+_REMOTE_THREADS = 8  # each waits for a server most of the time
+
+# Each is a little more than was measured in memory cgroups, by their own counters.
+_RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
+_CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
+_THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
+_TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
+_NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
+_TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the bytes are moved."""
+
+    threads: int
+    block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
+    behind: int = 6  # blocks that the disk is busy with before one is waited for
+    direct: bool = False  # files are read past the page cache: nothing is read ahead
+
+    @property
+    def nbytes(self) -> int:
+        """Most memory that it takes."""
+        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
+        mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+        dirty = (self.threads + self.behind) * self.block_nbytes
+        return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%
+
+
+def choose_way(checkpoint: Checkpoint, dtypes: Sequence[DType | None], *, nodes: bool) -> Way:
+    """The fastest way that free memory is enough for, or PlanInfeasibleError.
+
+    ``dtypes`` are what floats become; None stands for what they are.
+    """
+    threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
+    remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
+    if remote:
+        threads = _REMOTE_THREADS
+    ways = [
+        Way(threads, direct=remote),
+        Way(2, direct=remote),
+        Way(threads, 2**20, 2, direct=True),
+        Way(2, 2**20, 2, direct=True),
+        Way(1, 2**20, 1, direct=True),
+        Way(1, 2**18, 1, direct=True),
+    ]
+    each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
+    tensors_nbytes = each_nbytes * len(checkpoint.tensors)
+    tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
+    floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
+    casts_nbytes = _CAST_NBYTES * any(d is not None and floats - {d} for d in dtypes)
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes
+    largest = [
+        ("names and places of tensors", tensors_nbytes),
+        ("casts", casts_nbytes),
+        ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
+    ]
+    return first_that_fits(
+        [(way, always_nbytes + way.nbytes) for way in ways],
+        sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
+    )
+
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -61,7 +134,7 @@ class _Tensor:
     out: OutTensor
     digested: int  # up to this byte of the file
     left_nbytes: int
-    hasher: Hasher | None = None  # from the first byte to the last: there may be very many
+    hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
     digest: str = ""
     counts: CastCounts = ZERO
 
@@ -79,18 +152,13 @@ class Part:
 
 @dataclass(slots=True)
 class Block:
-    """What is written at once: within a multiple of a block's length.
-
-    Attributes:
-        file: the output file.
-        start: first byte of the block in the file, a multiple of a block's length.
-        runs: (first byte, last byte exclusive) of what is written of it.
-        windows: what is read for it: each is parts that follow each other in one shard.
-    """
+    """What is written at once: within a multiple of a block's length."""
 
     file: _File
-    start: int
+    start: int  # of the block in the file, a multiple of a block's length
+    # (first byte, last byte exclusive) of what is written of it
     runs: list[tuple[int, int]] = field(default_factory=list)
+    # what is read for it: each is parts that follow each other in one shard
     windows: list[list[Part]] = field(default_factory=list)
 
     def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
@@ -104,7 +172,7 @@ class Block:
         info, dtype = tensor.out.info, tensor.out.dtype
         # where nothing is cast bytes are bytes, also of dtypes below one
         src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
-        for first, last in _cut(start, stop, start, block_nbytes // src * dst):
+        for first, last in cut(start, stop, block_nbytes // src * dst):
             read = info.start + (first - tensor.out.start) // dst * src
             part = Part(tensor, read, read + (last - first) // dst * src, first, last)
             window = self.windows[-1] if self.windows else [part]
@@ -116,14 +184,6 @@ class Block:
                 window.append(part)
             else:
                 self.windows.append([part])
-
-
-def _cut(start: int, stop: int, base: int, step: int) -> Iterator[tuple[int, int]]:
-    """A range, cut at ``base`` and every ``step`` after it."""
-    while start < stop:
-        end = min(stop, start + step - (start - base) % step)
-        yield start, end
-        start = end
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -142,30 +202,17 @@ class Writer:
         checkpoint: Checkpoint,
         destination: Destination,
         journal: Journal,
-        out_of_range: OutOfRange,
         way: Way,
     ) -> None:
-        """Prepare.
-
-        Args:
-            plan: what is written.
-            checkpoint: what is read.
-            destination: where it is written.
-            journal: what is finished.
-            out_of_range: what becomes of values that do not fit.
-            way: how many threads there are, and how much each does at once.
-
-        Raises:
-            UnsupportedCastError: this machine cannot do a cast.
-        """
+        """Prepare; raises UnsupportedCastError where this machine cannot do a cast."""
         self.read_nbytes = 0
         self._destination = destination
         self._journal = journal
-        self._out_of_range = out_of_range
+        self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
         self._casts: dict[tuple[DType, DType], Cast] = {
-            pair: make_cast(*pair, out_of_range=out_of_range) for pair in pairs
+            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in pairs
         }
         self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
@@ -199,17 +246,14 @@ class Writer:
         self._next_commit = time.monotonic()
 
     def _cut(self) -> Iterator[Block]:
-        """Cut what is not finished into blocks, in the order in which it is written.
-
-        Headers are written in any case: they are in no journal.
-        """
+        """Cut unfinished tensors and all headers into blocks, in the order of writing."""
         nbytes = self._way.block_nbytes
         for file in self._files:
             block = Block(file, 0)
             tensors, file.tensors = file.tensors, []  # they go as they are written
             ranges = ((t, t.out.start, t.out.stop) for t in tensors)
             for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-                for first, last in _cut(start, stop, 0, nbytes):
+                for first, last in cut(start, stop, nbytes, base=0):
                     if first >= block.start + nbytes:
                         yield block
                         block = Block(file, first // nbytes * nbytes)
@@ -219,10 +263,7 @@ class Writer:
     def run(self, tell: Callable[[int], None]) -> None:
         """Write; when this returns, all is on the disk and in the journal.
 
-        Whatever happens, what was finished is in the journal then.
-
-        Args:
-            tell: told how many bytes were read so far.
+        After an error, the journal has what was finished. ``tell`` hears how many bytes were read.
 
         Raises:
             CheckpointError: the source is not what its headers said, or cannot be read; the
@@ -291,7 +332,7 @@ class Writer:
                 if file.output is not None:  # not where its tensors have no bytes
                     file.output.sync()
             with writing_to(self._destination.path):
-                self._journal.add([Finished(t.index, t.digest, t.counts) for t in batch])
+                self._journal.add({t.index: Finished(t.digest, t.counts) for t in batch})
         except BaseException:
             with self._changed:
                 self._written += batch  # there may be room for it later
@@ -300,13 +341,6 @@ class Writer:
             self._close(file)
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
-
-    def _output(self, file: _File) -> Output:
-        with self._changed:
-            if file.output is None:
-                to, path = self._destination, file.out.path
-                file.output = Output(to.out / path, to.path / path)
-            return file.output
 
     def _close(self, file: _File) -> None:
         with self._changed:
@@ -375,7 +409,7 @@ class Writer:
     def _digest(self, part: Part, out: memoryview) -> None:
         """Add to a tensor's digest when what comes before was added.
 
-        Blocks are handed out in their order, so the thread that has it is not waiting for this one.
+        Blocks are handed out in order, so the thread that has it does not wait for this one.
         """
         tensor = part.tensor
         if tensor.digested != part.start:
@@ -412,7 +446,11 @@ class Writer:
                     self._changed.notify_all()
 
     def _write(self, file: _File, start: int, data: memoryview) -> None:
-        output = self._output(file)
+        with self._changed:
+            if file.output is None:
+                to, path = self._destination, file.out.path
+                file.output = Output(to.out / path, to.path / path)
+            output = file.output
         output.write(start, data)
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
@@ -430,20 +468,14 @@ class _StoppedError(Exception):
 def check_written(
     file: OutFile,
     path: Path,
-    digests: Mapping[str, str],
+    finished: Mapping[str, Finished],
+    block_nbytes: int,
     tell: Callable[[int], None] = lambda done: None,
     done: int = 0,
-    block_nbytes: int = BLOCK_NBYTES,
 ) -> int:
     """Read a file that was written, past the page cache where that can be, and compare.
 
-    Args:
-        file: what was planned.
-        path: where it is now.
-        digests: by the key that a tensor has in the plan.
-        tell: told how many bytes of data were read so far.
-        done: how many were before.
-        block_nbytes: most bytes that are read at once.
+    ``tell`` is told how many bytes of data were read, with those that were ``done`` before.
 
     Returns:
         How many bytes of data are read after this.
@@ -461,13 +493,13 @@ def check_written(
             info = TensorInfo(t.name, t.dtype, t.info.shape, path, t.start, t.stop)
             found = digest_of(shards.blocks(info, room), tell, done)
             done += info.nbytes
-            expected = digests[in_folder(folder_of(file.path), t.name)]
+            expected = finished[in_folder(folder_of(file.path), t.name)].digest
             if found != expected:
                 raise CheckpointError(
                     path,
                     "the bytes on the disk are not those that were written",
+                    f"digest {expected}",
+                    found,
                     tensor=info.name,
-                    expected=f"digest {expected}",
-                    found=found,
                 )
     return done

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from streamload._system import address_of, populate
-from streamload.checkpoint.readers import direct_memory
+from streamload._system import address_of, direct_memory, populate
 from streamload.devices.base import BulkCopier, BulkFailure, DeviceInfo, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.ptx import SYMBOL, cast_ptx
