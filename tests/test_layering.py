@@ -33,6 +33,7 @@ LAYERS = (
     ("reading",),
     ("digests",),
     ("nodes.index",),
+    ("cast.llvm",),
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),

@@ -19,13 +19,7 @@ from typing import Any
 
 from streamload._kept import keep, read_kept
 from streamload._system import PLACES_CODE, libc, place_code
-from streamload.cast.kernels import (
-    compile_object,
-    host_target,
-    link_object,
-    movable_code,
-    undefined_symbols,
-)
+from streamload.cast import llvm
 from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
 from streamload.devices.ptx import BLOCK_THREADS
 
@@ -285,11 +279,11 @@ def _compiled() -> Any:
         return prototype(place_code(kept))
     # for the least CPU of its kind: the loop has no use for more, and other machines may share
     # the folder
-    target = replace(host_target(), cpu="", features="")
-    image = compile_object(_IR, target)
-    needed = undefined_symbols(image)
+    target = replace(llvm.host_target(), cpu="", features="")
+    image = llvm.compile_object(_IR, target)
+    needed = llvm.undefined_symbols(image)
     if needed:
         raise RuntimeError(f"the compiled loop would call {', '.join(needed)}")
-    if depends_on is not None and (code := movable_code(image)) is not None:
+    if depends_on is not None and (code := llvm.movable_code(image)) is not None:
         keep(code, *depends_on)
-    return link_object(image, target, _SYMBOL, prototype)
+    return llvm.link_object(image, target, _SYMBOL, prototype)
