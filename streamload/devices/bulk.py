@@ -40,12 +40,7 @@ _SYMBOL = "streamload_bulk"
 
 
 def _words(base: str, *fields: str) -> str:
-    """IR that loads words of a row: each as ``%name``, its place as ``%name.p``.
-
-    Args:
-        base: where the row begins.
-        fields: the words in their order, "name", or "ptr name" for a pointer.
-    """
+    """IR that loads a row's words, "name" or "ptr name", as ``%name``; ``%name.p`` is the place."""
     lines = []
     for index, field in enumerate(fields):
         kind, _, name = field.rpartition(" ")
@@ -90,19 +85,16 @@ begin:
   %slot = getelementptr [4 x i64], ptr %slots, i64 %which
   {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy")}
   %is.busy = icmp ne i64 %busy, 0
-  br i1 %is.busy, label %waiting, label %free
+  br i1 %is.busy, label %waiting, label %reading
 
 waiting:
   %waited = call i32 %wait(ptr %event)
   store i64 0, ptr %busy.p
   %wait.failed = icmp ne i32 %waited, 0
-  br i1 %wait.failed, label %failed.wait, label %free
-
-free:
-  br label %reading
+  br i1 %wait.failed, label %failed.wait, label %reading
 
 reading:
-  %done = phi i64 [ 0, %free ], [ %done1, %got.some ], [ %done, %interrupted ]
+  %done = phi i64 [ 0, %begin ], [ 0, %waiting ], [ %done1, %got.some ], [ %done, %erred ]
   %enough = icmp uge i64 %done, %needed
   br i1 %enough, label %copying, label %read
 
@@ -126,10 +118,7 @@ erred:
   %code.at = call ptr %errno()
   %code = load i32, ptr %code.at
   %is.eintr = icmp eq i32 %code, 4
-  br i1 %is.eintr, label %interrupted, label %failed.read
-
-interrupted:
-  br label %reading
+  br i1 %is.eintr, label %reading, label %failed.read
 
 copying:
   store i64 1, ptr %busy.p
@@ -245,10 +234,9 @@ def libc_calls() -> dict[str, int]:
         OSError: this C library has them under other names.
     """
     try:
-        functions = {name: getattr(libc(), name) for name in ("pread", "errno")}
+        return addresses_of({name: getattr(libc(), name) for name in ("pread", "errno")})
     except AttributeError as error:
         raise OSError(str(error)) from error
-    return addresses_of(functions)
 
 
 def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
