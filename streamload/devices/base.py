@@ -260,7 +260,7 @@ class Staged(Protocol):
     """The way into a device that copies from a staging buffer of the host."""
 
     def staging(self, nbytes: int) -> Staging:
-        """Host memory that this device copies from, pinned where it has such."""
+        """Host memory that this device copies from, pinned where the driver can."""
         _refuse(self, "its memory is written in place")
 
     def copy(

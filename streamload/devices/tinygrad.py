@@ -39,7 +39,6 @@ from streamload.devices.base import (
     DTypeStatus,
     Framework,
     HostStaging,
-    Parameter,
     ProbeResult,
     Staging,
     Ticket,
@@ -449,9 +448,7 @@ class TinygradFramework(Framework):
 
     name = "tinygrad"
 
-    def parameters(self, model: Any) -> Sequence[Parameter]:
-        """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-        return parameters_of(model)
+    parameters = staticmethod(parameters_of)
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""

@@ -26,7 +26,6 @@ from streamload.devices.base import (
     Framework,
     HeapDevice,
     HostStaging,
-    Parameter,
     ProbeResult,
     Staging,
     Ticket,
@@ -423,13 +422,8 @@ class TorchFramework(Framework):
 
     name = "torch"
 
-    def parameters(self, model: Any) -> Sequence[Parameter]:
-        """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once."""
-        return parameters_of(model)
-
-    def unstored(self, model: Any) -> Mapping[str, str]:
-        """The module's non-persistent buffers, with the devices that they are on."""
-        return unstored_of(model)
+    parameters = staticmethod(parameters_of)
+    unstored = staticmethod(unstored_of)
 
     def canonical(self, name: str) -> str:
         """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""
