@@ -61,7 +61,8 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
                 file.write(_seal(path, data) + data)
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            with suppress(OSError):
+                os.unlink(temporary)
             raise
 
 

@@ -105,10 +105,11 @@ def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
     """For each page of some runs: whether it counts as private memory, and as shared memory."""
     private: list[_Flags] = [np.zeros(0, np.bool_)]
     shared: list[_Flags] = [np.zeros(0, np.bool_)]
-    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+    fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
         for first, stop in runs:
             for at, end in pairwise([*range(first, stop, _MOST_ENTRIES), stop]):
-                raw = os.pread(file.fileno(), (end - at) * _ENTRY_NBYTES, at * _ENTRY_NBYTES)
+                raw = os.pread(fd, (end - at) * _ENTRY_NBYTES, at * _ENTRY_NBYTES)
                 entries = np.frombuffer(raw, np.uint64)
                 if len(entries) != end - at:
                     raise ValueError("the page map ends early")
@@ -116,4 +117,6 @@ def _flags(runs: Sequence[tuple[int, int]]) -> tuple[_Flags, _Flags]:
                 mine = entries & (_EXCLUSIVE | _FILE_OR_SHARED) == _EXCLUSIVE
                 private.append(present & mine)
                 shared.append(present)
+    finally:
+        os.close(fd)
     return np.concatenate(private), np.concatenate(shared)

@@ -14,8 +14,8 @@ Kernels depend on nothing outside themselves:
 
 - No external symbol. Where a CPU lacks an instruction, LLVM calls a helper (``__truncsfhf2`` and
   its kind) that a JIT does not resolve, and the process dies in the call. Each object is scanned
-  before it is linked (`undefined_symbols`), and half precision has an integer form for CPUs that
-  cannot convert it.
+  before it is linked (`llvm.undefined_symbols`), and half precision has an integer form for CPUs
+  that cannot convert it.
 - No floating-point state of the calling thread. On x86-64 and AArch64 a kernel runs in the default
   environment of IEEE 754 (nearest even, subnormals kept, no traps) and restores the caller's:
   libraries compiled with ``-ffast-math`` leave flush-to-zero set in threads that are not theirs.

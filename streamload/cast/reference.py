@@ -35,13 +35,14 @@ def cast_bytes(
     """
     source = np.frombuffer(data, np.uint8)
     target = np.frombuffer(out, np.uint8)
+    lossy = not np.can_cast(src.numpy, dst.numpy)
     overflowed = flushed = rounded = 0
     for start in range(0, data.nbytes // src.itemsize, _CHUNK_NUMEL):
         stop = start + _CHUNK_NUMEL
         # copy: numpy and ml_dtypes are only fast, or right, on aligned elements
         x = source[start * src.itemsize : stop * src.itemsize].copy().view(src.numpy)
         y = cast_array(x, dst)
-        if not np.can_cast(src.numpy, dst.numpy):  # else every cast is exact
+        if lossy:
             overflows, counts = _compare(x, y)
             overflowed, flushed, rounded = (
                 a + b for a, b in zip((overflowed, flushed, rounded), counts, strict=True)

@@ -460,6 +460,7 @@ class DeviceFinder(Protocol):
 
     def default_device(self) -> str:
         """The device that the framework would use; raises DeviceNotFoundError if it has none."""
+        return self.candidates()[0]
 
     def candidates(self) -> Sequence[str]:
         """Devices worth a probe, best first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -178,7 +179,7 @@ class _Streams:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users: dict[tuple[int, int], int] = {}  # (context, stream) to slots
+        self._users = Counter[tuple[int, int]]()  # slots by (context, stream)
 
     def take(self, context: Context) -> int:
         """A stream for a slot; the context is current.
@@ -192,8 +193,7 @@ class _Streams:
                 created = ctypes.c_void_p()
                 context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
                 mine = [(context.handle, created.value or 0)]
-                self._users[mine[0]] = 0
-            key = min(mine, key=lambda key: self._users[key])
+            key = min(mine, key=self._users.__getitem__)
             self._users[key] += 1
             return key[1]
 

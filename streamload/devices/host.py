@@ -68,9 +68,7 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     Whatever asks for values raises DeviceError: operators, numpy's functions, attributes, items.
     """
 
-    def __init__(
-        self, name: str, dtype: str, shape: tuple[int, ...], kept: np.ndarray[Any, Any] | None
-    ) -> None:
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], kept: Any = None) -> None:
         """Stand for a parameter; ``kept`` is its array, where another load writes it again."""
         self.name, self.dtype_name, self.shape, self._kept = name, dtype, shape, kept
 
@@ -125,7 +123,7 @@ class HostParameter(SlotParameter):
     """Entries of a state dict that are the same array."""
 
     def _look(self) -> None:
-        (entry,) = self._objects()
+        entry = self._objects()[0]
         self.shape = tuple(entry.shape)
         self.invalid = isinstance(entry, InvalidArray)
         if self.invalid:
@@ -147,8 +145,8 @@ class HostParameter(SlotParameter):
             self.dtype += " (not writable in place)"  # never equal: it is replaced
 
     def _value(self) -> Any:
-        """The array, be it kept or there to be used; None where there is none."""
-        (entry,) = self._objects()
+        """The array, kept or in use; None where there is none."""
+        entry = self._objects()[0]
         return entry._kept if isinstance(entry, InvalidArray) else entry
 
     def buffer(self) -> np.ndarray[Any, Any]:
@@ -184,7 +182,8 @@ class HostParameter(SlotParameter):
     def invalidate(self, keep: bool) -> None:
         """Put something that raises into the state dict: one thing, so that ties stay."""
         kept = self._value() if keep else None
-        self._swap(lambda _: InvalidArray(self.names[0], self.dtype, self.shape, kept))
+        entry = InvalidArray(self.names[0], self.dtype, self.shape, kept)
+        self._swap(lambda _: entry)
 
     def revive(self) -> None:
         """Put the kept array back into the state dict."""
@@ -218,10 +217,6 @@ class HostFramework(Framework):
         """The host."""
         self.canonical(name)
         return HostDevice()
-
-    def default_device(self) -> str:
-        """The host."""
-        return "host"
 
     def candidates(self) -> Sequence[str]:
         """The host."""

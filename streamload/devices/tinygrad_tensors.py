@@ -365,7 +365,7 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
 
 
 def _invalid(uop: UOp) -> _InvalidBuffer | None:
-    """The memory that raises, where a tensor stands on such."""
+    """The memory that raises, where a tensor stands on it."""
     buffer = buffers.get(uop.base)
     return buffer if isinstance(buffer, _InvalidBuffer) else None
 
@@ -421,7 +421,7 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
 
 
 def _key(tensor: Tensor) -> Any:
-    """What tied tensors share: the memory, and what is seen of it."""
+    """What tied tensors share: the memory, and the view of it."""
     uop = tensor.uop
     return uop.base if uop.has_buffer_identity() else uop
 

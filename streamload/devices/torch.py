@@ -449,7 +449,7 @@ class TorchFramework(Framework):
         default = torch.get_default_device()
         if default.type not in ("cpu", "meta"):
             return name_of(default)
-        return next(iter(self.candidates()))
+        return super().default_device()
 
     def candidates(self) -> Sequence[str]:
         """All accelerators, then the CPU."""

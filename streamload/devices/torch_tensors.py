@@ -30,7 +30,7 @@ _FROM_TORCH = {dtype: name for name, dtype in TO_TORCH.items()}
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
-# on invalid entries, one for those that were tied: whether what stood there is kept, as ``kept``
+# on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
 _INVALID = "_streamload_invalid"
 
 
@@ -271,7 +271,7 @@ def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 @cache
 def name_of(device: torch.device) -> str:
-    """The name of a device: with an index, but for those of which there is one."""
+    """The name of a device, with an index where there may be several."""
     has_index = device.type not in ("cpu", "mps", "meta")
     return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
 
@@ -292,7 +292,7 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """What tied tensors share: the object, or the memory and what is seen of it."""
+    """What tied tensors share: the object, or the memory and the view of it."""
     if hasattr(tensor, _INVALID):
         return id(getattr(tensor, _INVALID))
     if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
