@@ -15,15 +15,8 @@ import numpy as np
 import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
-from streamload.cast.kernels import (
-    KERNEL_TYPE,
-    PAIRS,
-    Kernel,
-    compile_kernel,
-    kernel_ir,
-    lossless,
-    plain_range,
-)
+from streamload.cast.floats import PAIRS, lossless, plain_range
+from streamload.cast.kernels import KERNEL_TYPE, Kernel, compile_kernel, kernel_ir
 from streamload.cast.llvm import (
     Target,
     compile_object,

@@ -19,7 +19,7 @@ import pytest
 from ptx_machine import Ahead, Machine
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.kernels import PAIRS, flush_stop, lossless, overflow_start
+from streamload.cast.floats import PAIRS, flush_stop, lossless, overflow_start
 from streamload.cast.reference import cast_bytes
 from streamload.devices.cuda import load_function
 from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx, compile_ptx

@@ -33,7 +33,7 @@ LAYERS = (
     ("reading",),
     ("digests",),
     ("nodes.index",),
-    ("cast.llvm",),
+    ("cast.floats", "cast.llvm"),
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),

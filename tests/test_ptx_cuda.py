@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.kernels import PAIRS, lossless, overflow_start
+from streamload.cast.floats import PAIRS, lossless, overflow_start
 from streamload.cast.reference import cast_bytes
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function

@@ -27,107 +27,25 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from ctypes import CFUNCTYPE, c_uint64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
+from streamload.cast.floats import (
+    FORMATS,
+    FloatFormat,
+    flush_stop,
+    lossless,
+    overflow_start,
+    plain_range,
+)
 from streamload.cast.llvm import ELF, compile_object, host_target, link_object, undefined_symbols
-from streamload.dtypes import BY_CODE, DType
+from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
 _WIDTH = 32  # elements of a step; a power of two
 _SYMBOL = "cast"
-
-
-@dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """One binary floating-point format.
-
-    Sources: IEEE 754-2019 (F16, F32, F64); Intel, "BFLOAT16 - Hardware Numerics Definition", 2018;
-    P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (E4M3 has a NaN where
-    others have infinity).
-
-    Attributes:
-        bits: width of a value.
-        mantissa_bits: stored bits of the significand.
-        bias: of the exponent.
-        max_exponent: of the largest finite value.
-        special: the smallest magnitude, as an integer, that is not a finite number.
-    """
-
-    bits: int
-    mantissa_bits: int
-    bias: int
-    max_exponent: int
-    special: int
-
-    @property
-    def magnitude(self) -> int:
-        """Mask of every bit but the sign."""
-        return (1 << (self.bits - 1)) - 1
-
-
-def _ieee(bits: int, mantissa_bits: int) -> FloatFormat:
-    bias = (1 << (bits - mantissa_bits - 2)) - 1
-    return FloatFormat(bits, mantissa_bits, bias, bias, (2 * bias + 1) << mantissa_bits)
-
-
-#: safetensors code to format, for every dtype that is cast.
-FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
-    {
-        "F8_E5M2": _ieee(8, 2),
-        "F8_E4M3": FloatFormat(8, 3, bias=7, max_exponent=8, special=0x7F),
-        "F16": _ieee(16, 10),
-        "BF16": _ieee(16, 7),
-        "F32": _ieee(32, 23),
-        "F64": _ieee(64, 52),
-    }
-)
-#: every pair of different dtypes that has a kernel, as (source, target).
-PAIRS: tuple[tuple[DType, DType], ...] = tuple(
-    (BY_CODE[src], BY_CODE[dst])
-    for src in FORMATS
-    for dst in ("F16", "BF16", "F32", "F64")
-    if src != dst
-)
-
-
-def lossless(src: DType, dst: DType) -> bool:
-    """Whether every value of ``src`` is also one of ``dst``; both are in `FORMATS`."""
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    return (
-        target.mantissa_bits >= source.mantissa_bits
-        and target.max_exponent >= source.max_exponent
-        and target.bias + target.mantissa_bits >= source.bias + source.mantissa_bits  # subnormals
-    )
-
-
-def overflow_start(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
-
-    The midpoint between the largest finite value and the power of two above it is a tie and goes
-    to the even one, infinity. None where every finite value stays finite.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    one = 1 << source.mantissa_bits
-    midpoint = (target.max_exponent + source.bias + 1) * one - (one >> (target.mantissa_bits + 1))
-    return midpoint if midpoint < source.special else None
-
-
-def flush_stop(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that does not round to zero in ``dst``.
-
-    It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
-    where nothing but zero becomes zero.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    exponent = source.bias - target.bias - target.mantissa_bits
-    if exponent > 0:
-        return (exponent << source.mantissa_bits) + 1
-    tie = 1 << source.mantissa_bits >> (1 - exponent)  # a subnormal of the source
-    return tie + 1 if tie else None
 
 
 class Vector:
@@ -298,24 +216,6 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 )
 
 
-def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
-    """The magnitudes of ``src``, as integers, that `_plain` casts and counts; zero is one more.
-
-    They are normal numbers before and after the cast, so that the same bits are lost in all. Where
-    the CPU does the cast and the target has the longer significand, the largest subnormals of the
-    target are among them: those have room for every bit of the source.
-
-    Returns:
-        The first one, and the one after the last.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    exponent = source.bias - target.bias + 1
-    if direct:
-        exponent -= max(target.mantissa_bits - source.mantissa_bits, 0)
-    start = max(exponent, 1) << source.mantissa_bits
-    return start, overflow_start(src, dst) or source.special
-
-
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
     """Float32 bits that hold the value, or what the target will keep of it."""
     if dst.code == "F32" and src.code == "F64":
@@ -364,7 +264,7 @@ def careful(
     Args:
         v: where the instructions go.
         src: dtype of the elements.
-        dst: what they become; with ``src`` one of `PAIRS`.
+        dst: what they become; with ``src`` one of `floats.PAIRS`.
         x: the elements, as integers of ``src.bits``.
         clamp: see `kernel_ir`.
 
@@ -545,7 +445,7 @@ def kernel_ir(
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
         native_half: the CPU converts between float16 and float32.
         architecture: first part of the target triple, which decides how the kernel gets the
@@ -579,7 +479,7 @@ def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: see `kernel_ir`.
 
     Raises:

@@ -1,6 +1,6 @@
 """The casts as CUDA kernels: PTX that LLVM makes, and that the driver compiles for its device.
 
-One kernel for each pair of `cast.kernels.PAIRS`, of the same instructions for an element
+One kernel for each pair of `cast.floats.PAIRS`, of the same instructions for an element
 (`cast.kernels.careful`): bits and counts are those of `cast.reference`, the sign and payload of a
 NaN aside. It is one pass over memory. Between the first and the last address where both sides are
 aligned, elements go by vectors, of 16 bytes on the side where they are wider: a GPU's memory has
@@ -20,7 +20,8 @@ from __future__ import annotations
 from functools import cache
 
 from streamload._kept import keep, read_kept
-from streamload.cast.kernels import PAIRS, Vector, careful, overflow_start
+from streamload.cast.floats import PAIRS, overflow_start
+from streamload.cast.kernels import Vector, careful
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -169,7 +170,7 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `cast.kernels.PAIRS`.
+        dst: dtype of the target; with ``src`` one of `cast.floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
 
     Returns:
