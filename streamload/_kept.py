@@ -50,23 +50,20 @@ def keep(data: bytes, kind: str, *depends_on: str) -> None:
         kind: first part of the file's name.
         depends_on: all that it was made from.
     """
-    temporary = None
-    try:
+    with suppress(OSError):  # nothing can be written: the next process does it again
         path = _file(kind, depends_on)
         _make_private(path.parent)
         if not _is_private(os.stat(path.parent)):
             return
         opened, temporary = tempfile.mkstemp(dir=path.parent)
-        with open(opened, "wb") as file:
-            file.write(_seal(path, data) + data)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError:
-        pass  # nothing can be written: the next process does it again
-    finally:
-        if temporary is not None:
+        try:
+            with open(opened, "wb") as file:
+                file.write(_seal(path, data) + data)
+            os.replace(temporary, path)
+        except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
+            raise
 
 
 def _file(kind: str, depends_on: tuple[str, ...]) -> Path:

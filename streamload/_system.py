@@ -88,7 +88,7 @@ def address_of(view: memoryview) -> int:
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that somebody else keeps alive."""
+    """A writable view of memory that the caller keeps alive."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 

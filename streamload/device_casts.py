@@ -45,7 +45,7 @@ class DeviceCasts:
         except AllocationError:
             device.trim()  # what its allocator keeps is free to us
             self._memory = bulk.memory(nbytes)
-        self._tallies = {index: at * TALLY_NBYTES for at, (index, _) in enumerate(mine)}
+        self._tallies = {index: at for at, (index, _) in enumerate(mine)}
         self._lock = threading.Lock()
         self._slot_nbytes = plan.slot_nbytes
         self._slots = 0
@@ -67,15 +67,9 @@ class DeviceCasts:
     def copy(
         self, index: int, p: Placement, at: int, nbytes: int, address: int, scratch: int
     ) -> Copy:
-        """A copy with its cast.
+        """A copy of ``nbytes``, whole elements of ``p.src`` at ``at`` in a slot, with its cast.
 
-        Args:
-            index: of the placement.
-            p: the placement.
-            at: offset in the slot of the first byte that is sent.
-            nbytes: how many are sent: whole elements of ``p.src``.
-            address: where the cast elements go.
-            scratch: where they lie before, if they change their size.
+        The cast elements go to ``address``; those that change their size by way of ``scratch``.
         """
         numel = nbytes // p.src.itemsize
         return Copy(
@@ -85,26 +79,23 @@ class DeviceCasts:
             self._kernels[p.src, p.dst],
             numel,
             address,
-            self._memory.address + self._tallies_at + self._tallies[index],
+            self._memory.address + self._tallies_at + self._tallies[index] * TALLY_NBYTES,
             blocks(numel),
         )
 
     def counts(self, index: int) -> CastCounts:
         """The counts of a placement, when its copies have ended."""
-        start = self._tallies_at + self._tallies[index]
-        return _counts(self._memory.read(start, start + TALLY_NBYTES))
+        return self._counts(self._tallies[index], 1)[0]
 
     def all_counts(self) -> dict[int, CastCounts]:
         """The counts of all placements, by index."""
-        start, count = self._tallies_at, len(self._tallies)
-        data = self._memory.read(start, start + TALLY_NBYTES * count)
-        return {index: _counts(data[at : at + TALLY_NBYTES]) for index, at in self._tallies.items()}
+        return dict(zip(self._tallies, self._counts(0, len(self._tallies)), strict=True))
+
+    def _counts(self, first: int, count: int) -> list[CastCounts]:
+        start = self._tallies_at + first * TALLY_NBYTES
+        tallies = struct.iter_unpack("<3Q", self._memory.read(start, start + count * TALLY_NBYTES))
+        return [CastCounts(over, zeros, changed - over - zeros) for over, zeros, changed in tallies]
 
     def close(self) -> None:
         """Give the memory back, when all copies have ended."""
         self._memory.close()
-
-
-def _counts(tally: bytes) -> CastCounts:
-    overflowed, flushed, changed = struct.unpack("<3Q", tally)
-    return CastCounts(overflowed, flushed, changed - overflowed - flushed)

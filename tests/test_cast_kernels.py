@@ -15,17 +15,13 @@ import numpy as np
 import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
-from streamload.cast.kernels import (
-    PAIRS,
-    Kernel,
+from streamload.cast.floats import PAIRS, lossless, plain_range
+from streamload.cast.kernels import KERNEL_TYPE, Kernel, compile_kernel, kernel_ir
+from streamload.cast.llvm import (
     Target,
-    compile_kernel,
     compile_object,
     host_target,
-    kernel_ir,
     link_object,
-    lossless,
-    plain_range,
     undefined_symbols,
 )
 from streamload.cast.reference import cast_bytes
@@ -42,19 +38,16 @@ on_x86 = pytest.mark.skipif(
 )
 
 
-def object_of(
-    src: DType, dst: DType, target: Target, *, clamp: bool, native_half: bool, counted: bool = True
-) -> bytes:
+def object_of(src: DType, dst: DType, target: Target, *, clamp: bool, native_half: bool) -> bytes:
     """The object file of a kernel."""
-    ir = kernel_ir(
-        src,
-        dst,
-        clamp=clamp,
-        counted=counted,
-        native_half=native_half,
-        architecture=target.architecture,
-    )
+    ir = kernel_ir(src, dst, clamp=clamp, native_half=native_half, architecture=target.architecture)
     return compile_object(ir, target)
+
+
+def link(image: bytes, target: Target) -> Kernel:
+    """The kernel of an object file, in this process."""
+    kernel: Kernel = link_object(image, target, "cast", KERNEL_TYPE)
+    return kernel
 
 
 def call(kernel: Kernel, src: DType, dst: DType, data: bytes) -> tuple[bytearray, list[int]]:
@@ -85,7 +78,7 @@ def test_kernels_equal_the_reference(form: str, pair: tuple[DType, DType], clamp
     src, dst = pair
     target, native_half = FORMS[form]()
     image = object_of(src, dst, target, clamp=clamp, native_half=native_half)
-    kernel = link_object(image, target)
+    kernel = link(image, target)
     x = samples(src)
     # in order, many vectors are plain; shuffled, a special value is in nearly every one
     for order in (np.arange(x.size), np.random.default_rng(0).permutation(x.size)):
@@ -114,20 +107,10 @@ def test_zeros_among_ordinary_values(pair: tuple[DType, DType], native_half: boo
 
     expected = bytearray(2 * x.size * dst.itemsize)
     counts = cast_bytes(src, dst, memoryview(data), memoryview(expected), clamp=True)
-    out, tally = call(link_object(image, target), src, dst, data)
+    out, tally = call(link(image, target), src, dst, data)
     assert out == expected
     assert counts == (0, 0, tally[2])
     assert tally[:2] == [0, 0]
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_uncounted_kernels_differ_in_nothing_else(pair: tuple[DType, DType]) -> None:
-    """Without counts the bits are the same and the tally is left alone."""
-    src, dst = pair
-    data = samples(src)[:100_000].tobytes()
-    counted, uncounted = (compile_kernel(src, dst, counted=counted) for counted in (True, False))
-    out, tally = call(uncounted, src, dst, data)
-    assert (out, tally) == (call(counted, src, dst, data)[0], [0, 0, 0])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
@@ -176,9 +159,7 @@ def test_kernels_are_compiled_once() -> None:
     for thread in threads:
         thread.join()
     assert len({id(kernel) for kernel in found}) == 1
-    assert compile_kernel(BF16, F32, clamp=True, counted=True) is compile_kernel(
-        BF16, F32, clamp=False, counted=False
-    )
+    assert compile_kernel(BF16, F32, clamp=True) is compile_kernel(BF16, F32, clamp=False)
 
 
 def test_threads_share_a_kernel() -> None:
@@ -254,7 +235,7 @@ define void @cast(ptr %kernel, ptr %registers, i64 %numel, ptr %arguments) {
 def with_mxcsr() -> Kernel:
     """Calls a kernel under another MXCSR and stores the one found after it."""
     target = host_target()
-    return link_object(compile_object(MXCSR_IR, target), target)
+    return link(compile_object(MXCSR_IR, target), target)
 
 
 @on_x86
@@ -269,7 +250,7 @@ def test_the_threads_floating_point_state_does_not_matter(
     if native_half and not target.native_half:
         pytest.skip("this CPU cannot convert half precision")
     image = object_of(src, dst, target, clamp=False, native_half=native_half)
-    kernel = link_object(image, target)
+    kernel = link(image, target)
     address = ctypes.cast(kernel, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     x = samples(src)
@@ -307,16 +288,13 @@ TYPICAL = ("host", "x86-64 without F16C", "aarch64")
     [n if n in TYPICAL else pytest.param(n, marks=pytest.mark.slow) for n in SCANNED],
 )
 def test_no_kernel_needs_an_external_symbol(name: str) -> None:
-    """Every pair, clamped or not, counted or not, in each form that the target may get."""
+    """Every pair, clamped or not, in each form that the target may get."""
     target = SCANNED[name]()
     for src, dst in PAIRS:
         for native_half in {target.native_half, False}:
-            options = ((False, True), (True, True), (False, False))
-            for clamp, counted in options[:1] if lossless(src, dst) else options:
-                image = object_of(
-                    src, dst, target, clamp=clamp, counted=counted, native_half=native_half
-                )
-                assert undefined_symbols(image) == (), (src, dst, native_half, clamp, counted)
+            for clamp in (False,) if lossless(src, dst) else (False, True):
+                image = object_of(src, dst, target, clamp=clamp, native_half=native_half)
+                assert undefined_symbols(image) == (), (src, dst, native_half, clamp)
 
 
 def test_the_scan_finds_helper_calls() -> None:
@@ -393,7 +371,7 @@ def test_aarch64_kernels_equal_the_reference(tmp_path: Path) -> None:
     objects = []
     for index, (src, dst, clamp, native_half) in enumerate(cases):
         ir = kernel_ir(
-            src, dst, clamp=clamp, counted=True, native_half=native_half, architecture="aarch64"
+            src, dst, clamp=clamp, native_half=native_half, architecture="aarch64"
         ).replace("@cast(", f"@cast_{index}(")
         objects.append(tmp_path / f"{index}.o")
         objects[-1].write_bytes(compile_object(ir, AARCH64))

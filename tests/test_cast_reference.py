@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamload.cast.kernels import PAIRS, lossless
+from streamload.cast.floats import PAIRS, lossless
 from streamload.cast.reference import cast_bytes
 from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 

@@ -15,7 +15,7 @@ import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
 from streamload.cast import kernels
-from streamload.cast.kernels import PAIRS
+from streamload.cast.floats import PAIRS
 from streamload.cast.table import (
     ZERO,
     CastCounts,

@@ -20,7 +20,7 @@ from safetensors_files import write_safetensors
 from streamload import _kept
 from streamload._kept import keep, read_kept
 from streamload._system import PLACES_CODE, place_code
-from streamload.cast.kernels import compile_object, host_target, movable_code
+from streamload.cast.llvm import compile_object, host_target, movable_code
 from streamload.devices import bulk, ptx
 from streamload.dtypes import BF16, F16
 
@@ -205,7 +205,7 @@ print(json.dumps([texts, "llvmlite.binding" in sys.modules]))
 
 def test_a_later_process_has_the_kernels_of_earlier_ones(cache: Path) -> None:
     """Their text is kept for each cast; another cast needs llvmlite."""
-    text = ptx._cast_ptx.__wrapped__(BF16, F16, False, True)
+    text = ptx._cast_ptx.__wrapped__(BF16, F16, False)
     assert ".entry cast" in text
     assert len(kept_files(cache)) == 1
     (again, other), compiled = said(start(PTX, cache, "llvmlite"))
@@ -245,7 +245,7 @@ def test_a_whole_load_does_without_llvmlite(cache: Path, tmp_path: Path) -> None
     path = write_safetensors(tmp_path / "x.safetensors", {"w": ("BF16", (1000,), data)})
     bulk._compiled.__wrapped__()
     for clamp in (False, True):  # the stand-in for the driver knows both
-        ptx._cast_ptx.__wrapped__(BF16, F16, clamp, True)
+        ptx._cast_ptx.__wrapped__(BF16, F16, clamp)
     cuda_stand_in.build(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", WHOLE_LOAD, str(path)],

@@ -24,7 +24,7 @@ from test_cast_reference import pair_id, samples
 
 import streamload
 from streamload import diff, open_checkpoint, verify_checkpoint
-from streamload.cast.kernels import PAIRS
+from streamload.cast.floats import PAIRS
 from streamload.cast.table import make_cast
 from streamload.cli import main
 from streamload.compare import TensorDifference, ValueDifference

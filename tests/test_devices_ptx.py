@@ -19,7 +19,7 @@ import pytest
 from ptx_machine import Ahead, Machine
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.kernels import PAIRS, flush_stop, lossless, overflow_start
+from streamload.cast.floats import PAIRS, flush_stop, lossless, overflow_start
 from streamload.cast.reference import cast_bytes
 from streamload.devices.cuda import load_function
 from streamload.devices.ptx import BLOCK_THREADS, blocks, cast_ptx, compile_ptx
@@ -31,12 +31,11 @@ TALLY = 0  # where the tally is, from there
 FILL = 0xA5
 LARGEST = 60_000  # as many samples go through the machine: others are seen by the GPU
 
-#: every kernel that differs, as (source, target, clamp, counted)
+#: every kernel that differs, as (source, target, clamp)
 KERNELS = [
-    (src, dst, clamp, counted)
+    (src, dst, clamp)
     for src, dst in PAIRS
     for clamp in ((False, True) if overflow_start(src, dst) is not None else (False,))
-    for counted in ((False,) if lossless(src, dst) else (False, True))
 ]
 
 
@@ -46,7 +45,6 @@ def cast_there(
     x: Bits,
     *,
     clamp: bool = False,
-    counted: bool = True,
     shifts: tuple[int, int] = (0, 0),
     in_place: bool = False,
     grid: int | None = None,
@@ -60,7 +58,6 @@ def cast_there(
         dst: what it is cast to.
         x: the elements, as integers.
         clamp: see `cast_ptx`.
-        counted: see `cast_ptx`.
         shifts: elements between a multiple of 256 and the source, and the target.
         in_place: the target is the source.
         grid: how many blocks; as many as suggested without.
@@ -76,8 +73,8 @@ def cast_there(
     memory[TALLY : TALLY + 24] = np.array(tally, np.uint64).view(np.uint8)
     expected = memory.copy()
 
-    machine = Machine(cast_ptx(src, dst, clamp=clamp, counted=counted), memory, BASE)
-    told = BASE + TALLY if counted and not lossless(src, dst) else 0
+    machine = Machine(cast_ptx(src, dst, clamp=clamp), memory, BASE)
+    told = 0 if lossless(src, dst) else BASE + TALLY
     arguments = (BASE + start, BASE + out, x.size, told)
     chosen = blocks(x.size) if grid is None else grid
     machine.launch(chosen, BLOCK_THREADS, arguments, ahead=ahead)
@@ -104,23 +101,23 @@ def some(dtype: DType, numel: int) -> Bits:
     return np.random.default_rng(2).choice(x, numel, replace=numel > x.size)
 
 
-def kernel_id(kernel: tuple[DType, DType, bool, bool]) -> str:
+def kernel_id(kernel: tuple[DType, DType, bool]) -> str:
     """A kernel's name in the output of pytest."""
-    src, dst, clamp, counted = kernel
-    return f"{src.code}-{dst.code}-{'clamp' if clamp else 'inf'}{'-counted' * counted}"
+    src, dst, clamp = kernel
+    return f"{src.code}-{dst.code}-{'clamp' if clamp else 'inf'}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
-def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool, bool]) -> None:
-    """Bits and counts are the reference's, NaN payloads aside; uncounted, the tally stays."""
-    src, dst, clamp, counted = kernel
+def test_kernels_equal_the_reference(kernel: tuple[DType, DType, bool]) -> None:
+    """Bits and counts are the reference's, NaN payloads aside; counts are added to the tally."""
+    src, dst, clamp = kernel
     x = samples(src)
     x = x if x.size <= 1 << 16 else some(src, LARGEST)
     before = (10, 20, 1 << 40)
-    bits, tally = cast_there(src, dst, x, clamp=clamp, counted=counted, tally=before)
+    bits, tally = cast_there(src, dst, x, clamp=clamp, tally=before)
     expected, counts = by_reference(src, dst, x, clamp)
     assert np.array_equal(bits, expected)
-    assert tally == tuple(a + b * counted for a, b in zip(before, counts, strict=True))
+    assert tally == tuple(a + b for a, b in zip(before, counts, strict=True))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
@@ -179,10 +176,11 @@ def test_blocks(numel: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
-def test_the_text(kernel: tuple[DType, DType, bool, bool]) -> None:
+def test_the_text(kernel: tuple[DType, DType, bool]) -> None:
     """Old PTX that depends on nothing, and rounds each element once with subnormals kept."""
-    src, dst, clamp, counted = kernel
-    ptx = cast_ptx(src, dst, clamp=clamp, counted=counted)
+    src, dst, clamp = kernel
+    counted = not lossless(src, dst)
+    ptx = cast_ptx(src, dst, clamp=clamp)
     assert re.findall(r"^\.(?:version|target) .*", ptx, re.M) == [".version 6.0", ".target sm_50"]
     assert re.findall(r"\.entry (\w+)", ptx) == ["cast"]
     assert len(re.findall(r"\.param \.u64 cast_param_\d", ptx)) == 4
@@ -202,10 +200,9 @@ def test_the_text(kernel: tuple[DType, DType, bool, bool]) -> None:
 
 
 def test_options_that_make_no_difference() -> None:
-    """Where nothing can overflow or change there is one kernel."""
-    texts = {cast_ptx(BF16, F32, clamp=a, counted=b) for a in (False, True) for b in (False, True)}
-    assert len(texts) == 1
-    assert cast_ptx(F16, BF16, clamp=True) == cast_ptx(F16, BF16, clamp=False)
+    """Where nothing can overflow there is one kernel."""
+    for src, dst in ((BF16, F32), (F16, BF16)):
+        assert cast_ptx(src, dst, clamp=True) == cast_ptx(src, dst, clamp=False)
 
 
 @pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's assembler is not installed")

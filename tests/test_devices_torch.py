@@ -35,12 +35,8 @@ nn = torch.nn
 
 from safetensors.torch import save_file  # noqa: E402
 
-from streamload.devices.torch import (  # noqa: E402
-    FRAMEWORK,
-    CPUDevice,
-    TorchDevice,
-    TorchParameter,
-)
+from streamload.devices.torch import FRAMEWORK, CPUDevice, TorchDevice  # noqa: E402
+from streamload.devices.torch_tensors import TorchParameter  # noqa: E402
 
 
 def save(folder: Path, tensors: Mapping[str, Any]) -> Path:

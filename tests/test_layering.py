@@ -33,6 +33,7 @@ LAYERS = (
     ("reading",),
     ("digests",),
     ("nodes.index",),
+    ("cast.floats", "cast.llvm"),
     ("cast.kernels",),
     ("cast.reference",),
     ("cast.table",),
@@ -52,7 +53,7 @@ LAYERS = (
     ("devices.ptx",),
     ("devices.bulk",),
     ("devices.cuda",),
-    ("devices.tinygrad_tensors",),
+    ("devices.tinygrad_tensors", "devices.torch_tensors"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("mapping",),
     ("nodes.shares",),
@@ -98,7 +99,10 @@ _TRANSFORMERS = tuple(
 )
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
-    "torch": ("devices.torch", "nodes.torch", "bench.loaders", *_TRANSFORMERS),
+    "torch": (
+        *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
+        *_TRANSFORMERS,
+    ),
     "mpi4py": ("nodes.mpi",),
     "transformers": _TRANSFORMERS,
     "accelerate": _TRANSFORMERS,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_cast_reference import Bits, as_bits, pair_id, samples
 
-from streamload.cast.kernels import PAIRS, lossless, overflow_start
+from streamload.cast.floats import PAIRS, lossless, overflow_start
 from streamload.cast.reference import cast_bytes
 from streamload.devices import cuda
 from streamload.devices.cuda import load_function
@@ -110,9 +110,9 @@ def gpu() -> Iterator[Gpu]:
 
 
 @cache
-def kernel(src: DType, dst: DType, clamp: bool = False, counted: bool = True) -> int:
+def kernel(src: DType, dst: DType, clamp: bool = False) -> int:
     """A kernel, loaded once."""
-    ptx = cast_ptx(src, dst, clamp=clamp, counted=counted)
+    ptx = cast_ptx(src, dst, clamp=clamp)
     return load_function(cuda._driver(), "cuda:0", ptx).handle
 
 
@@ -123,7 +123,6 @@ def cast_there(
     x: Bits,
     *,
     clamp: bool = False,
-    counted: bool = True,
     shifts: tuple[int, int] = (0, 0),
     in_place: bool = False,
     grid: int | None = None,
@@ -143,8 +142,8 @@ def cast_there(
     gpu.put(0, expected)
 
     chosen = blocks(x.size) if grid is None else grid
-    told = gpu.address if counted and not lossless(src, dst) else 0
-    handle = kernel(src, dst, clamp, counted)
+    told = 0 if lossless(src, dst) else gpu.address
+    handle = kernel(src, dst, clamp)
     gpu.launch(handle, chosen, (gpu.address + start, gpu.address + out, x.size, told))
     found = gpu.get(0, expected.size)
 
@@ -199,8 +198,6 @@ def test_kernels_equal_the_reference(gpu: Gpu, case: tuple[DType, DType, bool]) 
     for order in (np.arange(x.size), shuffled):
         found = cast_there(gpu, src, dst, x[order], clamp=clamp, tally=before)
         check(found, (bits[order], after), x[order])
-    found = cast_there(gpu, src, dst, x, clamp=clamp, counted=False, tally=before)
-    check(found, (bits, before), x, "uncounted")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)

@@ -50,7 +50,8 @@ from recorded_torch import Disk, RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from streamload.devices import torch as devices_torch  # noqa: E402
-from streamload.devices.torch import FRAMEWORK, InvalidParameter, InvalidTensor  # noqa: E402
+from streamload.devices.torch import FRAMEWORK  # noqa: E402
+from streamload.devices.torch_tensors import InvalidParameter, InvalidTensor  # noqa: E402
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 KINDS = ("meta", "real", "mixed", "replace")

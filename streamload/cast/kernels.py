@@ -14,8 +14,8 @@ Kernels depend on nothing outside themselves:
 
 - No external symbol. Where a CPU lacks an instruction, LLVM calls a helper (``__truncsfhf2`` and
   its kind) that a JIT does not resolve, and the process dies in the call. Each object is scanned
-  before it is linked (`undefined_symbols`), and half precision has an integer form for CPUs that
-  cannot convert it.
+  before it is linked (`llvm.undefined_symbols`), and half precision has an integer form for CPUs
+  that cannot convert it.
 - No floating-point state of the calling thread. On x86-64 and AArch64 a kernel runs in the default
   environment of IEEE 754 (nearest even, subnormals kept, no traps) and restores the caller's:
   libraries compiled with ``-ffast-math`` leave flush-to-zero set in threads that are not theirs.
@@ -24,118 +24,28 @@ Kernels depend on nothing outside themselves:
 from __future__ import annotations
 
 import struct
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from ctypes import CFUNCTYPE, c_uint64, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from streamload._system import libc, place_code
-from streamload.dtypes import BY_CODE, DType
+from streamload.cast.floats import (
+    FORMATS,
+    FloatFormat,
+    flush_stop,
+    lossless,
+    overflow_start,
+    plain_range,
+)
+from streamload.cast.llvm import ELF, compile_object, host_target, link_object, undefined_symbols
+from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
 _BLOCK_VECTORS = 1 << 15  # a count of one block fits the 16-bit lanes that it is kept in
+_WIDTH = 32  # elements of a step; a power of two
 _SYMBOL = "cast"
-_ELF = b"\x7fELF"
-
-
-@dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """One binary floating-point format.
-
-    Sources: IEEE 754-2019 (F16, F32, F64); Intel, "BFLOAT16 - Hardware Numerics Definition", 2018;
-    P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433 (E4M3 has a NaN where
-    others have infinity).
-
-    Attributes:
-        bits: width of a value.
-        mantissa_bits: stored bits of the significand.
-        bias: of the exponent.
-        max_exponent: of the largest finite value.
-        special: the smallest magnitude, as an integer, that is not a finite number.
-    """
-
-    bits: int
-    mantissa_bits: int
-    bias: int
-    max_exponent: int
-    special: int
-
-    @property
-    def magnitude(self) -> int:
-        """Mask of every bit but the sign."""
-        return (1 << (self.bits - 1)) - 1
-
-
-def _ieee(bits: int, mantissa_bits: int) -> FloatFormat:
-    bias = (1 << (bits - mantissa_bits - 2)) - 1
-    return FloatFormat(bits, mantissa_bits, bias, bias, (2 * bias + 1) << mantissa_bits)
-
-
-#: safetensors code to format, for every dtype that is cast.
-FORMATS: Mapping[str, FloatFormat] = MappingProxyType(
-    {
-        "F8_E5M2": _ieee(8, 2),
-        "F8_E4M3": FloatFormat(8, 3, bias=7, max_exponent=8, special=0x7F),
-        "F16": _ieee(16, 10),
-        "BF16": _ieee(16, 7),
-        "F32": _ieee(32, 23),
-        "F64": _ieee(64, 52),
-    }
-)
-#: every pair of different dtypes that has a kernel, as (source, target).
-PAIRS: tuple[tuple[DType, DType], ...] = tuple(
-    (BY_CODE[src], BY_CODE[dst])
-    for src in FORMATS
-    for dst in ("F16", "BF16", "F32", "F64")
-    if src != dst
-)
-
-
-def lossless(src: DType, dst: DType) -> bool:
-    """Whether every value of ``src`` is also one of ``dst``; both are in `FORMATS`."""
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    return (
-        target.mantissa_bits >= source.mantissa_bits
-        and target.max_exponent >= source.max_exponent
-        and target.bias + target.mantissa_bits >= source.bias + source.mantissa_bits  # subnormals
-    )
-
-
-def overflow_start(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that rounds to infinity in ``dst``.
-
-    The midpoint between the largest finite value and the power of two above it is a tie and goes
-    to the even one, infinity. None where every finite value stays finite.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    one = 1 << source.mantissa_bits
-    midpoint = (target.max_exponent + source.bias + 1) * one - (one >> (target.mantissa_bits + 1))
-    return midpoint if midpoint < source.special else None
-
-
-def flush_stop(src: DType, dst: DType) -> int | None:
-    """The smallest magnitude of ``src``, as an integer, that does not round to zero in ``dst``.
-
-    It follows half of the smallest subnormal, which is a tie and goes to the even one, zero. None
-    where nothing but zero becomes zero.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    exponent = source.bias - target.bias - target.mantissa_bits
-    if exponent > 0:
-        return (exponent << source.mantissa_bits) + 1
-    tie = 1 << source.mantissa_bits >> (1 - exponent)  # a subnormal of the source
-    return tie + 1 if tie else None
-
-
-def what_matters(src: DType, dst: DType, clamp: bool, counted: bool) -> tuple[bool, bool]:
-    """Whether to clamp, and whether to count, where either makes a difference to a pair."""
-    return clamp and overflow_start(src, dst) is not None, counted and not lossless(src, dst)
 
 
 class Vector:
@@ -306,24 +216,6 @@ _DIRECT_WITH_NATIVE_HALF = frozenset(
 )
 
 
-def plain_range(src: DType, dst: DType, *, direct: bool) -> tuple[int, int]:
-    """The magnitudes of ``src``, as integers, that `_plain` casts and counts; zero is one more.
-
-    They are normal numbers before and after the cast, so that the same bits are lost in all. Where
-    the CPU does the cast and the target has the longer significand, the largest subnormals of the
-    target are among them: those have room for every bit of the source.
-
-    Returns:
-        The first one, and the one after the last.
-    """
-    source, target = FORMATS[src.code], FORMATS[dst.code]
-    exponent = source.bias - target.bias + 1
-    if direct:
-        exponent -= max(target.mantissa_bits - source.mantissa_bits, 0)
-    start = max(exponent, 1) << source.mantissa_bits
-    return start, overflow_start(src, dst) or source.special
-
-
 def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
     """Float32 bits that hold the value, or what the target will keep of it."""
     if dst.code == "F32" and src.code == "F64":
@@ -365,21 +257,20 @@ def _plain(
 
 
 def careful(
-    v: Vector, src: DType, dst: DType, x: str, *, clamp: bool, counted: bool
+    v: Vector, src: DType, dst: DType, x: str, *, clamp: bool
 ) -> tuple[str, tuple[str | None, str | None, str | None]]:
     """Cast any elements.
 
     Args:
         v: where the instructions go.
         src: dtype of the elements.
-        dst: what they become; with ``src`` one of `PAIRS`.
+        dst: what they become; with ``src`` one of `floats.PAIRS`.
         x: the elements, as integers of ``src.bits``.
-        clamp: see `kernel_ir`; for pairs where something can overflow.
-        counted: say what changed at all.
+        clamp: see `kernel_ir`.
 
     Returns:
         The elements, as integers of ``dst.bits``, and where they overflowed, vanished, and changed
-        at all (where ``counted``): masks, or None where no element of ``src`` can.
+        at all: masks, or None where no element of ``src`` can.
     """
     source, lane = FORMATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
@@ -392,7 +283,7 @@ def careful(
         overflows = v.op("icmp ult", lane, beyond, source.special - start)
     if stop is not None:
         vanishes = v.op("icmp ult", lane, v.op("sub", lane, magnitude, 1), stop - 1)
-    if counted:
+    if not lossless(src, dst):
         wide, of, before = ("i64", "double", x) if dst.code == "F32" else ("i32", "float", hub)
         after = _widen_f32(v, y) if dst.code == "F32" else _WIDEN[dst.code](v, y)
         values = (v.convert("bitcast", wide, value, of) for value in (before, after))
@@ -408,25 +299,25 @@ def _count(v: Vector, lane: str, total: str, mask: str) -> str:
 
 
 def _function(
-    name: str, src: DType, dst: DType, *, clamp: bool, counted: bool, native_half: bool, width: int
+    name: str, src: DType, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
     """IR of ``void name(src, out, numel, tally)``, where ``width`` divides ``numel``."""
     v = Vector(width, native_half)
     pair = (src.code, dst.code)
     direct = pair in _DIRECT or (native_half and pair in _DIRECT_WITH_NATIVE_HALF)
     lane = f"i{src.bits}"
-    sums = [f"%sum{slot}" for slot in range(3 if counted else 0)]
+    sums = [f"%sum{slot}" for slot in range(0 if lossless(src, dst) else 3)]
 
     x = v.emit(f"load {v.type(lane)}, ptr %src.at, align 1")
     special = "false"
-    if counted or clamp or not direct:
+    if sums or not direct:
         start, stop = plain_range(src, dst, direct=direct)
         magnitude = v.op("and", lane, x, FORMATS[src.code].magnitude)
         outside = v.op("icmp uge", lane, v.op("sub", lane, magnitude, start), stop - start)
         outside = v.op("and", "i1", outside, v.op("icmp ne", lane, magnitude, 0))
         special = v.emit(v.reduced("or", "i1", outside))
     v.lines += [f"br i1 {special}, label %careful, label %plain", "careful:"]
-    cared, masks = careful(v, src, dst, x, clamp=clamp, counted=counted)
+    cared, masks = careful(v, src, dst, x, clamp=clamp)
     careful_sums = [
         _count(v, lane, total, mask) if mask else total
         for total, mask in zip(sums, masks, strict=False)
@@ -542,260 +433,81 @@ def kernel_ir(
     dst: DType,
     *,
     clamp: bool,
-    counted: bool,
     native_half: bool,
     architecture: str,
-    width: int = 32,
 ) -> str:
     """LLVM IR of the kernel of a pair: ``void cast(src, out, numel, tally)``.
 
     It casts ``numel`` little-endian elements from ``src`` to ``out``, which may have any alignment
     and must not overlap, and adds to ``tally[0:3]`` (64-bit, aligned) how many finite elements
     overflowed, how many that are not zero became zero, and how many changed in value at all (those
-    two included).
+    two included); a lossless pair leaves the tally alone.
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
-        counted: keep the tally; without it, and where nothing can be counted, it is left alone.
         native_half: the CPU converts between float16 and float32.
         architecture: first part of the target triple, which decides how the kernel gets the
             default floating-point environment; on one not known here it runs in the caller's.
-        width: elements per step, a power of two.
     """
     enter, leave = _ENVIRONMENT.get(architecture, ("", ""))
-    clamp, counted = what_matters(src, dst, clamp, counted)
-    vectors, scalars = (
-        _function(
-            name,
-            src,
-            dst,
-            clamp=clamp,
-            counted=counted,
-            native_half=native_half,
-            width=lanes,
-        )
-        for name, lanes in (("vectors", width), ("scalars", 1))
+    functions = (
+        _function(name, src, dst, clamp=clamp, native_half=native_half, width=width)
+        for name, width in (("vectors", _WIDTH), ("scalars", 1))
     )
-    return (
-        vectors
-        + scalars
-        + _KERNEL.format(
-            symbol=_SYMBOL,
-            source=f"i{src.bits}",
-            target=f"i{dst.bits}",
-            width=width,
-            block=width * _BLOCK_VECTORS,
-            enter=enter,
-            leave=leave,
-        )
+    return "".join(functions) + _KERNEL.format(
+        symbol=_SYMBOL,
+        source=f"i{src.bits}",
+        target=f"i{dst.bits}",
+        width=_WIDTH,
+        block=_WIDTH * _BLOCK_VECTORS,
+        enter=enter,
+        leave=leave,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What to compile for.
-
-    Attributes:
-        triple: LLVM target triple.
-        cpu: LLVM's name of the CPU, or "" for the least one.
-        features: LLVM features, as in "+f16c,-avx512f".
-    """
-
-    triple: str
-    cpu: str = ""
-    features: str = ""
-
-    @property
-    def architecture(self) -> str:
-        """The first part of the triple, in LLVM's long spelling."""
-        name = self.triple.partition("-")[0]
-        return {"arm64": "aarch64", "amd64": "x86_64"}.get(name, name)
-
-    @property
-    def native_half(self) -> bool:
-        """Whether the CPU is known to convert between float16 and float32."""
-        return self.architecture == "aarch64" or "+f16c" in self.features.split(",")
-
-
-def host_target() -> Target:
-    """This CPU, with the features that the operating system lets it use.
-
-    Raises:
-        ImportError: llvmlite is not installed.
-        OSError: its library does not load.
-    """
-    import llvmlite.binding as llvm
-
-    triple = llvm.get_process_triple()
-    try:
-        return Target(triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
-    except RuntimeError:  # LLVM cannot tell on this architecture: the least CPU is safe
-        return Target(triple)
-
-
-def compile_object(ir: str, target: Target) -> bytes:
-    """Compile IR to an object file.
-
-    Raises:
-        RuntimeError: LLVM does not accept the IR, or does not know the target (those that are not
-            of this machine's architecture have to be initialised in llvmlite first).
-    """
-    import llvmlite.binding as llvm
-
-    module = llvm.parse_assembly(ir)
-    module.verify()
-    image: bytes = _machine(target).emit_object(module)
-    return image
-
-
-def _machine(target: Target) -> Any:
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    # jit: code and constants may end up further apart than 32-bit offsets reach
-    return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=3, jit=True
-    )
-
-
-#: An entry of the symbol table: System V Application Binary Interface, "Object Files".
-_SYMBOLS = np.dtype(
-    [("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")]
-)
-_CODE = (b".text", b".ltext")  # the second in the large code model
-_READ = (*_CODE, b".symtab", b".strtab")
-
-
-def _sections(image: bytes) -> dict[bytes, bytes]:
-    """The sections of an ELF object that are not empty, by name, with the bytes of `_READ`.
-
-    Raises:
-        ValueError: the bytes are not such an object.
-    """
-    if image[:6] != _ELF + b"\x02\x01":
-        raise ValueError("not a 64-bit little-endian ELF object")
-    import llvmlite.binding as llvm
-
-    sections = llvm.ObjectFileRef.from_data(image).sections()
-    filled = ((section.name(), section) for section in sections if section.size())
-    return {name: section.data() if name in _READ else b"" for name, section in filled}
-
-
-def undefined_symbols(image: bytes) -> tuple[str, ...]:
-    """Names that an ELF object takes from elsewhere; a kernel must take none.
-
-    Raises:
-        ValueError: the bytes are not a 64-bit little-endian ELF object.
-    """
-    sections = _sections(image)
-    symbols = np.frombuffer(sections[b".symtab"], _SYMBOLS)[1:]  # the first is empty
-    names = sections[b".strtab"]
-    starts = symbols["name"][symbols["section"] == 0].tolist()
-    return tuple(names[start : names.index(0, start)].decode() for start in starts)
-
-
-def movable_code(image: bytes) -> bytes | None:
-    """The code of an ELF object of one function, which runs wherever it lies.
-
-    Returns:
-        None where the object has to be linked first: its code refers to other sections (constants,
-        a table of jumps) or to other objects, or is in several sections.
-
-    Raises:
-        ValueError: the bytes are not a 64-bit little-endian ELF object.
-    """
-    sections = _sections(image)
-    code = [name for name in sections if name in _CODE]
-    # the table for unwinding is relocated as well, and nothing unwinds this code
-    relocations = [name for name in sections if name.endswith(_CODE) and name not in _CODE]
-    return None if len(code) != 1 or relocations else sections[code[0]]
 
 
 #: ``(src address, out address, numel, tally address)``, see `kernel_ir`; it drops the interpreter's
 #: lock, and any number of threads may be in it.
 Kernel = Callable[[int, int, int, Any], None]
-_KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
-
-
-def link_object(
-    image: bytes, target: Target, symbol: str = _SYMBOL, prototype: Any = _KERNEL_TYPE
-) -> Any:
-    """Load an object of `compile_object` into this process.
-
-    Args:
-        image: an object without undefined symbols: calling one that has any kills the process.
-        target: what it was compiled for, which this CPU has to be able to run.
-        symbol: the name of a function.
-        prototype: its type, of ctypes.
-
-    Returns:
-        The function, a `Kernel` unless something else is asked for; its code lives as long.
-
-    Raises:
-        OSError: the system refuses executable memory.
-        RuntimeError: the object does not hold the function.
-    """
-    import llvmlite.binding as llvm
-
-    if sys.platform == "linux":  # LLVM does not look whether it got any: the first call would die
-        libc().munmap(place_code(bytes(1)), 1)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(target))
-    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
-    engine.finalize_object()
-    address = engine.get_function_address(symbol)
-    if not address:
-        raise RuntimeError(f"the object holds no function {symbol!r}")
-    function = prototype(address)
-    function.engine = engine  # owns the code
-    return function
-
-
+KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, c_uint64, c_void_p)
 _compiling = threading.Lock()
 
 
-def compile_kernel(src: DType, dst: DType, *, clamp: bool = False, counted: bool = True) -> Kernel:
+def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
     """The kernel of a pair for this CPU, compiled once per process; any thread may call it.
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `PAIRS`.
+        dst: dtype of the target; with ``src`` one of `floats.PAIRS`.
         clamp: see `kernel_ir`.
-        counted: see `kernel_ir`.
 
     Raises:
         UnsupportedCastError: llvmlite is missing or cannot compile for this machine.
     """
     with _compiling:
-        found = _compile(src, dst, *what_matters(src, dst, clamp, counted))
+        found = _compile(src, dst, clamp and overflow_start(src, dst) is not None)
     if isinstance(found, str):
         raise UnsupportedCastError(src.name, dst.name, reason=found)
     return found
 
 
 @cache
-def _compile(src: DType, dst: DType, clamp: bool, counted: bool) -> Kernel | str:
+def _compile(src: DType, dst: DType, clamp: bool) -> Kernel | str:
     """The kernel, or why there is none; either answer stays the same for the whole process."""
     try:
         target = host_target()
         for native_half in (True, False) if target.native_half else (False,):
             ir = kernel_ir(
-                src,
-                dst,
-                clamp=clamp,
-                counted=counted,
-                native_half=native_half,
-                architecture=target.architecture,
+                src, dst, clamp=clamp, native_half=native_half, architecture=target.architecture
             )
             image = compile_object(ir, target)
             scanned = image
-            if not image.startswith(_ELF):  # macOS: the same code in a format that can be read
+            if not image.startswith(ELF):  # macOS: the same code in a format that can be read
                 scanned = compile_object(ir, replace(target, triple=f"{target.triple}-elf"))
             needed = undefined_symbols(scanned)
             if not needed:
-                kernel: Kernel = link_object(image, target)
+                kernel: Kernel = link_object(image, target, _SYMBOL, KERNEL_TYPE)
                 return kernel
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         return f"no LLVM kernel for this machine: {error}"

@@ -14,19 +14,6 @@ from streamload.dtypes import DType
 
 _CHUNK_NUMEL = 1 << 15  # temporaries stay below about 2 MB whatever the length of the input
 
-# the pairs of codes where a value can change; every other cast is exact
-_LOSSY = frozenset(
-    {
-        ("F16", "BF16"),
-        ("BF16", "F16"),
-        ("F32", "F16"),
-        ("F32", "BF16"),
-        ("F64", "F16"),
-        ("F64", "BF16"),
-        ("F64", "F32"),
-    }
-)
-
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -48,13 +35,14 @@ def cast_bytes(
     """
     source = np.frombuffer(data, np.uint8)
     target = np.frombuffer(out, np.uint8)
+    lossy = not np.can_cast(src.numpy, dst.numpy)
     overflowed = flushed = rounded = 0
     for start in range(0, data.nbytes // src.itemsize, _CHUNK_NUMEL):
         stop = start + _CHUNK_NUMEL
         # copy: numpy and ml_dtypes are only fast, or right, on aligned elements
         x = source[start * src.itemsize : stop * src.itemsize].copy().view(src.numpy)
         y = cast_array(x, dst)
-        if (src.code, dst.code) in _LOSSY:
+        if lossy:
             overflows, counts = _compare(x, y)
             overflowed, flushed, rounded = (
                 a + b for a, b in zip((overflowed, flushed, rounded), counts, strict=True)

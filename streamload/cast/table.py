@@ -14,7 +14,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from streamload.cast.kernels import FORMATS, PAIRS, Kernel, compile_kernel
+from streamload.cast.floats import FORMATS, PAIRS
+from streamload.cast.kernels import Kernel, compile_kernel
 from streamload.cast.reference import cast_bytes
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError

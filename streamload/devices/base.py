@@ -7,23 +7,12 @@ protocols say what is usual; the file of each framework states what is its own.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import (
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    Protocol,
-    overload,
-    runtime_checkable,
-)
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -271,7 +260,7 @@ class Staged(Protocol):
     """The way into a device that copies from a staging buffer of the host."""
 
     def staging(self, nbytes: int) -> Staging:
-        """Host memory that this device copies from, pinned where it has such."""
+        """Host memory that this device copies from, pinned where the driver can."""
         _refuse(self, "its memory is written in place")
 
     def copy(
@@ -283,10 +272,8 @@ class Staged(Protocol):
         """
         _refuse(self, "its memory is written in place")
 
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Many reads and copies in one call; None where the device has no such call."""
-        return None
+    #: Many reads and copies in one call; None where the device has no such call.
+    bulk: BulkCopier | None = None
 
     def cast_copy(
         self,
@@ -364,6 +351,10 @@ class HeapDevice(Addressed, Device, Protocol):
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Buffer]:
         """Several buffers."""
         return [self.allocate(dtype, shape) for dtype, shape in kinds]
+
+    def read(self, buffer: Buffer, start: int, stop: int) -> bytes:
+        """The buffer's own bytes."""
+        return ctypes.string_at(self.address(buffer) + start, stop - start)
 
     @contextmanager
     def window(self, buffer: Buffer, start: int, stop: int) -> Iterator[memoryview]:
@@ -469,6 +460,7 @@ class DeviceFinder(Protocol):
 
     def default_device(self) -> str:
         """The device that the framework would use; raises DeviceNotFoundError if it has none."""
+        return self.candidates()[0]
 
     def candidates(self) -> Sequence[str]:
         """Devices worth a probe, best first."""

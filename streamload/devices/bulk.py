@@ -19,13 +19,7 @@ from typing import Any
 
 from streamload._kept import keep, read_kept
 from streamload._system import PLACES_CODE, libc, place_code
-from streamload.cast.kernels import (
-    compile_object,
-    host_target,
-    link_object,
-    movable_code,
-    undefined_symbols,
-)
+from streamload.cast import llvm
 from streamload.devices.base import BulkFailure, BulkStage, Copy, CopyTable, Read
 from streamload.devices.ptx import BLOCK_THREADS
 
@@ -46,12 +40,7 @@ _SYMBOL = "streamload_bulk"
 
 
 def _words(base: str, *fields: str) -> str:
-    """IR that loads words of a row: each as ``%name``, its place as ``%name.p``.
-
-    Args:
-        base: where the row begins.
-        fields: the words in their order, "name", or "ptr name" for a pointer.
-    """
+    """IR that loads a row's words, "name" or "ptr name", as ``%name``; ``%name.p`` is the place."""
     lines = []
     for index, field in enumerate(fields):
         kind, _, name = field.rpartition(" ")
@@ -96,19 +85,16 @@ begin:
   %slot = getelementptr [4 x i64], ptr %slots, i64 %which
   {_words("%slot", "ptr memory", "ptr stream", "ptr event", "busy")}
   %is.busy = icmp ne i64 %busy, 0
-  br i1 %is.busy, label %waiting, label %free
+  br i1 %is.busy, label %waiting, label %reading
 
 waiting:
   %waited = call i32 %wait(ptr %event)
   store i64 0, ptr %busy.p
   %wait.failed = icmp ne i32 %waited, 0
-  br i1 %wait.failed, label %failed.wait, label %free
-
-free:
-  br label %reading
+  br i1 %wait.failed, label %failed.wait, label %reading
 
 reading:
-  %done = phi i64 [ 0, %free ], [ %done1, %got.some ], [ %done, %interrupted ]
+  %done = phi i64 [ 0, %begin ], [ 0, %waiting ], [ %done1, %got.some ], [ %done, %erred ]
   %enough = icmp uge i64 %done, %needed
   br i1 %enough, label %copying, label %read
 
@@ -132,10 +118,7 @@ erred:
   %code.at = call ptr %errno()
   %code = load i32, ptr %code.at
   %is.eintr = icmp eq i32 %code, 4
-  br i1 %is.eintr, label %interrupted, label %failed.read
-
-interrupted:
-  br label %reading
+  br i1 %is.eintr, label %reading, label %failed.read
 
 copying:
   store i64 1, ptr %busy.p
@@ -251,10 +234,9 @@ def libc_calls() -> dict[str, int]:
         OSError: this C library has them under other names.
     """
     try:
-        functions = {name: getattr(libc(), name) for name in ("pread", "errno")}
+        return addresses_of({name: getattr(libc(), name) for name in ("pread", "errno")})
     except AttributeError as error:
         raise OSError(str(error)) from error
-    return addresses_of(functions)
 
 
 def addresses_of(functions: Mapping[str, Any]) -> dict[str, int]:
@@ -285,11 +267,11 @@ def _compiled() -> Any:
         return prototype(place_code(kept))
     # for the least CPU of its kind: the loop has no use for more, and other machines may share
     # the folder
-    target = replace(host_target(), cpu="", features="")
-    image = compile_object(_IR, target)
-    needed = undefined_symbols(image)
+    target = replace(llvm.host_target(), cpu="", features="")
+    image = llvm.compile_object(_IR, target)
+    needed = llvm.undefined_symbols(image)
     if needed:
         raise RuntimeError(f"the compiled loop would call {', '.join(needed)}")
-    if depends_on is not None and (code := movable_code(image)) is not None:
+    if depends_on is not None and (code := llvm.movable_code(image)) is not None:
         keep(code, *depends_on)
-    return link_object(image, target, _SYMBOL, prototype)
+    return llvm.link_object(image, target, _SYMBOL, prototype)

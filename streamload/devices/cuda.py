@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamload._system import address_of, direct_memory, populate
-from streamload.devices.base import BulkCopier, BulkFailure, DeviceInfo, Read, Staging, Ticket
+from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
 from streamload.devices.ptx import SYMBOL, cast_ptx
 from streamload.dtypes import DType
@@ -119,9 +119,16 @@ class Context:
         self._popped = ctypes.byref(ctypes.c_void_p())
 
     @classmethod
+    @cache
     def primary(cls, name: str, index: int) -> Context:
         """The context that the CUDA runtime, and with it torch, uses on a device."""
-        return cls(name, _primary(name, index))
+        context, device, handle = cls(name, 0), ctypes.c_int(), ctypes.c_void_p()
+        context.call("cuInit", 0)
+        context.call("cuDeviceGet", ctypes.byref(device), index)
+        # never released: it is the process's own, and torch holds it as well
+        context.call("cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
+        context.handle = handle.value or 0
+        return context
 
     def check(self, status: int, call: str) -> None:
         """Raise DeviceError for what a call returned."""
@@ -130,7 +137,8 @@ class Context:
 
     def call(self, function: str, *arguments: Any) -> None:
         """Make a call that may wait; raises DeviceError for what it returns."""
-        _call(self.name, function, *arguments)
+        status = getattr(_driver().slow, function)(*arguments)
+        self.check(status, function.removesuffix("_v2"))
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -161,23 +169,6 @@ class Context:
         self.check(recorded, "cuEventRecord")
 
 
-@cache
-def _primary(name: str, index: int) -> int:
-    device, handle = ctypes.c_int(), ctypes.c_void_p()
-    _call(name, "cuInit", 0)
-    _call(name, "cuDeviceGet", ctypes.byref(device), index)
-    # never released: it is the process's own, and torch holds it as well
-    _call(name, "cuDevicePrimaryCtxRetain", ctypes.byref(handle), device)
-    return handle.value or 0
-
-
-def _call(device: str, function: str, *arguments: Any) -> None:
-    status = getattr(_driver().slow, function)(*arguments)
-    if status:
-        problem = f"{function.removesuffix('_v2')}: {_driver().reason(status)}"
-        raise DeviceError(device, problem)
-
-
 class _Streams:
     """The streams of a context, shared by its slots; each goes with the last slot that has it.
 
@@ -187,7 +178,7 @@ class _Streams:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users: dict[tuple[int, int], int] = {}  # (context, stream) to slots
+        self._users = Counter[tuple[int, int]]()  # slots by (context, stream)
 
     def take(self, context: Context) -> int:
         """A stream for a slot; the context is current.
@@ -201,8 +192,7 @@ class _Streams:
                 created = ctypes.c_void_p()
                 context.call("cuStreamCreate", ctypes.byref(created), _NON_BLOCKING)
                 mine = [(context.handle, created.value or 0)]
-                self._users[mine[0]] = 0
-            key = min(mine, key=lambda key: self._users[key])
+            key = min(mine, key=self._users.__getitem__)
             self._users[key] += 1
             return key[1]
 
@@ -360,7 +350,7 @@ class _BulkCopier:
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
         with _compiling:
-            return _kernel(self._context.name, self._context.handle, src, dst, clamp)
+            return _kernel(self._context, src, dst, clamp)
 
     def ticket(self, slot: Staging) -> Ticket:
         """A slot is its own ticket."""
@@ -384,14 +374,8 @@ class _BulkCopier:
         return failure
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A function that the driver has compiled and loaded into a context.
-
-    Attributes:
-        handle: a ``CUfunction``.
-        module: the ``CUmodule`` that it is in, for ``cuModuleUnload``.
-    """
+class Function(NamedTuple):
+    """A ``CUfunction`` that was loaded into a context, and its ``CUmodule``."""
 
     handle: int
     module: int
@@ -433,11 +417,10 @@ _compiling = threading.Lock()
 
 
 @cache
-def _kernel(name: str, handle: int, src: DType, dst: DType, clamp: bool) -> int:
+def _kernel(context: Context, src: DType, dst: DType, clamp: bool) -> int:
     """A cast, in the module of a context that lives as long as the process."""
-    ptx = cast_ptx(src, dst, clamp=clamp)
-    with Context(name, handle).current():
-        return load_function(_driver(), name, ptx).handle
+    with context.current():
+        return load_function(_driver(), context.name, cast_ptx(src, dst, clamp=clamp)).handle
 
 
 class Copies:
@@ -445,6 +428,7 @@ class Copies:
 
     Attributes:
         context: where the framework has its memory.
+        bulk: reads, copies and casts by a compiled loop, where one can be compiled.
     """
 
     def __init__(self, context: Context, address: Callable[[Any], int]) -> None:
@@ -452,7 +436,7 @@ class Copies:
         self.context = context
         self._address = address
         loop = _loop()
-        self._bulk = None if loop is None else _BulkCopier(context, loop, address)
+        self.bulk: BulkCopier | None = _BulkCopier(context, loop, address) if loop else None
 
     def staging(self, nbytes: int) -> PinnedStaging:
         """Page-locked memory."""
@@ -463,16 +447,6 @@ class Copies:
         assert isinstance(staging, PinnedStaging)
         self.context.copy(staging, start, nbytes, self._address(buffer) + offset)
         return staging
-
-    @property
-    def bulk(self) -> BulkCopier | None:
-        """Reads, copies and casts by a compiled loop, where one can be compiled."""
-        return self._bulk
-
-    def in_bulk(self, info: DeviceInfo) -> DeviceInfo:
-        """What a device is that makes its copies like this."""
-        able = self._bulk is not None
-        return replace(info, casts=able)
 
 
 @cache

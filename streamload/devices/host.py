@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
-from streamload.devices.base import (
-    DeviceInfo,
-    DTypeStatus,
-    Framework,
-    HeapDevice,
-    Parameter,
-    ProbeResult,
-)
-from streamload.devices.slots import Slot, dict_slots, make_parameters
+from streamload.devices.base import DeviceInfo, DTypeStatus, Framework, HeapDevice, ProbeResult
+from streamload.devices.slots import SlotParameter, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.planning.allocators import TensorCosts
@@ -30,10 +22,6 @@ _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits <
 # From this size on numpy asks Linux for huge pages. Virtual machines may give them slowly: 0.9 GB
 # took 2 to 4 times as long to load as into the pages that torch takes.
 _HUGE_NBYTES = 2**22
-
-
-def _flat_bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
 
 
 class _Memory(mmap.mmap):
@@ -73,10 +61,6 @@ class HostDevice(HeapDevice):
         address: int = buffer.__array_interface__["data"][0]
         return address
 
-    def read(self, buffer: np.ndarray[Any, Any], start: int, stop: int) -> bytes:
-        """The array's bytes."""
-        return bytes(_flat_bytes(buffer)[start:stop])
-
 
 class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What stands in a state dict for an array that a failed load left without values.
@@ -84,21 +68,8 @@ class InvalidArray(np.lib.mixins.NDArrayOperatorsMixin):
     Whatever asks for values raises DeviceError: operators, numpy's functions, attributes, items.
     """
 
-    def __init__(
-        self,
-        name: str,
-        dtype: str,
-        shape: tuple[int, ...],
-        kept: np.ndarray[Any, Any] | None = None,
-    ) -> None:
-        """Stand for a parameter.
-
-        Args:
-            name: its name.
-            dtype: long name of its dtype.
-            shape: its shape.
-            kept: the array that another load writes again; None where it was released.
-        """
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], kept: Any = None) -> None:
+        """Stand for a parameter; ``kept`` is its array, where another load writes it again."""
         self.name, self.dtype_name, self.shape, self._kept = name, dtype, shape, kept
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -148,30 +119,16 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
     return 0, first, stop + array.itemsize
 
 
-class HostParameter(Parameter):
-    """Entries of a state dict that are the same array.
+class HostParameter(SlotParameter):
+    """Entries of a state dict that are the same array."""
 
-    Args:
-        names: all names under which the model has it.
-        slots: where those names are.
-        collect: collects garbage cycles, which may hold memory.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        slots: list[Slot],
-        collect: Callable[[], object] = gc.collect,
-    ) -> None:
-        self.names = names
-        self._collect = collect
-        self._slots = slots
-        value = slots[0][0][slots[0][1]]
-        self.shape = tuple(value.shape)
-        self.invalid = isinstance(value, InvalidArray)
-        if isinstance(value, InvalidArray):
-            self.dtype = value.dtype_name
-            value = value._kept
+    def _look(self) -> None:
+        entry = self._objects()[0]
+        self.shape = tuple(entry.shape)
+        self.invalid = isinstance(entry, InvalidArray)
+        if self.invalid:
+            self.dtype = entry.dtype_name
+        value = self._value()
         if value is None:
             return
         self.dtype = value.dtype.name
@@ -188,14 +145,9 @@ class HostParameter(Parameter):
             self.dtype += " (not writable in place)"  # never equal: it is replaced
 
     def _value(self) -> Any:
-        """The array, be it kept or there to be used; None where there is none."""
-        container, key = self._slots[0]
-        value = container[key]
-        return value._kept if isinstance(value, InvalidArray) else value
-
-    def _put(self, value: Any) -> None:
-        for container, key in self._slots:
-            container[key] = value
+        """The array, kept or in use; None where there is none."""
+        entry = self._objects()[0]
+        return entry._kept if isinstance(entry, InvalidArray) else entry
 
     def buffer(self) -> np.ndarray[Any, Any]:
         """The array."""
@@ -209,34 +161,34 @@ class HostParameter(Parameter):
             return ""
         if isinstance(value.base, np.ndarray) and not _is_own(value):
             return "something else refers to the array that it is a view of"
-        container, key = self._slots[0]
-        before = container[key]
-        kept = isinstance(before, InvalidArray)
+        kept = value is not self._objects()[0]
         gone = weakref.ref(value)
         self.invalidate(keep=False)
-        del value, before
+        del value
         if gone() is not None:
             self._collect()
         held = gone()
         if held is None:
             return ""
-        self._put(held)
+        self._swap(lambda _: held)
         if kept:
             self.invalidate(keep=True)
         return "something else still refers to the array"
 
     def attach(self, buffer: np.ndarray[Any, Any], dtype: DType) -> None:
         """Put the array into the state dict."""
-        self._put(buffer)
+        self._swap(lambda _: buffer)
 
     def invalidate(self, keep: bool) -> None:
         """Put something that raises into the state dict: one thing, so that ties stay."""
         kept = self._value() if keep else None
-        self._put(InvalidArray(self.names[0], self.dtype, self.shape, kept))
+        entry = InvalidArray(self.names[0], self.dtype, self.shape, kept)
+        self._swap(lambda _: entry)
 
     def revive(self) -> None:
         """Put the kept array back into the state dict."""
-        self._put(self._value())
+        value = self._value()
+        self._swap(lambda _: value)
 
 
 class HostFramework(Framework):
@@ -265,10 +217,6 @@ class HostFramework(Framework):
         """The host."""
         self.canonical(name)
         return HostDevice()
-
-    def default_device(self) -> str:
-        """The host."""
-        return "host"
 
     def candidates(self) -> Sequence[str]:
         """The host."""

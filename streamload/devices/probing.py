@@ -127,7 +127,7 @@ def _probe_in_child(framework_name: str, device: str, full: bool, timeout_s: flo
 
 
 def _nameless_file() -> BinaryIO:
-    """A file in no folder, which need not be one that can be written, where the system has such."""
+    """A file in no folder, where the system has such: no folder need be writable."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("streamload"), "w+b")
     return tempfile.TemporaryFile()

@@ -1,6 +1,6 @@
 """The casts as CUDA kernels: PTX that LLVM makes, and that the driver compiles for its device.
 
-One kernel for each pair of `cast.kernels.PAIRS`, of the same instructions for an element
+One kernel for each pair of `cast.floats.PAIRS`, of the same instructions for an element
 (`cast.kernels.careful`): bits and counts are those of `cast.reference`, the sign and payload of a
 NaN aside. It is one pass over memory. Between the first and the last address where both sides are
 aligned, elements go by vectors, of 16 bytes on the side where they are wider: a GPU's memory has
@@ -20,7 +20,8 @@ from __future__ import annotations
 from functools import cache
 
 from streamload._kept import keep, read_kept
-from streamload.cast.kernels import PAIRS, Vector, careful, what_matters
+from streamload.cast.floats import PAIRS, overflow_start
+from streamload.cast.kernels import Vector, careful
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -155,23 +156,22 @@ def blocks(numel: int) -> int:
     return min(max(-(-numel // (_THREAD_NUMEL * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
-def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> str:
+def cast_ptx(src: DType, dst: DType, *, clamp: bool) -> str:
     """PTX of the kernel of a pair, `SYMBOL`: ``cast(u64 src, u64 out, u64 numel, u64 tally)``.
 
     It casts ``numel`` elements from device address ``src`` on to device address ``out`` on, each a
     multiple of the size of an element there. Where those sizes are equal ``out`` may be ``src``;
     otherwise the two do not overlap. To the three 64-bit counts at device address ``tally`` (a
     multiple of 8) it adds how many finite elements overflowed, how many that are not zero became
-    zero, and how many changed in value at all, those two included. A launch that counts takes fewer
-    than 2^32 elements. It is launched in any number of blocks (`blocks` suggests one) of
-    `BLOCK_THREADS` threads in one dimension, without dynamic shared memory.
+    zero, and how many changed in value at all, those two included; a lossless pair does not look at
+    it. A launch that counts takes fewer than 2^32 elements. It is launched in any number of blocks
+    (`blocks` suggests one) of `BLOCK_THREADS` threads in one dimension, without dynamic shared
+    memory.
 
     Args:
         src: dtype of the source.
-        dst: dtype of the target; with ``src`` one of `cast.kernels.PAIRS`.
+        dst: dtype of the target; with ``src`` one of `cast.floats.PAIRS`.
         clamp: finite elements that overflow become the largest finite value of their sign.
-        counted: keep the tally; without it, and where nothing can change, ``tally`` is not looked
-            at.
 
     Returns:
         The text, made once in a process, and kept for later ones. CUDA is not needed to make it.
@@ -183,7 +183,7 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> st
     if (src, dst) not in PAIRS:
         raise UnsupportedCastError(src.name, dst.name, reason="there is no such kernel")
     try:
-        return _cast_ptx(src, dst, *what_matters(src, dst, clamp, counted))
+        return _cast_ptx(src, dst, clamp and overflow_start(src, dst) is not None)
     except (ImportError, OSError, RuntimeError) as error:
         raise UnsupportedCastError(
             src.name, dst.name, reason=f"no CUDA kernel without llvmlite and its NVPTX: {error}"
@@ -191,9 +191,9 @@ def cast_ptx(src: DType, dst: DType, *, clamp: bool, counted: bool = True) -> st
 
 
 @cache
-def _cast_ptx(src: DType, dst: DType, clamp: bool, counted: bool) -> str:
+def _cast_ptx(src: DType, dst: DType, clamp: bool) -> str:
     # kept, since compiling the first takes 50 to 72 ms: docs/measurements.md, "What is kept"
-    ir = _kernel_ir(src, dst, clamp=clamp, counted=counted)
+    ir = _kernel_ir(src, dst, clamp)
     depends_on = ("ptx", _CPU, _FEATURES, ir)
     kept = read_kept(*depends_on)
     if kept is not None:
@@ -223,19 +223,15 @@ def compile_ptx(ir: str, *, triple: str = _TRIPLE) -> str:
     return text
 
 
-def _width(src: DType, dst: DType) -> int:
-    return _VECTOR_NBYTES // max(src.itemsize, dst.itemsize)
-
-
-def _kernel_ir(src: DType, dst: DType, *, clamp: bool, counted: bool) -> str:
+def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
     v = Vector(1, native_half=True)
-    width = _width(src, dst)
+    width = _VECTOR_NBYTES // max(src.itemsize, dst.itemsize)
     casts, sums = [], []
     slots: tuple[int, ...] = ()
     begun = {slot: "0" for slot in range(_COUNTS)}  # what the sums are before a loop
     for name, before, numel in (("vector", "begin", width), ("single", "vector", 1)):
         start = len(v.lines)
-        added = _cast_elements(v, src, dst, f"%{name}.at", numel, clamp=clamp, counted=counted)
+        added = _cast_elements(v, src, dst, f"%{name}.at", numel, clamp)
         slots = tuple(added)
         loop = {slot: f"%{name}.sum{slot}" for slot in slots}
         ends = {slot: v.op("add", "i32", loop[slot], added[slot]) for slot in slots}
@@ -266,12 +262,9 @@ def _kernel_ir(src: DType, dst: DType, *, clamp: bool, counted: bool) -> str:
 
 
 def _cast_elements(
-    v: Vector, src: DType, dst: DType, at: str, numel: int, *, clamp: bool, counted: bool
+    v: Vector, src: DType, dst: DType, at: str, numel: int, clamp: bool
 ) -> dict[int, str]:
-    """Load elements from index ``at`` on, cast and store them; returns what is to be counted.
-
-    Keys are places in the tally.
-    """
+    """Load elements from index ``at`` on, cast and store them; returns counts by tally slot."""
     (source, load), (target, store) = (
         (_pointer(v, dtype, base, at), _elements(dtype, numel))
         for dtype, base in ((src, "%src"), (dst, "%out"))
@@ -281,10 +274,10 @@ def _cast_elements(
     counts: dict[int, str] = {}
     for index in range(numel):
         one = v.emit(f"extractelement {load} {x}, i32 {index}") if numel > 1 else x
-        cared, masks = careful(v, src, dst, one, clamp=clamp, counted=counted)
+        cared, masks = careful(v, src, dst, one, clamp=clamp)
         insert = f"insertelement {store} {y}, i{dst.bits} {cared}, i32 {index}"
         y = v.emit(insert) if numel > 1 else cared
-        for slot, mask in enumerate(masks if counted else ()):
+        for slot, mask in enumerate(masks):
             if mask:
                 found = v.convert("zext", "i1", mask, "i32")
                 counts[slot] = v.op("add", "i32", counts[slot], found) if slot in counts else found

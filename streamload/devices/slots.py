@@ -1,4 +1,4 @@
-"""Where models keep their tensors, and which of those are tied."""
+"""Where models keep their tensors, which of those are tied, and what their parameters share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,49 @@ from streamload.devices.base import Parameter
 Slot = tuple[MutableMapping[str, Any], str]  # where a model keeps a tensor: a dict and a key in it
 _Entry = TypeVar("_Entry")
 _Parameter = TypeVar("_Parameter", bound=Parameter)
+
+
+class EntryParameter(Parameter):
+    """A parameter made of entries of a model.
+
+    Args:
+        names: all names under which the model has it.
+        entries: what the model has by those names.
+        collect: collects garbage cycles, which may hold memory.
+    """
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        entries: list[Any],
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
+        self.names, self._entries, self._collect = names, entries, collect
+        self._look()
+
+    def _look(self) -> None:
+        """Find out what the entries are, and what memory they hold."""
+        raise NotImplementedError
+
+
+class SlotParameter(EntryParameter):
+    """A parameter whose entries are slots: other objects can be put into them."""
+
+    def _objects(self) -> list[Any]:
+        """What stands in the slots now, each object once."""
+        if len(self._entries) == 1:
+            container, key = self._entries[0]
+            return [container[key]]
+        return list({id(c[k]): c[k] for c, k in self._entries}.values())
+
+    def _swap(self, new: Callable[[Any], Any]) -> None:
+        """Put ``new(object)`` in the place of each object."""
+        made: dict[int, Any] = {}
+        for container, key in self._entries:
+            old = container[key]
+            if id(old) not in made:
+                made[id(old)] = new(old)
+            container[key] = made[id(old)]
 
 
 def dict_slots(

@@ -39,7 +39,6 @@ from streamload.devices.base import (
     DTypeStatus,
     Framework,
     HostStaging,
-    Parameter,
     ProbeResult,
     Staging,
     Ticket,
@@ -105,10 +104,7 @@ class TinygradDevice(Device):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        try:
-            self._device = opened(name)
-        except Exception as error:  # each backend raises what it likes
-            raise DeviceNotFoundError(name, f"tinygrad cannot open it: {error}") from error
+        self._device = opened(name)
 
     @property
     def info(self) -> DeviceInfo:
@@ -207,10 +203,6 @@ class TinygradDevice(Device):
     def allocated_nbytes(self) -> int | None:
         """tinygrad's own count for this device."""
         return int(GlobalCounters.mem_used_per_device[self.name])
-
-    def tensor(self, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-        """tinygrad's tensor over the buffer, without a copy."""
-        return Tensor(over(buffer, dtype, shape))
 
 
 class _HostVisibleDevice(TinygradDevice):
@@ -337,8 +329,7 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
     def __init__(self, name: str) -> None:
         TinygradDevice.__init__(self, name)
         context = context_of(self._device)
-        if context is None:
-            raise DeviceNotFoundError(name, "libcuda.so.1 cannot be loaded")
+        assert context is not None, "libcuda.so.1 cannot be loaded"
         cuda.Copies.__init__(self, context, lambda buffer: int(buffer._buf.value))
 
     @property
@@ -349,13 +340,13 @@ class _CUDADevice(cuda.Copies, TinygradDevice):
         with self.context.current():
             self.context.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
             self.context.call("cuDeviceGetName", text, len(text), self._device.cu_device)
-        info = replace(
+        return replace(
             super().info,
             description=text.value.decode(errors="replace"),
             free_nbytes=free.value,
             total_nbytes=total.value,
+            casts=self.bulk is not None,
         )
-        return self.in_bulk(info)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Buffer:
         """Allocate memory that no queued work uses any more.
@@ -440,14 +431,9 @@ class _TensorDevice(TinygradDevice):
 
 _WAYS: dict[str, type[TinygradDevice]] = {
     "CL": _OpenCLDevice,
-    "CPU": _HostVisibleDevice,
-    "METAL": _HostVisibleDevice,
-    "PYTHON": _HostVisibleDevice,
-    "QCOM": _HostVisibleDevice,
-    "AMD": _OffsetDevice,
     "CUDA": _CUDADevice,
-    "HIP": _OffsetDevice,
-    "NV": _OffsetDevice,
+    **dict.fromkeys(("CPU", "METAL", "PYTHON", "QCOM"), _HostVisibleDevice),
+    **dict.fromkeys(("AMD", "HIP", "NV"), _OffsetDevice),
 }
 _NEEDED = {
     _HostVisibleDevice: "_as_buffer",
@@ -462,9 +448,7 @@ class TinygradFramework(Framework):
 
     name = "tinygrad"
 
-    def parameters(self, model: Any) -> Sequence[Parameter]:
-        """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-        return parameters_of(model)
+    parameters = staticmethod(parameters_of)
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""
@@ -522,9 +506,8 @@ class TinygradFramework(Framework):
         return "\n".join(parts)
 
     def tensor(self, device: Device, buffer: Any, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-        """tinygrad's tensor over a buffer."""
-        assert isinstance(device, TinygradDevice)
-        return device.tensor(buffer, dtype, shape)
+        """tinygrad's tensor over a buffer, without a copy."""
+        return Tensor(over(buffer, dtype, shape))
 
     def probe(self, name: str, full: bool) -> ProbeResult:
         """Compute there; see `Framework.probe`."""
@@ -551,7 +534,7 @@ class TinygradFramework(Framework):
             staging.view[:] = ones
             device.copy(staging, 0, len(ones), buffer, 0).wait()
             staging.close()
-            tensor = device.tensor(buffer, dtype, (len(ones) // dtype.itemsize,))
+            tensor = Tensor(over(buffer, dtype, (len(ones) // dtype.itemsize,)))
             doubled = (tensor | tensor) if dtype.kind == "bool" else (tensor + tensor)
             return bytes(doubled.contiguous().realize().bitcast(dtypes.uint8).data())
 

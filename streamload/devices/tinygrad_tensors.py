@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -25,8 +24,7 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
-from streamload.devices.base import Parameter
-from streamload.devices.slots import make_parameters
+from streamload.devices.slots import EntryParameter, make_parameters
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 
@@ -163,25 +161,12 @@ _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
-class TinygradParameter(Parameter):
-    """Tensors of a model that stand on the same memory.
+class TinygradParameter(EntryParameter):
+    """Tensors of a model that stand on the same memory."""
 
-    Args:
-        names: all names under which the model has them.
-        tensors: those, by any name.
-        collect: collects garbage cycles, which may hold memory.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        tensors: list[Tensor],
-        collect: Callable[[], object] = gc.collect,
-    ) -> None:
-        self.names = names
-        self._collect = collect
-        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
-        first = tensors[0]
+    def _look(self) -> None:
+        self._tensors = list({id(tensor): tensor for tensor in self._entries}.values())
+        first = self._tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
         self.invalid = _invalid(first.uop) is not None
@@ -191,15 +176,15 @@ class TinygradParameter(Parameter):
         elif any(not isinstance(n, int) for n in first.shape):
             self.refused = "its shape is symbolic"
         else:
-            self._look(_stands_on(first.uop))
+            self._look_at(_stands_on(first.uop))
 
-    def _look(self, uop: UOp) -> None:
+    def _look_at(self, uop: UOp) -> None:
         memory = _memory(uop)
         if memory is None:
             return
         base = memory.buffer
         self.span = (id(base.base), base.offset, base.offset + base.nbytes)
-        if _is_plain(uop):
+        if uop.has_buffer_identity():  # all of it, in order
             self.device, self.nbytes = base.device, base.nbytes
             return
         if uop.base is not memory:
@@ -224,18 +209,8 @@ class TinygradParameter(Parameter):
         first = base.offset + view[1] * view[0].dtype.itemsize
         self.span = (id(base.base), first, first + self.nbytes)
 
-    @property
-    def graph(self) -> UOp | None:
-        """What it is computed from, where it is lazy: it has no memory of its own."""
-        uop = self._tensors[0].uop
-        return None if self.refused or self.span is not None or _is_plain(uop) else uop
-
     def hold(self, memory: Iterable[UOp]) -> None:
-        """Count what a lazy graph computes with: memory that goes when the graph goes.
-
-        Args:
-            memory: the allocated buffers that nothing else in the model accounts for.
-        """
+        """Count memory that a lazy graph computes with, and that goes when the graph goes."""
         by_device: dict[str, list[UOp]] = {}
         for uop in memory:
             by_device.setdefault(uop.buffer.device, []).append(uop)
@@ -390,7 +365,7 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
 
 
 def _invalid(uop: UOp) -> _InvalidBuffer | None:
-    """The memory that raises, where a tensor stands on such."""
+    """The memory that raises, where a tensor stands on it."""
     buffer = buffers.get(uop.base)
     return buffer if isinstance(buffer, _InvalidBuffer) else None
 
@@ -399,11 +374,6 @@ def _stands_on(uop: UOp) -> UOp:
     """A tensor's graph; for one that is invalid that over the memory which it keeps."""
     invalid = _invalid(uop)
     return uop if invalid is None or invalid.kept is None else invalid.kept
-
-
-def _is_plain(uop: UOp) -> bool:
-    """Whether a tensor is its memory, all of it, in order."""
-    return bool(uop.has_buffer_identity())
 
 
 def _memory(uop: UOp) -> UOp | None:
@@ -434,9 +404,9 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
         return node not in seen
 
     for parameter in parameters:
-        uop = parameter.graph
-        if uop is None:
-            continue
+        uop = parameter._tensors[0].uop
+        if parameter.refused or parameter.span is not None or uop.has_buffer_identity():
+            continue  # it is no graph
         under = []
         nodes = uop.toposort(gate=is_new)
         seen |= nodes
@@ -451,9 +421,9 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
 
 
 def _key(tensor: Tensor) -> Any:
-    """What tied tensors share: the memory, and what is seen of it."""
+    """What tied tensors share: the memory, and the view of it."""
     uop = tensor.uop
-    return uop.base if _is_plain(uop) else uop
+    return uop.base if uop.has_buffer_identity() else uop
 
 
 def parameters_of(model: Any) -> list[TinygradParameter]:

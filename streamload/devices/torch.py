@@ -1,4 +1,4 @@
-"""torch's devices, tensors and modules.
+"""torch's devices. Its tensors and modules are in `devices.torch_tensors`.
 
 The CPU is written in place. Every other backend is staged: CUDA by `devices.cuda`, the others
 through plain memory and torch's own blocking copies.
@@ -6,19 +6,15 @@ through plain memory and torch's own blocking copies.
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from itertools import groupby, repeat
 from typing import Any
 
 import torch
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamload._system import trim_heap
 from streamload.devices import cuda
@@ -30,33 +26,23 @@ from streamload.devices.base import (
     Framework,
     HeapDevice,
     HostStaging,
-    Parameter,
     ProbeResult,
     Staging,
     Ticket,
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
-from streamload.devices.slots import Slot, dict_slots, make_parameters
+from streamload.devices.torch_tensors import TO_TORCH, name_of, parameters_of, unstored_of
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.planning.allocators import AllocatorKind, TensorCosts
 
-# torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
-# checkpoint's shapes are those of whole bytes
-_TO_TORCH: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name, dtype in BY_NAME.items()
-    if dtype.bits >= 8 and hasattr(torch, name)
-}
-_FROM_TORCH = {dtype: name for name, dtype in _TO_TORCH.items()}
-_UNSUPPORTED = frozenset(BY_NAME) - frozenset(_TO_TORCH)
+_UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TORCH)
 
 _CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
 _CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
 _COSTS = TensorCosts(object_nbytes=600, parameter_nbytes=500)
 _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
-_MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.
 _DEVICE_CASTS = tuple(
@@ -68,17 +54,11 @@ _DEVICE_CASTS = tuple(
         ("float8_e5m2", ("float16", "bfloat16")),
     )
     for dst in targets
-    if src in _TO_TORCH
+    if src in TO_TORCH
 )
 
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "PYTORCH_", "LD_LIBRARY_PATH")
-
-
-def _has_modes() -> bool:
-    """Whether torch is in a mode that changes the tensors it makes."""
-    modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
-    return any(modes)
 
 
 @contextmanager
@@ -135,7 +115,7 @@ class TorchDevice(Device):
             total_nbytes=total,
             costs=_COSTS,
             threads=self.threads,
-            native_bf16="bfloat16" not in _UNSUPPORTED,
+            native_bf16=True,
             unsupported=_UNSUPPORTED,
             caveat=f"{self.name}: what its allocator takes beyond the tensors is not known"
             if self.torch_device.type != "cpu"
@@ -160,8 +140,9 @@ class TorchDevice(Device):
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor."""
         try:
-            kind = _TO_TORCH[dtype.name]
-            if not _has_modes():  # entering none takes longer than allocating
+            kind = TO_TORCH[dtype.name]
+            modes = torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()
+            if not any(modes):  # entering none takes longer than allocating
                 return torch.empty(shape, dtype=kind, device=self.torch_device)
             # not an inference tensor: what is loaded there can be trained outside
             with torch.inference_mode(False), _unfilled():
@@ -173,21 +154,19 @@ class TorchDevice(Device):
     def allocate_all(self, kinds: Sequence[tuple[DType, tuple[int, ...]]]) -> list[torch.Tensor]:
         """Several of them; like one that is there already, a tensor takes half the time."""
         made: list[torch.Tensor] = []
-        like: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        like: dict[Any, torch.Tensor] = {}
         dtype, shape = kinds[0]
         try:
             with torch.inference_mode(False), _unfilled():  # as in `allocate`
                 for (dtype, shape), group in groupby(kinds):
-                    count = len(list(group))
-                    same = like.get((dtype.name, shape))
-                    if same is None:
-                        kind = _TO_TORCH[dtype.name]
-                        same = torch.empty(shape, dtype=kind, device=self.torch_device)
-                        like[dtype.name, shape] = same
-                        made.append(same)
+                    key, count = (dtype.name, shape), len(list(group))
+                    if key not in like:
+                        kind = TO_TORCH[dtype.name]
+                        like[key] = torch.empty(shape, dtype=kind, device=self.torch_device)
+                        made.append(like[key])
                         count -= 1
                     # 0.9 microseconds each; from a loop of Python's 1.3
-                    made.extend(map(torch.empty_like, repeat(same, count)))
+                    made.extend(map(torch.empty_like, repeat(like[key], count)))
         except (RuntimeError, MemoryError) as error:
             for tensor in made:  # the traceback of the error refers to them
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -227,8 +206,8 @@ class TorchDevice(Device):
         with self._translated("a cast"):
             raw = self._brought_up(staging, start, nbytes)
             size = dst.nbytes(nbytes // src.itemsize)
-            target = _flat_bytes(buffer)[offset : offset + size].view(_TO_TORCH[dst.name])
-            target.copy_(raw.view(_TO_TORCH[src.name]))
+            target = _flat_bytes(buffer)[offset : offset + size].view(TO_TORCH[dst.name])
+            target.copy_(raw.view(TO_TORCH[src.name]))
             self.synchronize()
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
@@ -296,9 +275,6 @@ class CPUDevice(TorchDevice, HeapDevice):
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""
         trim_heap()
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
 
 
 #: torch's own questions to the CPU, by dtype; which of them exist depends on its version.
@@ -380,7 +356,7 @@ class CUDADevice(cuda.Copies, ROCmDevice):
     @property
     def info(self) -> DeviceInfo:
         """What it is, and does where the copies are made in bulk."""
-        return self.in_bulk(super().info)
+        return replace(super().info, casts=self.bulk is not None)
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
         """An uninitialised tensor that no queued work uses any more.
@@ -441,353 +417,18 @@ def _cuda_caveat(name: str) -> str:
     )
 
 
-_BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
-_INVALID = "_streamload_invalid"  # on invalid entries: one `_Invalid` for those that were tied
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Invalid:
-    """What invalid entries of one parameter share.
-
-    Attributes:
-        kept: whether the objects that stood there still have their memory.
-    """
-
-    kept: bool
-
-
-# What may be asked of an invalid tensor: what it is. All else would compute: torch's matrix
-# products on the CPU do not notice a tensor without values, and give what lies at address 0 or in
-# fresh memory.
-_ASKED = frozenset(
-    (
-        "__get__", "__set__", "__deepcopy__", "__reduce_ex__", "__repr__", "detach", "dim",
-        "element_size", "empty_like", "is_complex", "is_contiguous", "is_floating_point",
-        "numel", "requires_grad_", "clone",
-        "_has_compatible_shallow_copy_type", "size", "stride", "is_inference",
-        "register_hook", "register_post_accumulate_grad_hook",
-    )
-)  # fmt: skip
-
-
-class _Raises:
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions about the tensor; raise for what would compute with its values."""
-        if func.__name__ not in _ASKED:
-            raise DeviceError(
-                "torch", f"a load failed and left this tensor without values ({func.__name__})"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-            if type(out) is torch.Tensor and out.device.type == "meta":  # .data, .detach()
-                out = out.as_subclass(InvalidTensor)
-        return out
-
-
-class InvalidTensor(_Raises, torch.Tensor):
-    """A buffer that a failed load left without values."""
-
-
-class InvalidParameter(_Raises, nn.Parameter):
-    """A parameter that a failed load left without values."""
-
-
-class TorchParameter(Parameter):
-    """Entries of a module, or of a dict, that stand on the same memory.
-
-    The objects stay what they are wherever torch allows that, and with them what refers to them: an
-    optimizer, hooks, attributes.
-
-    Args:
-        names: all names under which the model has it.
-        slots: where those names are.
-        collect: collects garbage cycles, which may hold memory.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        slots: list[Slot],
-        collect: Callable[[], object] = gc.collect,
-    ) -> None:
-        self.names = names
-        self._slots = slots
-        self._collect = collect
-        self._lent: torch.Tensor | None = None
-        entry = self._entries()[0]
-        self.invalid = hasattr(entry, _BEFORE)
-        kept = self.invalid and getattr(entry, _INVALID).kept
-        self.refused = "" if self.invalid else _why_refused(entry)
-        if self.refused:
-            return
-        self.shape = tuple(entry.shape)
-        tensor = self._tensors()[0]
-        self.dtype = _FROM_TORCH.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-        if tensor.device.type == "meta":
-            return
-        self.keeps = BY_NAME.get(self.dtype)
-        if self.invalid and not kept:
-            self.device = _canonical(tensor.device)  # it goes back to where it was
-        else:
-            self._look(tensor)
-
-    def _look(self, tensor: torch.Tensor) -> None:
-        storage_nbytes = tensor.untyped_storage().nbytes()
-        if tensor.numel() and storage_nbytes == 0:
-            return  # it was freed
-        self.device = _canonical(tensor.device)
-        self.nbytes = min(tensor.nbytes, storage_nbytes)
-        if tensor.numel() == 0:
-            return
-        contiguous = tensor.is_contiguous()
-        reach_nbytes = tensor.nbytes
-        if not contiguous:
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            reach_nbytes = (reach + 1) * tensor.element_size()
-        first = tensor.data_ptr()
-        self.span = (0, first, first + reach_nbytes)
-        if storage_nbytes > tensor.nbytes:
-            # a view can be written where it lies in one piece; replaced, it would part company
-            self.fixed = "it is a view of a larger tensor"
-            if not contiguous:
-                self.refused = "it is a view of a larger tensor, and not contiguous"
-        elif not contiguous:
-            self.dtype += " (not contiguous)"  # never equal: it is replaced
-
-    def _entries(self) -> list[torch.Tensor]:
-        """What stands in the slots now, each object once."""
-        if len(self._slots) == 1:
-            container, key = self._slots[0]
-            return [container[key]]
-        return list({id(c[k]): c[k] for c, k in self._slots}.values())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """The same, with the objects that stood there before in place of invalid ones."""
-        return [getattr(entry, _BEFORE, entry) for entry in self._entries()]
-
-    def _swap(self, new: Callable[[Any], Any]) -> None:
-        """Put ``new(object)`` in the place of each object."""
-        made: dict[int, Any] = {}
-        for container, key in self._slots:
-            old = container[key]
-            if id(old) not in made:
-                made[id(old)] = new(old)
-            container[key] = made[id(old)]
-
-    def memory(self) -> Sequence[tuple[int, int]]:
-        """The tensor's own bytes, on the CPU."""
-        return super().memory() if self.device == "cpu" else ()
-
-    def buffer(self) -> torch.Tensor:
-        """The memory that it holds."""
-        self._lent = self._tensors()[0].detach()
-        return self._lent
-
-    def release(self) -> str:
-        """Take the memory out of the parameter, which stays the object that it is."""
-        tensors = self._tensors()
-        storage = tensors[0].untyped_storage()
-        if tensors[0].device.type == "meta" or storage.nbytes() == 0:
-            return ""
-        if self.fixed:
-            return self.fixed
-        memory = StorageWeakRef(storage)
-        del storage
-        seen = tensors[0].dtype, tensors[0].device
-        layout = tensors[0].storage_offset(), tensors[0].shape, tensors[0].stride()
-        grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
-        for tensor in tensors:
-            with torch.inference_mode(tensor.is_inference()):  # it stays what it is
-                tensor.data = torch.empty(0, dtype=seen[0], device=seen[1])
-            tensor.grad = None  # of the old values
-        if not memory.expired():
-            self._collect()
-        if memory.expired():
-            if seen[1].type == "cuda" and self.nbytes >= _MIN_TRIMMED_NBYTES:
-                with suppress(RuntimeError):  # its next user is told
-                    torch.cuda.empty_cache()
-            return ""
-        storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
-        for tensor, grad in zip(tensors, grads, strict=True):
-            with torch.inference_mode(tensor.is_inference()):
-                back = torch.empty(0, dtype=seen[0], device=seen[1])
-                tensor.data = back.set_(storage, *layout)
-            tensor.grad = grad
-        return "something else still holds its memory (a graph, a view, another tensor)"
-
-    def attach(self, buffer: torch.Tensor, dtype: DType) -> None:
-        """Put the memory into the objects, or objects like them where torch cannot do that."""
-        self._swap(lambda old: _with_data(getattr(old, _BEFORE, old), buffer))
-
-    def invalidate(self, keep: bool) -> None:
-        """Put tensors of the meta device in place: they have a shape and no values."""
-
-        def meta(old: torch.Tensor) -> torch.Tensor:
-            before = getattr(old, _BEFORE, old)
-            with torch.inference_mode(False):
-                empty = torch.empty(self.shape, dtype=before.dtype, device="meta")
-                cls = InvalidParameter if isinstance(before, nn.Parameter) else InvalidTensor
-                entry = torch.Tensor._make_subclass(cls, empty, before.requires_grad)
-            setattr(entry, _BEFORE, before)
-            setattr(entry, _INVALID, mark)
-            return entry
-
-        if self._lent is not None:  # the traceback of what failed may refer to it for long
-            self._lent.data = torch.empty(0, dtype=self._lent.dtype, device=self._lent.device)
-        mark = _Invalid(keep)
-        self._swap(meta)
-        for tensor in self._tensors():
-            _changed(tensor)  # half-written, or gone
-        self.invalid = True
-
-    def revive(self) -> None:
-        """Put the objects whose memory was written back in place, and tell autograd."""
-        self._lent = None
-        self._swap(lambda old: getattr(old, _BEFORE, old))
-        for tensor in self._tensors():
-            _changed(tensor)
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)  # a parameter over another kind of tensor is of that kind
-
-
-def _why_refused(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be written as a block of bytes, or ""."""
-    if isinstance(tensor, _Raises):
-        return ""
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-        return "it has no shape yet: run its lazy module once"
-    if type(tensor) not in _PLAIN and type(tensor.data) is not torch.Tensor:
-        return f"it is a {type(tensor.data).__name__}, not a plain tensor"
-    if tensor.is_nested or tensor._is_zerotensor():
-        return "it is nested, or has no memory by design"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"it is quantized, or its layout is not strided ({tensor.layout})"
-    if tensor.is_conj() or tensor.is_neg():
-        return "it is a lazily conjugated or negated view"
-    return ""
-
-
-def _changed(tensor: torch.Tensor) -> None:
-    """Tell autograd that the values are others: graphs that saved them raise."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The old object with new memory, or an object like it where torch cannot keep it."""
-    if old.dtype != new.dtype or old.device != new.device:
-        old.grad = None  # autograd takes none of another dtype or place
-    same_kind = old.is_inference() == new.is_inference()
-    # as torch's own Module.to decides
-    if same_kind and torch._has_compatible_shallow_copy_type(old, new):
-        if old.requires_grad and not _can_have_grad(new):
-            old.requires_grad_(False)
-        with torch.inference_mode(False):
-            old.data = new
-        _changed(old)
-        return old
-    with torch.inference_mode(False):
-        return _like(old, new)
-
-
-def _can_have_grad(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_floating_point() or tensor.is_complex())
-
-
-def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """An object over new memory with the class, requires_grad, hooks and attributes of the old."""
-    made: torch.Tensor = new
-    if isinstance(old, nn.Parameter):
-        made = torch.Tensor._make_subclass(
-            # a copy of an invalid one does not know of what class it was
-            nn.Parameter if isinstance(old, InvalidParameter) else type(old),
-            new,
-            old.requires_grad and _can_have_grad(new),
-        )
-    elif old.requires_grad and _can_have_grad(new):
-        made = new.detach().requires_grad_()
-    made.__dict__.update(
-        {key: value for key, value in old.__dict__.items() if key not in (_BEFORE, _INVALID)}
-    )
-    # the dicts themselves: the handles that remove hooks refer to them
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        registered = getattr(old, hooks, None)
-        if registered:
-            setattr(made, hooks, registered)
-    return made
-
-
-@cache
-def _canonical(device: torch.device) -> str:
-    has_index = device.type not in ("cpu", "mps", "meta")
-    return f"{device.type}:{device.index or 0}" if has_index else str(device.type)
-
-
-def _module_slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Parameters and persistent buffers by their places in the module.
-
-    Those are their names in ``state_dict``, unless a hook of the module changes them there.
-    """
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for key, parameter in child._parameters.items():
-            if parameter is not None:
-                yield dot + key, (child._parameters, key)
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                yield dot + key, (child._buffers, key)
-
-
-def _key(tensor: torch.Tensor) -> Any:
-    """What tied tensors share: the object, or the memory and what is seen of it."""
-    if hasattr(tensor, _INVALID):
-        return id(getattr(tensor, _INVALID))
-    if tensor.device.type == "meta" or _why_refused(tensor) or tensor.numel() == 0:
-        return id(tensor)
-    if tensor.untyped_storage().nbytes() == 0:  # freed: its elements are nowhere
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
 class TorchFramework(Framework):
     """torch, as `devices.base.Framework`."""
 
     name = "torch"
 
-    def parameters(self, model: Any) -> Sequence[TorchParameter]:
-        """Parameters and persistent buffers of a module, or a dict's tensors; tied ones once.
-
-        Raises:
-            ValueError: the model is something else that holds tensors.
-        """
-        slots: Iterable[tuple[str, Slot]]
-        if isinstance(model, nn.Module):
-            slots = _module_slots(model)
-        elif isinstance(model, MutableMapping):
-            slots = dict_slots(model, (torch.Tensor,))
-        else:
-            raise ValueError(
-                f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
-            )
-        return make_parameters(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
-
-    def unstored(self, model: Any) -> Mapping[str, str]:
-        """The module's non-persistent buffers, with the devices that they are on."""
-        if not isinstance(model, nn.Module):
-            return {}
-        return {
-            f"{prefix}.{key}" if prefix else key: _canonical(buffer.device)
-            for prefix, child in model.named_modules(remove_duplicate=False)
-            for key, buffer in child._buffers.items()
-            if buffer is not None and key in child._non_persistent_buffers_set
-        }
+    parameters = staticmethod(parameters_of)
+    unstored = staticmethod(unstored_of)
 
     def canonical(self, name: str) -> str:
         """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""
         try:
-            return _canonical(torch.device(name.lower() or self.default_device()))
+            return name_of(torch.device(name.lower() or self.default_device()))
         except RuntimeError as error:
             raise DeviceNotFoundError(name, _first_line(error)) from error
 
@@ -807,8 +448,8 @@ class TorchFramework(Framework):
         """The default device that was set in torch; else the first accelerator; else the CPU."""
         default = torch.get_default_device()
         if default.type not in ("cpu", "meta"):
-            return _canonical(default)
-        return next(iter(self.candidates()))
+            return name_of(default)
+        return super().default_device()
 
     def candidates(self) -> Sequence[str]:
         """All accelerators, then the CPU."""
@@ -817,7 +458,7 @@ class TorchFramework(Framework):
             module = getattr(torch, kind, None)
             if module is not None and module.is_available():
                 count = module.device_count()
-                names += [_canonical(torch.device(kind, index)) for index in range(count)]
+                names += [name_of(torch.device(kind, index)) for index in range(count)]
         return [*names, "cpu"]
 
     def trusted(self, name: str) -> bool:
@@ -846,7 +487,7 @@ class TorchFramework(Framework):
             full,
             add_one=lambda numbers: (torch.tensor(numbers, device=name) + 1).tolist(),
             problem=lambda error: getattr(error, "problem", "") or _first_line(error),
-            held=_TO_TORCH,
+            held=TO_TORCH,
             casts=_DEVICE_CASTS,
         )
         if full or not result.works or not self.lasting(name):
@@ -863,12 +504,10 @@ class TorchFramework(Framework):
         if dtype.name in _UNSUPPORTED:
             return "absent"
         key = (self.canonical(name), dtype.name)
-        if key not in _WORKED:
-            status = _dtype_status(self.device(name), dtype)
-            if status == "broken":  # the device may have been full
-                return status
+        status = _WORKED.get(key) or _dtype_status(self.device(name), dtype)
+        if status != "broken":  # else the device may have been full
             _WORKED[key] = status
-        return _WORKED[key]
+        return status
 
 
 _WAYS: dict[str, type[TorchDevice]] = {
