@@ -245,6 +245,8 @@ def test_the_casts_of_one_device() -> None:
     assert wants.casts(policy, True, "x") == [(F32, F16)]
     assert wants.casts(policy, False, "y") == [(BF16, F32), (F32, F16)]
     assert not wants.needs_native_bf16(DTypePolicy.parse("float16"))
+    asked = replace(wants[0], dtype=F16), replace(wants[1], dtype=None)
+    assert Wants.of(checkpoint, asked).needs_native_bf16(policy)  # the pairs are the same
     assert wants.nbytes(policy) == [8, 16, 8]
 
 

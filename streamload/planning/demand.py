@@ -251,7 +251,7 @@ class Wants(Sequence[Want]):
 
     def needs_native_bf16(self, policy: DTypePolicy) -> bool:
         """Whether some dtype depends on what a device computes in natively."""
-        return self.casts(policy, True) != self.casts(policy, False)
+        return self.dsts(policy, True) != self.dsts(policy, False)
 
     def nbytes(self, policy: DTypePolicy, native_bf16: bool = False) -> list[int]:
         """Bytes of each on such a device."""
