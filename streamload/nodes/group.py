@@ -85,29 +85,17 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher told this process.
+    """What a launcher told this process."""
 
-    Attributes:
-        launcher: what told it, for messages.
-        engine_hint: the engine that goes with it: "torch" or "mpi".
-        rank: this process, from 0.
-        size: how many there are, or None where only the engine knows.
-        local_rank: which one on this host, or None where not told.
-        local_size: how many on this host, or None where not told.
-        host: the name of this host.
-        meeting: where torch's ranks meet, as a URL, or "" where nothing says so.
-        attempt: which start of the program this is, where the launcher starts it again.
-    """
-
-    launcher: str
-    engine_hint: str
-    rank: int
-    size: int | None
-    local_rank: int | None
-    local_size: int | None
-    host: str
-    meeting: str = ""
-    attempt: str = "0"
+    launcher: str  # what told it, for messages
+    engine_hint: str  # the engine that goes with it: "torch" or "mpi"
+    rank: int  # this process, from 0
+    size: int | None  # how many there are, or None where only the engine knows
+    local_rank: int | None  # which one on this host, or None where not told
+    local_size: int | None  # how many on this host, or None where not told
+    host: str  # the name of this host
+    meeting: str = ""  # where torch's ranks meet, as a URL, or "" where nothing says so
+    attempt: str = "0"  # which start of the program this is, where the launcher starts it again
 
 
 class MemoryStore:

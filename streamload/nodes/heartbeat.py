@@ -32,27 +32,16 @@ _TOLD = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of a rank.
+    """What is known of a rank."""
 
-    Attributes:
-        node: its node, or "rank 3" until it has said.
-        beat: the number of its last beat that was seen.
-        silent_s: seconds since then in which this process looked for another one.
-        done_nbytes: file bytes that it has loaded.
-        total_nbytes: file bytes that it will load.
-        stage: the last stage that it has come to; see `Heartbeat.arrive`.
-        all_at: of rank 0: the last stage that all have come to.
-        left: whether it has ended.
-    """
-
-    node: str
-    beat: int = -1
-    silent_s: float = 0.0
-    done_nbytes: int = 0
-    total_nbytes: int = 0
-    stage: int = 0
-    all_at: int = 0
-    left: bool = False
+    node: str  # its node, or "rank 3" until it has said
+    beat: int = -1  # the number of its last beat that was seen
+    silent_s: float = 0.0  # seconds since then in which this process looked for another one
+    done_nbytes: int = 0  # file bytes that it has loaded
+    total_nbytes: int = 0  # file bytes that it will load
+    stage: int = 0  # the last stage that it has come to; see `Heartbeat.arrive`
+    all_at: int = 0  # of rank 0: the last stage that all have come to
+    left: bool = False  # whether it has ended
 
 
 class Heartbeat:

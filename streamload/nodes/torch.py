@@ -187,17 +187,7 @@ def _group(
     end: float,
     keeper: int | None = None,
 ) -> Group:
-    """Meet in a store.
-
-    Args:
-        store: of all ranks.
-        prefix: of the keys.
-        rank: this one.
-        size: how many there are.
-        timeout: seconds of each collective.
-        end: until when the others are waited for.
-        keeper: the rank that keeps the store, where it is known.
-    """
+    """Meet in a store of all ranks; ``end`` is until when the others are waited for."""
     interfaces = gloo_interfaces()
     try:
         # first: who cannot take part does not say that it has come
