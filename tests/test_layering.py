@@ -84,7 +84,8 @@ LAYERS = (
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
-    ("bench.worker", "bench.compare"),
+    ("bench.worker", "bench.results"),
+    ("bench.compare",),
     ("",),  # streamload/__init__.py
     ("cli.output", "cli.flags"),
     ("cli.loads", "cli.files", "cli.benching"),

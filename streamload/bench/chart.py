@@ -14,32 +14,20 @@ _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 190, 90, 860, 16, 14, 78
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """The bars of one name.
+    """The bars of one name."""
 
-    Attributes:
-        name: what stands on the left.
-        values: one for each series; None where there is none.
-        ours: drawn in other colours.
-    """
-
-    name: str
-    values: tuple[float | None, ...]
-    ours: bool = False
+    name: str  # what stands on the left
+    values: tuple[float | None, ...]  # one for each series; None where there is none
+    ours: bool = False  # drawn in other colours
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One bar made of parts that lie end to end.
+    """One bar made of parts that lie end to end."""
 
-    Attributes:
-        name: what stands on the left.
-        parts: the length of each; one for each series.
-        label: what stands on the right.
-    """
-
-    name: str
-    parts: tuple[int, ...]
-    label: str
+    name: str  # what stands on the left
+    parts: tuple[int, ...]  # the length of each; one for each series
+    label: str  # what stands on the right
 
 
 #: What parts of a bar are drawn with, in the order of the series, where there are characters only.

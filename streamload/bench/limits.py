@@ -37,21 +37,13 @@ _WINDOW_S = 0.4  # of memory; a disk takes longer to tell
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes moved in a time, and how.
+    """Bytes moved in a time, and how."""
 
-    Attributes:
-        nbytes: how many.
-        seconds: in which time.
-        how: in words.
-        threads: of reads.
-        block_nbytes: each read or copy.
-    """
-
-    nbytes: int
-    seconds: float
-    how: str
-    threads: int = 1
-    block_nbytes: int = 0
+    nbytes: int  # how many
+    seconds: float  # in which time
+    how: str  # in words
+    threads: int = 1  # of reads
+    block_nbytes: int = 0  # each read or copy
 
     @property
     def gigabytes_per_second(self) -> float:
