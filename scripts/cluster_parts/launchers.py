@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster_parts.hosts import ENTER, Cluster, NoClusterError
@@ -17,34 +18,40 @@ MASTER_PORT = 29500
 _RENDEZVOUS = f"node-0:{MASTER_PORT}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Program:
-    """A process that was started: a rank, or what has started some.
+    """A process that was started: a rank, or what has started some."""
 
-    Attributes:
-        host: where it runs.
-        process: it.
-    """
-
-    host: int
+    host: int  # where it runs
     process: subprocess.Popen[Any]
+    # what it printed, by stream
+    lines: dict[str, list[str]] = field(default_factory=lambda: {"stdout": [], "stderr": []})
+    ended_s: float = math.inf  # when it ended, by `time.monotonic`
+
+    @property
+    def returncode(self) -> int:
+        """Its exit status; negative for a signal."""
+        return int(self.process.returncode)
+
+    @property
+    def stdout(self) -> str:
+        """What it printed."""
+        return "".join(self.lines["stdout"])
+
+    @property
+    def stderr(self) -> str:
+        """What it complained of."""
+        return "".join(self.lines["stderr"])
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be started.
+    """What is to be started."""
 
-    Attributes:
-        cluster: on which hosts.
-        argv: the program that each rank is, and its arguments.
-        per_host: ranks of a host.
-        env: more environment variables.
-    """
-
-    cluster: Cluster
-    argv: Sequence[str | os.PathLike[str]]
-    per_host: int
-    env: Mapping[str, str]
+    cluster: Cluster  # on which hosts
+    argv: Sequence[str | os.PathLike[str]]  # the program that each rank is, and its arguments
+    per_host: int  # ranks of a host
+    env: Mapping[str, str]  # more environment variables
 
     def start(
         self, host: int, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str]

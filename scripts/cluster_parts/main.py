@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from boxes import NoBoxesError
@@ -38,11 +37,7 @@ _FAULT = re.compile(r"(?:node-)?(\d+)@(\d+(?:\.\d+)?)")
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Make hosts, run a command on each, remove them, and exit.
-
-    Args:
-        argv: the arguments of the command line.
-    """
+    """Make hosts, run a command on each, remove them, and exit."""
     parser = _parser()
     options, command = list(argv), list[str]()
     if "--" in options:
@@ -60,7 +55,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         parser.error(f"{args.storage} does not exist")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         make = partial(
             Cluster,
@@ -188,10 +183,6 @@ def _fault(text: str) -> tuple[int, float]:
     if found is None:
         raise argparse.ArgumentTypeError(f"is like node-2@5.5, not {text!r}")
     return int(found[1]), float(found[2])
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _say(what: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, dtypes, nn
 from tokenizers import Tokenizer
 
 import streamload
@@ -46,18 +46,6 @@ class Embedding:
         return self.weight[indices].float()
 
 
-class LayerNorm:
-    """Layer normalisation."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        self.weight = Tensor.empty(dim)
-        self.bias = Tensor.empty(dim)
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.layernorm(eps=self._eps) * self.weight.float() + self.bias.float()
-
-
 class Embeddings:
     """Words, positions and token types (all of the first type here), added."""
 
@@ -67,7 +55,7 @@ class Embeddings:
         self.position_embeddings = Embedding(config["max_position_embeddings"], dim)
         self.token_type_embeddings = Embedding(config["type_vocab_size"], dim)
         self.position_ids = Tensor.empty(1, config["max_position_embeddings"], dtype=dtypes.int64)
-        self.LayerNorm = LayerNorm(dim, config["layer_norm_eps"])
+        self.LayerNorm = nn.LayerNorm(dim, config["layer_norm_eps"])
 
     def __call__(self, ids: Tensor) -> Tensor:
         words = self.word_embeddings(ids)
@@ -101,7 +89,7 @@ class Output:
 
     def __init__(self, inputs: int, config: Config) -> None:
         self.dense = Linear(inputs, config["hidden_size"])
-        self.LayerNorm = LayerNorm(config["hidden_size"], config["layer_norm_eps"])
+        self.LayerNorm = nn.LayerNorm(config["hidden_size"], config["layer_norm_eps"])
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.LayerNorm(self.dense(x) + residual)
