@@ -10,12 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cluster_parts.hosts import ENTER, Cluster, NoClusterError
 
 MASTER_PORT = 29500
-_RENDEZVOUS = f"node-0:{MASTER_PORT}"
 
 
 @dataclass(slots=True)
@@ -88,25 +88,18 @@ def _bare(job: Job) -> list[Program]:
     ]
 
 
-def _torchrun(job: Job) -> list[Program]:
-    """The ranks follow from the names of the hosts, as text: node-10 comes before node-2."""
-    return _torchrun_with(
-        job, lambda _: ("--rdzv-backend=c10d", f"--rdzv-endpoint={_RENDEZVOUS}", "--rdzv-id=job")
-    )
-
-
-def _torchrun_static(job: Job) -> list[Program]:
-    """The ranks are those of the hosts."""
-    name = job.cluster.hosts[0].name
-    where = (f"--master-addr={name}", f"--master-port={MASTER_PORT}")
-    return _torchrun_with(job, lambda host: (f"--node-rank={host}", *where))
-
-
-def _torchrun_with(job: Job, options: Callable[[int], Sequence[str]]) -> list[Program]:
-    count = len(job.cluster.hosts)
-    shape = (f"--nnodes={count}", f"--nproc-per-node={job.per_host}", "--no-python")
-    run = (sys.executable, "-m", "torch.distributed.run")
-    return [job.start(host, [*run, *shape, *options(host), *job.argv], {}) for host in range(count)]
+def _torchrun(job: Job, static: bool = False) -> list[Program]:
+    """A torchrun a host. By c10d ranks follow from hosts' names, as text: node-10, then node-2."""
+    hosts = job.cluster.hosts
+    met = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node-0:{MASTER_PORT}", "--rdzv-id=job"]
+    if static:  # the ranks are those of the hosts
+        met = [f"--master-addr={hosts[0].name}", f"--master-port={MASTER_PORT}"]
+    shape = [f"--nnodes={len(hosts)}", f"--nproc-per-node={job.per_host}", "--no-python"]
+    run = [sys.executable, "-m", "torch.distributed.run", *shape, *met]
+    return [
+        job.start(host, [*run, *[f"--node-rank={host}"] * static, *job.argv], {})
+        for host in range(len(hosts))
+    ]
 
 
 # No binding to cores, since each host takes all of the machine's for its own; names of ranks at the
@@ -158,6 +151,6 @@ def _mpirun(job: Job) -> list[Program]:
 LAUNCHERS: dict[str, Callable[[Job], list[Program]]] = {
     "env": _bare,
     "torchrun": _torchrun,
-    "torchrun-static": _torchrun_static,
+    "torchrun-static": partial(_torchrun, static=True),
     "mpirun": _mpirun,
 }

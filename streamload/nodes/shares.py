@@ -198,7 +198,7 @@ def make_shares(
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
         ends = dict.fromkeys(by_node, (whole.layers, whole.has_embedding, whole.has_head))
     placements = {p.name: p for p in made.placements}
-    order = [by_node[node.name].rank for node in nodes]
+    ranks = [by_node[node.name].rank for node in nodes]
     shares = []
     sizes: dict[int, tuple[int, int]] = {}  # of lists of names: replicas have one
     for index, node in enumerate(nodes):
@@ -206,29 +206,23 @@ def make_shares(
         if id(mine) not in sizes:
             held = [placements[name] for name in mine]
             sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
-        layers, embedding, head = ends.get(node.name, (range(0), False, False))
-        shares.append(
-            Share(
-                node=node.name,
-                rank=order[index],
-                index=index,
-                layers=layers,
-                has_embedding=embedding,
-                has_head=head,
-                parameters=mine,
-                nbytes=sizes[id(mine)][0],
-                source_nbytes=sizes[id(mine)][1],
-                budget_nbytes=node.budget,
-                previous_rank=order[index - 1] if index else None,
-                next_rank=order[index + 1] if index + 1 < len(order) else None,
-            )
+        nbytes, source_nbytes = sizes[id(mine)]
+        if nbytes > node.budget:
+            largest = sorted(((name, placements[name].nbytes) for name in mine), key=_by_size)
+            raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
+        share = Share(
+            node.name,
+            ranks[index],
+            index,
+            *ends.get(node.name, (range(0), False, False)),
+            parameters=mine,
+            nbytes=nbytes,
+            source_nbytes=source_nbytes,
+            budget_nbytes=node.budget,
+            previous_rank=ranks[index - 1] if index else None,
+            next_rank=ranks[index + 1] if index + 1 < len(ranks) else None,
         )
-    for share in shares:
-        if share.nbytes > share.budget_nbytes:
-            largest = sorted(((n, placements[n].nbytes) for n in share.parameters), key=_by_size)
-            raise PlanInfeasibleError(
-                share.node, share.nbytes, share.budget_nbytes, largest=largest[:3]
-            )
+        shares.append(share)
     said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
     return ClusterPlan(path, said, tuple(shares), rank, placements)
 
