@@ -125,15 +125,15 @@ def load_state_dict(
     Outside a launcher it is `streamload.load_state_dict`, checked likewise.
 
     Args:
-        model: as in `streamload.load_state_dict`: the whole model, of which what this rank does
-            not own is left as it is (on the meta device, never allocated), or the part that
+        model: as in `streamload.load_state_dict`: the whole model, where this rank leaves the
+            parts of others as they are (on the meta device, never allocated), or the part that
             `plan` said; None for a ``state_dict`` of the part.
         path: the checkpoint, where this rank finds it; it may lie elsewhere on each, and needs
             only the files that a rank reads. Rank 0 reads the headers.
         device: one device; see `streamload.load_state_dict`. With several ranks on a host, "cuda"
             is for each the GPU of its number there, if there are as many. Ranks that share a GPU
             each need a budget in bytes.
-        group: who loads together. None: what the launcher says (torchrun, mpirun, srun, or the
+        group: all ranks. None: what the launcher says (torchrun, mpirun, srun, or the
             environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT). Or a
             torch.distributed ProcessGroup, an mpi4py communicator, or a `nodes.group.Group`.
         split: "layers": contiguous whole layers, the fullest share as small as can be, embedding

@@ -96,12 +96,12 @@ class Heartbeat:
                 peer.node = node
 
     def progress(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Say how far this rank is, and tell who asked how far all are."""
+        """Say how far this rank is, and on rank 0 report how far all are."""
         self._mine.done_nbytes, self._mine.total_nbytes = done_nbytes, total_nbytes
         self.report()
 
     def report(self) -> None:
-        """On rank 0, tell who asked how far all are."""
+        """On rank 0, call `on_progress` with what all have done."""
         if self._group.rank == 0:
             self.on_progress(sum(peer.done_nbytes for peer in self.peers))
 
@@ -112,7 +112,7 @@ class Heartbeat:
 
     @contextmanager
     def listening(self, listener: Callable[[PeerFailedError], None]) -> Iterator[None]:
-        """Have a function called with what is lost meanwhile or was before, from any thread."""
+        """Call a function with a loss, one from before or one that comes, from any thread."""
         with self._news:
             self._listener = listener
             loss = self._loss
@@ -293,7 +293,7 @@ class Heartbeat:
         return f"{self._prefix}/lost"
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Ask the store; who keeps it is rank 0, or lives where it does."""
+        """Ask the store, which rank 0 or its host keeps."""
         try:
             answer = call()
         except PeerFailedError as error:

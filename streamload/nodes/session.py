@@ -159,7 +159,7 @@ class Session:
         return self.together(lambda: self.group.broadcast(mine))
 
     def together(self, call: Callable[[], T]) -> T:
-        """Run a collective; where it fails, raise who was lost."""
+        """Run a collective; where it fails, raise the loss behind it."""
         try:
             return call()
         except PeerFailedError as error:

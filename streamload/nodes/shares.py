@@ -194,7 +194,7 @@ def make_shares(
     else:
         made = planned([Node("all", 2**62)])
         names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split)
-    if len(nodes) == 1 or split == "replicate":  # who has everything has all layers and both ends
+    if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
         ends = dict.fromkeys(by_node, (whole.layers, whole.has_embedding, whole.has_head))
     placements = {p.name: p for p in made.placements}

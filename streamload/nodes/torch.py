@@ -31,7 +31,7 @@ from streamload.nodes.store import gloo_interfaces, interface_address, open_stor
 _NAPS_S = (2e-4, 5e-3)  # between looks at what is under way, the shortest and the longest
 _NAP_SHARE = 0.1  # of the time waited so far
 _LOOK_S = 0.05  # between looks for ranks that are to come
-_FAREWELL_S = 3.0  # at most, for the others to see who did not come
+_FAREWELL_S = 3.0  # at most, for the others to see which ranks did not come
 _AWAY = "away"  # in the place of what a rank says when it comes
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
@@ -190,7 +190,7 @@ def _group(
     """Meet in a store of all ranks; ``end`` is until when the others are waited for."""
     interfaces = gloo_interfaces()
     try:
-        # first: who cannot take part does not say that it has come
+        # first: a rank that cannot take part does not say that it has come
         devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     except RuntimeError as error:
         problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"
