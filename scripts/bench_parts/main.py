@@ -97,8 +97,8 @@ def _arguments() -> argparse.Namespace:
         help=f"{', '.join(SECTIONS)} (default: all of these), {', '.join(ASKED_FOR)}",
     )
     add("--gpu", action="store_true", help="all sections gpu-...")
-    size: dict[str, Any] = {"type": _nbytes, "metavar": "SIZE"}
-    add("--size", dest="nbytes", default="2.27GB", help="checkpoint (default: %(default)s)", **size)
+    size = "checkpoint (default: %(default)s)"
+    add("--size", dest="nbytes", type=_nbytes, default="2.27GB", metavar="SIZE", help=size)
     add("--runs", type=int, default=5, help="processes of each kind, in turn (%(default)s)")
     add("--devices", default="CL,CPU,host", help="default: %(default)s")
     ways = "of the section torch: those ways to load whose names contain one of these"
@@ -119,7 +119,8 @@ def _arguments() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add = parser.add_argument_group("of the sections gpu-...").add_argument
     cold = "read from the disk (%(default)s)"
-    add("--cold-size", dest="cold_nbytes", default="4GB", help=cold, **size)
+    as_nbytes: dict[str, Any] = {"dest": "cold_nbytes", "type": _nbytes, "metavar": "COLD_SIZE"}
+    add("--cold-size", default="4GB", help=cold, **as_nbytes)
     add("--shards", type=int, default=4, help="files (%(default)s)")
     seconds = "of one comparison: no further round is begun then (%(default)s)"
     add("--seconds", type=float, default=60.0, help=seconds)

@@ -30,6 +30,7 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes | None:
         """A value, or None where there is none yet; does not wait for one."""
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, by position, in as few messages as the engine can."""
@@ -98,7 +99,7 @@ class Launch:
     attempt: str = "0"  # which start of the program this is, where the launcher starts it again
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A store of one process."""
 
     def __init__(self) -> None:
@@ -109,11 +110,6 @@ class MemoryStore:
         """Write a value."""
         with self._lock:
             self._values[key] = bytes(value)
-
-    def get(self, key: str) -> bytes | None:
-        """A value, or None."""
-        with self._lock:
-            return self._values.get(key)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, as they were at one moment."""

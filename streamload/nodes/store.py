@@ -192,7 +192,7 @@ class _Keeper(MemoryStore):
         self._listener.close()
 
 
-class _Client:
+class _Client(Store):
     """The store as the other ranks see it."""
 
     def __init__(self, addresses: Sequence[str], port: int, key: bytes, timeout: float) -> None:
@@ -227,10 +227,6 @@ class _Client:
     def set(self, key: str, value: bytes) -> None:
         """Write a value; it is there when this returns."""
         self._ask({"set": key, "value": value.decode("latin-1")})
-
-    def get(self, key: str) -> bytes | None:
-        """A value, or None."""
-        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, as they were at one moment, in one message."""
