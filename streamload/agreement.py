@@ -117,7 +117,7 @@ class Agreement:
         if model is None and not undecided and options.budget.is_stated(name):
             nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
             return {"room": room, "budget": max(nbytes, 0), "bf16": None}
-        self.place = self._look(model)
+        self.place = self._look(model, options)
         (spec,) = self.place.specs(options, undecided)
         nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
         if not options.budget.is_stated(spec.name) and spec.shared_memory:
@@ -125,9 +125,9 @@ class Agreement:
             nbytes = max((nbytes + reserved) // sharing - reserved, 0)
         return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
 
-    def _look(self, model: Any) -> Place:
+    def _look(self, model: Any, options: Options) -> Place:
         """The model, and the one device that this rank loads to."""
-        place = Place.look(model, self._asked.options, self._asked.device)
+        place = Place.look(model, options, self._asked.device)
         if len(place.devices.opened) != 1:
             raise ValueError(
                 f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "
@@ -241,7 +241,7 @@ class Agreement:
         made: list[Decision] = []
 
         def prepare(last: bool) -> int:
-            place = self.place or self._look(None)
+            place = self.place or self._look(None, self.options)
             try:
                 made.append(self._own_load(place))
             except PlanInfeasibleError as error:
