@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from streamload._system import read_at
@@ -32,6 +33,7 @@ _RING_NBYTES = 64 * _MIB
 _SLOTS = (4 * _MIB, 16 * _MIB)
 _TARGET_NBYTES = 512 * _MIB
 _MOST_ROUNDS = 8  # over files that are so small
+_SPEED = attrgetter("gigabytes_per_second")
 _WINDOW_S = 0.4  # of memory; a disk takes longer to tell
 
 
@@ -132,11 +134,7 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
     for threads, block in itertools.product(counts, blocks):
         at = sum(rate.nbytes for rate in rates) // block + 1
         rates.append(read(paths, threads, block, direct=direct, seconds=seconds, first_block=at))
-    return max(rates, key=_speed)
-
-
-def _speed(rate: Rate) -> float:
-    return rate.gigabytes_per_second
+    return max(rates, key=_SPEED)
 
 
 def copy(index: int) -> Rate:
@@ -156,7 +154,7 @@ def copy(index: int) -> Rate:
     with context.current():
         context.check(driver.cuMemAlloc_v2(ctypes.byref(address), _TARGET_NBYTES), "cuMemAlloc")
     try:
-        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_speed)
+        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_SPEED)
     finally:
         with context.current():
             driver.cuMemFree_v2(address)

@@ -68,6 +68,7 @@ class Group(Protocol):
             mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
             out: contiguous writable bytes; ``len(out) == size * len(mine)``.
         """
+        self.all_gather_begin(mine, out)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
         """The same, begun: what is returned waits for its end.
@@ -117,14 +118,12 @@ class MemoryStore(Store):
             return [self._values.get(key) for key in keys]
 
 
-class Engine:
+class Engine(Group):
     """The collectives of a `Group`, over the two of a library that may fail once and for all.
 
     A subclass sets `engine` and `store`, and has what these names stand for.
     """
 
-    engine: str
-    store: Store
     _errors: tuple[type[Exception], ...]  # of the library
     _told: Callable[[Exception], str]
     _start: Callable[..., Callable[[], None]]  # as `_begin`, and as the library fails
@@ -161,14 +160,6 @@ class Engine:
         for start in range(0, nbytes, _PART_NBYTES):
             self._broadcast(memoryview(found)[start : start + _PART_NBYTES], root)
         return bytes(found)
-
-    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """Everyone's block into one buffer, straight from and to the memory given."""
-        self.all_gather_begin(mine, out)()
-
-    def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """The same, begun: what is returned waits for its end."""
-        raise NotImplementedError
 
     def _broadcast(self, part: memoryview, root: int) -> None:
         """Send bytes, or receive them in place."""
@@ -216,7 +207,7 @@ class Alone(Engine):
         """Nothing to let go of."""
 
 
-def sent(data: bytes | None, root: int, group: Group | Engine) -> bytes:
+def sent(data: bytes | None, root: int, group: Group) -> bytes:
     """What the root of a broadcast sends.
 
     Raises:
