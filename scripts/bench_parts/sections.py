@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from boxes import BoxRun
+from boxes import Boxes, BoxRun
 from make_checkpoint import many_of_size
 
 from bench_parts.jobs import WAYS
@@ -131,10 +131,7 @@ def memory(options: Options) -> Section:
     def load(path: Path, **arguments: Any) -> Measured:
         return measure(call(JOBS + "streamload", path=str(path), **arguments), sample_s=SAMPLE_S)
 
-    with (
-        checkpoint(options, options.nbytes) as path,
-        checkpoint(options, SMALL_NBYTES) as small,
-    ):
+    with checkpoint(options, options.nbytes) as path, checkpoint(options, SMALL_NBYTES) as small:
         for device in options.devices:
             for reader in ("mmap", "pread"):
                 least = load(small, device=device, reader=reader)
@@ -343,24 +340,30 @@ def convert(options: Options) -> Section:
             maker = boxes_here()
         except NotHereError as error:
             section.note += f"; no box here: {error}"
-            return section
-        for way in ways[1:]:
-            what = f"convert by {way}"
-            job = call(JOBS + "convert", path=str(path), out=str(out), way=way)
-            for state, done in in_box(options, what, path, job, maker, CONVERT_BOX_NBYTES):
-                whole = (out / "model.safetensors").exists()
-                shutil.rmtree(out, ignore_errors=True)
-                section.rows.append(
-                    {
-                        "what": f"{what}, {state}",
-                        "in the box": done.outcome,
-                        "peak of the box": format_bytes(done.peak_nbytes or 0),
-                    }
-                )
-                if way == "streamload":
-                    good = float(done.outcome == "done" and whole)
-                    section.target(f"finishes in the box, {state}", good, at_least=1)
+        else:
+            for way in ways[1:]:
+                _convert_in_box(options, section, maker, path, out, way)
     return section
+
+
+def _convert_in_box(
+    options: Options, section: Section, maker: Boxes, path: Path, out: Path, way: str
+) -> None:
+    what = f"convert by {way}"
+    job = call(JOBS + "convert", path=str(path), out=str(out), way=way)
+    for state, done in in_box(options, what, path, job, maker, CONVERT_BOX_NBYTES):
+        whole = (out / "model.safetensors").exists()
+        shutil.rmtree(out, ignore_errors=True)
+        section.rows.append(
+            {
+                "what": f"{what}, {state}",
+                "in the box": done.outcome,
+                "peak of the box": format_bytes(done.peak_nbytes or 0),
+            }
+        )
+        if way == "streamload":
+            good = float(done.outcome == "done" and whole)
+            section.target(f"finishes in the box, {state}", good, at_least=1)
 
 
 # --- many small tensors ---------------------------------------------------------------------------

@@ -110,16 +110,8 @@ _OF_OPEN_MPI = ("--bind-to", "none", "--tag-output", "--allow-run-as-root")
 #: others, and the environment that has it call `ENTER` in place of ssh, with its arguments.
 #: Sources: mpirun(1) of Open MPI 4.1 and 5.0, mpiexec.hydra --help of MPICH 4.
 _MPIRUNS: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
-    (
-        r"\(Open MPI\) [1-4]\.",
-        ("--host", *_OF_OPEN_MPI),
-        {"OMPI_MCA_plm_rsh_agent": str(ENTER)},
-    ),
-    (
-        r"\(Open MPI\)",
-        ("--host", *_OF_OPEN_MPI),
-        {"PRTE_MCA_plm_ssh_agent": str(ENTER)},
-    ),
+    (r"\(Open MPI\) [1-4]\.", ("--host", *_OF_OPEN_MPI), {"OMPI_MCA_plm_rsh_agent": str(ENTER)}),
+    (r"\(Open MPI\)", ("--host", *_OF_OPEN_MPI), {"PRTE_MCA_plm_ssh_agent": str(ENTER)}),
     (
         r"HYDRA|MPICH|Intel",
         ("-hosts", "-prepend-rank"),

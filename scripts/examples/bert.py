@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama import Config, Embedding
 from tinygrad import Tensor, dtypes, nn
 from tokenizers import Tokenizer
 
 import streamload
-
-Config = dict[str, Any]
 
 
 class Linear:
@@ -34,16 +33,6 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         # weights rest as they were loaded, in float16 say; the arithmetic is in float32
         return x.linear(self.weight.float().contiguous().T, self.bias.float())
-
-
-class Embedding:
-    """A table of vectors."""
-
-    def __init__(self, count: int, dim: int) -> None:
-        self.weight = Tensor.empty(count, dim)
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        return self.weight[indices].float()
 
 
 class Embeddings:
