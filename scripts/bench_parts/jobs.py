@@ -220,9 +220,8 @@ def pread(path: str, threads: int) -> Lap:
 def cast(engine: str) -> Lap:
     """Cast bf16 to fp16 on one core, window by window through memory that exists.
 
-    Args:
-        engine: "llvm" (streamload's, with counts), "memcpy" (of as many bytes), "ml_dtypes" or
-            "numpy" (shifts, then its own float32 to float16).
+    The engine "llvm" is streamload's, with counts; "memcpy" copies as many bytes; "numpy" shifts,
+    and its own float32 becomes float16.
     """
     import ml_dtypes
     import numpy as np
@@ -267,13 +266,9 @@ def cast(engine: str) -> Lap:
 
 
 def convert(path: str, out: str, way: str) -> Lap:
-    """Make a float16 checkpoint of a bfloat16 one, on the disk (fsync).
+    """Make a float16 checkpoint of a bfloat16 one in one file, on the disk (fsync).
 
-    Args:
-        path: a checkpoint in one file.
-        out: the folder to make.
-        way: "streamload"; "cp", which casts nothing; "numpy" or "torch": what one would write with
-            those and safetensors.
+    The way "cp" casts nothing; "numpy" and "torch" are what one would write with safetensors.
     """
     source, target = Path(path) / "model.safetensors", Path(out) / "model.safetensors"
     if way == "streamload":

@@ -132,17 +132,12 @@ WAYS: dict[str, Way] = {
 
 
 def load(path: str, way: str, budget_nbytes: int = 2**62) -> Callable[[], dict[str, Any]]:
-    """Load a checkpoint into a model of transformers, on the CPU.
-
-    Args:
-        path: the folder of a Llama in one file, with its config.json.
-        way: one of `WAYS`.
-        budget_nbytes: for streamload.
+    """Load a Llama in one file, with its config.json, into a model of transformers, on the CPU.
 
     Returns:
-        A lap, which says the time of the load, building the model included; the peak of RSS until
-        it was done and until all weights were looked at; by how much the load made anonymous
-        memory grow; a checksum of the weights.
+        A lap of one of `WAYS`, which says the time of the load, building the model included; the
+        peak of RSS until it was done and until all weights were looked at; by how much the load
+        made anonymous memory grow; a checksum of the weights.
     """
     importlib.import_module("transformers")
 

@@ -62,15 +62,10 @@ def read(
     seconds: float | None = None,
     first_block: int = 0,
 ) -> Rate:
-    """Read files in blocks, each thread into one buffer of its own.
+    """Read files in blocks, as if they were one, each thread into one buffer of its own.
 
-    Args:
-        paths: the files; as if they were one.
-        threads: how many read at once, each the next block.
-        block_nbytes: a multiple of 4096.
-        direct: past the page cache.
-        seconds: stop then, and go round until then, but not often; None: every block once.
-        first_block: where to begin.
+    Blocks are multiples of 4096 bytes; ``direct`` reads go past the page cache. With ``seconds`` it
+    goes round until then, but not often, and else reads every block once.
 
     Raises:
         OSError: a file cannot be read like that.
