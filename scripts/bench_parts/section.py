@@ -113,16 +113,10 @@ def checkpoint(
     keep: bool = False,
     **arguments: Any,
 ) -> Iterator[Path]:
-    """A checkpoint in the page cache, by default of bf16 with its data at 8 modulo 16.
+    """A checkpoint in the page cache; removed afterwards unless it is to be kept.
 
-    Args:
-        options: what was asked for.
-        nbytes: of its tensors.
-        shape: another than a Llama's of bf16.
-        folder: another than the one of all checkpoints.
-        name: one that is there by its name and size is not made again.
-        keep: do not remove it afterwards.
-        **arguments: of `make_checkpoint`.
+    By default it is a Llama of bf16, with its data at 8 modulo 16. One that is in the folder by its
+    name and size is not made again. More arguments are those of `make_checkpoint`.
 
     Raises:
         NotHereError: there is no room for it.

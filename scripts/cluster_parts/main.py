@@ -46,9 +46,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     args = parser.parse_args(options)
     if not command:
         parser.error("no command: it follows --")
-    faults = [(Cluster.kill, *fault) for fault in args.kill]
-    faults += [(Cluster.link_down, *fault) for fault in args.link_down]
-    faults += [(Cluster.link_up, *fault) for fault in args.link_up]
+    acts = (Cluster.kill, Cluster.link_down, Cluster.link_up)
+    faults = [(act, *fault) for act in acts for fault in getattr(args, act.__name__)]
     if any(host >= args.count for _, host, _ in faults):
         parser.error(f"there are hosts node-0 to node-{args.count - 1}")
     if args.storage is not None and not args.storage.exists():

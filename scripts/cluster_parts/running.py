@@ -22,15 +22,9 @@ _REST_S = 0.5
 
 
 class Running:
-    """A program on all hosts of a cluster.
+    """A program on all hosts of a cluster, started by one of `launchers.LAUNCHERS`.
 
-    Args:
-        cluster: the hosts.
-        launcher: one of `launchers.LAUNCHERS`.
-        argv: the program and its arguments.
-        on_line: told of every line, one at a time; of the host's number, whoever started it.
-        per_host: ranks of a host.
-        env: more environment variables.
+    `on_line` is told the number of the host, the stream and the text of every line, one at a time.
 
     Attributes:
         argv: of each rank.
