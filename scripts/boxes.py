@@ -20,22 +20,14 @@ _SEQUENCE = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class BoxRun:
-    """How a command in a box ended.
+    """How a command in a box ended."""
 
-    Attributes:
-        returncode: its exit status; negative for a signal.
-        stdout: what it printed.
-        stderr: what it complained of.
-        peak_nbytes: the most that the cgroup was charged, page cache included; None where the
-            kernel does not say.
-        oom_killed: the kernel killed a process of the box for memory.
-    """
-
-    returncode: int
-    stdout: str
-    stderr: str
+    returncode: int  # its exit status; negative for a signal
+    stdout: str  # what it printed
+    stderr: str  # what it complained of
+    # the most that the cgroup was charged, page cache included; None where the kernel does not say
     peak_nbytes: int | None
-    oom_killed: bool
+    oom_killed: bool  # the kernel killed a process of the box for memory
 
     @property
     def outcome(self) -> str:
@@ -84,15 +76,10 @@ class NoBoxesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A memory cgroup.
+    """A memory cgroup."""
 
-    Attributes:
-        folder: of the cgroup.
-        files: the names in there.
-    """
-
-    folder: Path
-    files: _Files
+    folder: Path  # of the cgroup
+    files: _Files  # the names in there
 
     @property
     def procs(self) -> Path:
@@ -116,13 +103,10 @@ class Box:
         The second is the first, page tables, and what else the kernel takes for its processes.
         """
         usage_nbytes = int((self.folder / self.files.usage).read_text())
-        stat = self._stat()
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        stat = {name: int(number) for name, number in map(str.split, lines)}
         cached_nbytes = stat["inactive_file"] + stat["active_file"]
         return stat[self.files.anon] + stat["shmem"], usage_nbytes - cached_nbytes
-
-    def _stat(self) -> dict[str, int]:
-        lines = (self.folder / "memory.stat").read_text().splitlines()
-        return {name: int(number) for name, _, number in (line.partition(" ") for line in lines)}
 
     def limit(self, nbytes: int) -> None:
         """Give it another limit; page cache makes way for a smaller one."""

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -56,15 +56,10 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ManyTensors:
-    """A model of tensors that are all alike: no published one, but one that asks much of a loader.
+    """Tensors that are all alike: no published model has them, but they ask much of a loader."""
 
-    Attributes:
-        count: how many.
-        numel: elements of each.
-    """
-
-    count: int
-    numel: int
+    count: int  # how many
+    numel: int  # elements of each
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes."""
@@ -77,23 +72,14 @@ class ManyTensors:
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The numbers that a Llama's tensors follow from.
+    """The numbers that a Llama's tensors follow from."""
 
-    Attributes:
-        vocab: rows of the embedding and of the head.
-        dim: width.
-        ff: width of the feed-forward layers.
-        layers: how many layers.
-        heads: query heads; ``dim`` is a multiple of it.
-        kv_heads: key and value heads; ``heads`` is a multiple of it.
-    """
-
-    vocab: int
-    dim: int
-    ff: int
-    layers: int
-    heads: int
-    kv_heads: int
+    vocab: int  # rows of the embedding and of the head
+    dim: int  # width
+    ff: int  # width of the feed-forward layers
+    layers: int  # how many layers
+    heads: int  # query heads; ``dim`` is a multiple of it
+    kv_heads: int  # key and value heads; ``heads`` is a multiple of it
 
     @property
     def numel(self) -> int:
@@ -250,16 +236,6 @@ def make_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_tensor(
-    file: BinaryIO, source: _Source, name: str, nbytes: int, planted: bytes | None
-) -> None:
-    if planted is not None:
-        planted = planted[:nbytes]
-        file.write(planted)
-    for piece in source.pieces(nbytes - len(planted or b""), "norm" in name):
-        file.write(piece)
-
-
 def _split(sizes: dict[str, int], shards: int) -> list[list[str]]:
     """Names in order, cut where each shard has its share of the bytes that are left."""
     names = list(sizes)
@@ -330,13 +306,14 @@ def make_checkpoint(
         names = ["model.safetensors"]
 
     source = _Source(dtype, seed)
-    planted = extremes(dtype).tobytes() if plant_extremes else None
+    planted = extremes(dtype).tobytes() if plant_extremes else b""
     for name, part in zip(names, parts, strict=True):
         with (partial / name).open("wb") as file:
             file.write(make_header([(t, shapes[t]) for t in part], dtype, offset_mod_16))
             for tensor in part:
-                here = planted if tensor in EXTREME_TENSORS else None
-                _write_tensor(file, source, tensor, sizes[tensor], here)
+                first = planted[: sizes[tensor]] if tensor in EXTREME_TENSORS else b""
+                file.write(first)
+                file.writelines(source.pieces(sizes[tensor] - len(first), "norm" in tensor))
     total_nbytes = sum(sizes.values())
     if len(parts) > 1:
         index = {

@@ -30,17 +30,12 @@ _PIECE_NBYTES = 2**20  # handed to the kernel at once; what a client that goes a
 
 @dataclass(slots=True)
 class Counts:
-    """What was sent.
+    """What was sent."""
 
-    Attributes:
-        requests: how many came in.
-        nbytes: of bodies, to all clients; less than was asked for where a client went away.
-        ranges: by file, where each body began and stopped in it, in the order in which they ended;
-            the stop is exclusive.
-    """
-
-    requests: int = 0
-    nbytes: int = 0
+    requests: int = 0  # how many came in
+    nbytes: int = 0  # of bodies, to all clients; less than was asked for where a client went away
+    # by file, where each body began and stopped in it, in the order in which they ended; the stop
+    # is exclusive
     ranges: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
@@ -66,15 +61,8 @@ class RangeHandler(BaseHTTPRequestHandler):
 class _Files(RangeHandler):
     server: _Server
 
-    def do_HEAD(self) -> None:
-        """The headers of a file."""
-        self._answer(with_body=False)
-
     def do_GET(self) -> None:
-        """A file, or a range of it."""
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
+        """A file, or a range of it, or the headers alone."""
         counts, name = self.server.counts, unquote(self.path.partition("?")[0])
         with self.server.lock:
             counts.requests += 1
@@ -100,8 +88,10 @@ class _Files(RangeHandler):
                 start, stop = wanted[0], min(wanted[1], total)
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
             self._begin(200 if wanted is None else 206, stop - start, headers)
-            if with_body:
+            if self.command == "GET":
                 self._send(name, file, start, stop)
+
+    do_HEAD = do_GET
 
     def _begin(self, status: int, nbytes: int, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -156,15 +146,10 @@ class _Server(ThreadingHTTPServer):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A server in a process of its own.
-
-    Attributes:
-        process: it.
-        url: of the folder, with a slash.
-    """
+    """A server in a process of its own."""
 
     process: subprocess.Popen[str]
-    url: str
+    url: str  # of the folder, with a slash
 
     def counts(self) -> Counts:
         """What it has sent."""

@@ -18,7 +18,8 @@ import needs
 import pytest
 from boxes import NoBoxesError
 from cluster_parts.hosts import Cluster, NoClusterError
-from cluster_parts.running import Ending, Running
+from cluster_parts.launchers import Program
+from cluster_parts.running import Running
 
 #: What happens to a cluster and the programs on it.
 Act = Callable[[Cluster, Running], None]
@@ -92,14 +93,14 @@ class Aftermath:
         happened_s: when it happened, by `time.monotonic`.
     """
 
-    endings: list[Ending]
+    endings: list[Program]
     happened_s: float
 
-    def seconds(self, ending: Ending) -> float:
+    def seconds(self, ending: Program) -> float:
         """From what happened until a program had ended."""
         return ending.ended_s - self.happened_s
 
-    def others(self, *lost: int) -> list[Ending]:
+    def others(self, *lost: int) -> list[Program]:
         """How they ended on the other hosts."""
         return [ending for ending in self.endings if ending.host not in lost]
 

@@ -19,9 +19,9 @@ import pytest
 
 from streamload.bench import limits
 from streamload.bench.chart import Bars, draw
-from streamload.bench.compare import Options, choose, compare, cuda_index, forget, refusal, warm
+from streamload.bench.compare import Options, choose, compare, cuda_index, forget, warm
 from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
-from streamload.bench.processes import Child, MeasurementError, process_memory
+from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory
 from streamload.bench.worker import _Load
 from streamload.checkpoint.page_cache import resident_fraction
 
@@ -317,7 +317,8 @@ def test_a_plain_reader_says_what_fails(tmp_path: Path) -> None:
 
 def test_exactly_the_prediction_is_enough(tmp_checkpoint: Callable[..., Path]) -> None:
     """A budget of the plan's peak loads, and a MiB less is refused."""
-    said = refusal(Options(str(tmp_checkpoint(3_000_000)), "host"))
+    path = str(tmp_checkpoint(3_000_000))
+    said = measure(call("bench_parts.jobs:refusal", path=path, device="host")).first
     assert said["refused"] and "does not fit" in said["refusal"]
     assert said["loaded"] > 0
     assert said["held_nbytes"] <= said["exact_nbytes"]

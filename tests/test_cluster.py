@@ -192,7 +192,7 @@ def test_the_storage_counts_what_it_sends(tmp_path: Path) -> None:
         assert made.storage_url == "http://storage:8000/"
         for index in range(2):
             _lines(made, index, sys.executable, "-S", "-c", read)
-        assert made.served_nbytes() == 2000
+        assert made.served().nbytes == 2000
         assert made.served().requests == 2
     with cluster(1, storage=tmp_path / "file") as made:
         assert made.storage_url == "http://storage:8000/file"

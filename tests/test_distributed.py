@@ -22,7 +22,7 @@ from safetensors_files import write_safetensors
 from thread_group import ThreadGroup, World, run
 
 import streamload
-from streamload import distributed
+from streamload import agreement, distributed
 from streamload.errors import (
     CheckpointError,
     NodeError,
@@ -259,8 +259,8 @@ def test_ranks_of_a_host_have_gpus_of_their_own(
     names = [*(f"cuda:{number}" for number in range(gpus)), "cpu"]
     monkeypatch.setattr(type(framework), "candidates", lambda self: names)
     ranks = [Member(rank, f"n/{rank}", "n", rank, 2) for rank in range(2)]
-    assert [distributed._own_device(device, rank) for rank in ranks] == own
-    assert distributed._own_device(device, Member(0, "n", "n", 0, 1)) == device
+    assert [agreement.own_device(device, rank) for rank in ranks] == own
+    assert agreement.own_device(device, Member(0, "n", "n", 0, 1)) == device
 
 
 def test_a_plan_says_what_a_rank_will_load(path: Path) -> None:

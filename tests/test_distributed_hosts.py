@@ -16,7 +16,8 @@ import pytest
 from bench_parts.section import forget
 from boxes import Boxes
 from cluster_parts.hosts import Cluster
-from cluster_parts.running import Ending, Running
+from cluster_parts.launchers import Program
+from cluster_parts.running import Running
 from distributed_rank import FAILED, asking, holds, told
 from make_checkpoint import make_checkpoint, shape_of_size
 from nodes_scenarios import Act, Aftermath, cluster, cut_link, lose_host, play, sigkill
@@ -347,7 +348,7 @@ def test_a_node_of_another_version(tmp_path: Path) -> None:
     with cluster(3, storage=path) as hosts:
         odd = {"node-1": {"protocol": 1000}}
         found = refused(hosts, tmp_path / "out", hosts.storage_url, hosts=odd)
-        assert hosts.served_nbytes() == 0
+        assert hosts.served().nbytes == 0
     assert {said["error"] for said in found} == {"NodeError"}
     assert {said["node"] for said in found} == {"node-1 (rank 1)"}
     assert all("speaks version 1000" in said["message"] for said in found)
@@ -375,7 +376,7 @@ def test_a_node_of_another_dtype_support(split: str, tmp_path: Path) -> None:
 # --- the command and the example -----------------------------------------------------------------
 
 
-def commanded(hosts: Cluster, launcher: str, *options: str) -> list[Ending]:
+def commanded(hosts: Cluster, launcher: str, *options: str) -> list[Program]:
     """Run ``streamload load URL`` on all hosts."""
     assert hosts.storage_url is not None
     command = [sys.executable, "-m", "streamload", "load", hosts.storage_url, "--device", "host"]
@@ -394,9 +395,9 @@ def test_the_command_loads_over_nodes(tmp_path: Path) -> None:
     with cluster(2, storage=path) as hosts:
         table = commanded(hosts, "env", "--budget", "15MB")
         as_json = commanded(hosts, "env", "--budget", "15MB", "--json", "--verify")
-        before = hosts.served_nbytes()
+        before = hosts.served().nbytes
         small = commanded(hosts, "env", "--budget", "5MB")
-        assert hosts.served_nbytes() - before < files(path)[0] / 10
+        assert hosts.served().nbytes - before < files(path)[0] / 10
     assert [ending.returncode for ending in [*table, *as_json, *small]] == [0, 0, 0, 0, 3, 3]
     for said in (table, as_json):
         complaints = [line for line in said[1].stderr.splitlines() if "[c10d]" not in line]

@@ -122,11 +122,11 @@ def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: 
     assert said.splitlines()[-1].split()[2::2] == [str(t) for t in logits.topk(5).indices.tolist()]
 
 
-def test_torch_two_devices_plans_without_them(small_checkpoint: Path) -> None:
+def test_two_devices_plans_without_them(small_checkpoint: Path) -> None:
     """Where the devices are not there, the example shows the plan and says why it is alone."""
     needs.module("torch")
     devices = ("--devices", "cuda:98", "cuda:99", "--budgets", "5MB", "5MB")
-    *plan, last = _run("torch_two_devices.py", small_checkpoint, *devices).splitlines()
+    *plan, last = _run("two_devices.py", small_checkpoint, *devices).splitlines()
     assert plan[1].startswith("cuda:98  embedding, layer")
     assert plan[2].startswith("cuda:99  ") and "head" in plan[2]
     assert last.startswith("The plan alone, since it takes two devices to load: device cuda:98: ")

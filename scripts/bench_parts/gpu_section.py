@@ -6,22 +6,22 @@ H200 with 16 cores, and a bf16 checkpoint of 15 GB or more.
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from make_checkpoint import Shape, make_checkpoint, many_of_size, shape_of_size
+from make_checkpoint import many_of_size, shape_of_size
 
-from bench_parts.section import NotHereError, Options, Section, need_disk
-from streamload.bench.compare import Comparison, Run, compare, refusal, resolve
+from bench_parts.section import NotHereError, Options, Section, checkpoint
 from streamload.bench.compare import Options as Compared
+from streamload.bench.compare import compare, resolve
 from streamload.bench.loaders import LOADERS, OURS
-from streamload.bench.processes import MeasurementError
+from streamload.bench.processes import MeasurementError, call, measure
+from streamload.bench.results import Comparison, Run
 from streamload.devices.probing import probe
 from streamload.dtypes import parse_dtype
 from streamload.errors import DeviceNotFoundError
@@ -33,6 +33,7 @@ MANY_SHARDS = 100
 LEAST_RUNS = 3  # of loaders that are far slower: their medians decide nothing
 TIMEOUT_S = 120.0  # for each load
 BUFFERED = "instanttensor"
+REFUSAL = "bench_parts.jobs:refusal"
 
 
 def _need(device: str) -> None:
@@ -68,31 +69,16 @@ def _compared(options: Options, path: Path, device: str, **more: Any) -> Compare
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-@contextmanager
 def _checkpoint(
-    options: Options, name: str, shape: Shape, nbytes: int, *, keep: bool = False, **arguments: Any
-) -> Iterator[Path]:
-    """A checkpoint, made once; removed afterwards unless more sections want it.
-
-    Raises:
-        NotHereError: there is no room for it.
-    """
-    out = (options.keep or options.work) / f"{name}-{nbytes}"
-    if not out.exists():  # complete, or not there
-        need_disk(out.parent, nbytes + 2**28)
-        options.say(f"writing a checkpoint of {format_bytes(nbytes)}: {name}")
-        make_checkpoint(out, shape, **arguments)
-    try:
-        yield out
-    finally:
-        if not (keep or options.keep):
-            shutil.rmtree(out, ignore_errors=True)
+    options: Options, name: str, nbytes: int, *, keep: bool = False, **more: Any
+) -> AbstractContextManager[Path]:
+    """A checkpoint that is made once; removed afterwards unless more sections want it."""
+    keep |= options.keep is not None
+    return checkpoint(options, nbytes, folder=options.keep, name=name, keep=keep, **more)
 
 
 def _large(options: Options) -> AbstractContextManager[Path]:
-    nbytes, shards = options.nbytes, options.shards
-    shape = shape_of_size(nbytes, parse_dtype("bfloat16"))
-    return _checkpoint(options, "large", shape, nbytes, keep=True, shards=shards)
+    return _checkpoint(options, "large", options.nbytes, keep=True, shards=options.shards)
 
 
 def _medium(
@@ -101,22 +87,15 @@ def _medium(
     nbytes, shards = options.cold_nbytes, shards or options.shards
     shape = shape_of_size(nbytes, parse_dtype(dtype))
     plain = (dtype, shards) == ("bfloat16", options.shards)
-    name = f"medium-{dtype}-{shards}"
-    return _checkpoint(options, name, shape, nbytes, keep=plain, dtype=dtype, shards=shards)
+    name, more = f"medium-{dtype}-{shards}", {"dtype": dtype, "shards": shards}
+    return _checkpoint(options, name, nbytes, keep=plain, shape=shape, **more)
 
 
 # --- what was found -------------------------------------------------------------------------------
 
 
 def _add(section: Section, found: Comparison, what: str = "", arrived: str = "") -> None:
-    """Add everything that a comparison found.
-
-    Args:
-        section: to which.
-        found: the comparison.
-        what: of several comparisons of a section, this one.
-        arrived: for targets: tensors were compared with the files, bit for bit.
-    """
+    """Add all that a comparison found; with `arrived`, targets that tensors equal the files'."""
     section.raw.append({"what": what} | found.to_json())
     chart = "-".join(filter(None, (section.name, what.replace(" ", "-").replace(",", ""))))
     section.charts[chart] = found.svg()
@@ -165,21 +144,34 @@ def _peers(
             section.target(f"{state}: times {name}", times, at_least=wanted.get(name, others))
 
 
-# --- 1: warm --------------------------------------------------------------------------------------
+# --- one comparison each --------------------------------------------------------------------------
+
+
+def _compare(
+    section: Section,
+    options: Options,
+    device: str,
+    made: Callable[[Options], AbstractContextManager[Path]],
+    arrived: str = "",
+    **more: Any,
+) -> Comparison:
+    """Add one comparison of a checkpoint and a device to a section; ``more`` is its `Compared`."""
+    _need(device)
+    with made(options) as path:
+        found = compare(_compared(options, path, device, **more))
+    _add(section, found, arrived=arrived)
+    return found
 
 
 def warm(options: Options) -> Section:
     """The transfer against the slowest wire, the whole call against every peer."""
-    _need(options.torch_device)
     section = Section(
         "gpu-warm",
         "the file in the page cache, all cores; transfer: streamload's reading and copying alone, "
         "in GB/s; host, machine, device: growth during the load, of the process's anonymous "
         "memory, of the machine's, of the device's",
     )
-    with _large(options) as path:
-        found = compare(_compared(options, path, options.torch_device))
-    _add(section, found, arrived="warm")
+    found = _compare(section, options, options.torch_device, _large, "warm")
     share = found.share("warm") or 0
     section.target("transfer, share of the slowest wire", share, at_least=0.9)
     _pinned(section, found, 64 * MIB)
@@ -189,74 +181,56 @@ def warm(options: Options) -> Section:
 
 def cores(options: Options) -> Section:
     """The same on two cores: no staging, and ahead of everybody."""
-    _need(options.torch_device)
     section = Section("gpu-cores", f"the file in the page cache, {FEW_CORES} cores")
     more = {"cores": FEW_CORES, "again": 0, "least_runs": 2}
-    with _large(options) as path:
-        found = compare(_compared(options, path, options.torch_device, **more))
-    _add(section, found, arrived="two cores")
+    found = _compare(section, options, options.torch_device, _large, "two cores", **more)
     _peers(section, found, "warm", {"safetensors": 3.0}, 1.0)
     _pinned(section, found, 0)
     return section
 
 
-# --- 2: cold --------------------------------------------------------------------------------------
-
-
 def cold(options: Options) -> Section:
     """Against a plain O_DIRECT reader."""
-    _need(options.torch_device)
     section = Section("gpu-cold", "the file dropped from the page cache before each load")
     device = options.torch_device
+    _need(device)
     wanted = ("safetensors", "instanttensor-direct")
     peers = tuple(peer for peer in wanted if LOADERS[peer].takes(*resolve(device)))
-    with _medium(options) as path:
-        found = compare(_compared(options, path, device, states=("cold",), peers=peers))
-    _add(section, found, arrived="cold")
+    found = _compare(section, options, device, _medium, "cold", states=("cold",), peers=peers)
     share = found.share("cold") or 0
     section.target("transfer, share of an O_DIRECT reader", share, at_least=0.95)
     _peers(section, found, "cold", {}, 1.0)
     return section
 
 
-# --- 3: tinygrad ----------------------------------------------------------------------------------
-
-
 def tinygrad(options: Options) -> Section:
     """Against tinygrad's own load."""
-    _need(options.tinygrad_device)
     section = Section("gpu-tinygrad", "tinygrad, its own loader beside streamload; page cache")
     more: dict[str, Any] = {"peers": ("tinygrad",), "again": 1, "limits": False}
-    with _large(options) as path:
-        found = compare(_compared(options, path, options.tinygrad_device, **more))
-    _add(section, found, arrived="tinygrad")
+    found = _compare(section, options, options.tinygrad_device, _large, "tinygrad", **more)
     section.target("times tinygrad", found.times("tinygrad", "warm") or 0, at_least=20)
     grown = max((run.memory.anon_nbytes for run in _ours(found)), default=0)
     section.target("growth of host memory, bytes", grown, at_most=100e6)
     return section
 
 
-# --- 4: casts -------------------------------------------------------------------------------------
-
-
 def casts(options: Options) -> Section:
     """On the way to another dtype: what it costs, and what the device holds at most."""
-    _need(options.torch_device)
     section = Section("gpu-cast", "bf16 as it is, and to fp16; in turn; page cache, all cores")
     narrow = "streamload float16"
     more: dict[str, Any] = {"peers": (), "limits": False, "least_runs": None}
     more["variants"] = {narrow: {"dtype": "float16"}}
-    with _large(options) as path:
-        found = compare(_compared(options, path, options.torch_device, **more))
-    _add(section, found)
+    found = _compare(section, options, options.torch_device, _large, **more)
     runs = {name: _ours(found, name) for name in (OURS, narrow)}
     if not all(runs.values()):
         section.target("both load", 0, at_least=1)
         return section
-    raw, cast = (median(run.seconds for run in of) for of in runs.values())
-    section.target("fp16 over raw, seconds", cast / raw, at_most=1.1)
-    raw, cast = (median(run.says["stream_s"] for run in of) for of in runs.values())
-    section.target("fp16 over raw, seconds of the transfer", cast / raw, at_most=1.1)
+    for what, seconds in (
+        ("fp16 over raw, seconds", lambda run: run.seconds),
+        ("fp16 over raw, seconds of the transfer", lambda run: run.says["stream_s"]),
+    ):
+        raw, cast = (median(map(seconds, of)) for of in runs.values())
+        section.target(what, cast / raw, at_most=1.1)
     for name, of in runs.items():
         for who, peaks in (
             ("the driver", [run.memory.device_nbytes for run in of]),
@@ -270,7 +244,7 @@ def casts(options: Options) -> Section:
     return section
 
 
-# --- 5: budgets, many tensors, many files, other dtypes -------------------------------------------
+# --- budgets, many tensors, many files, other dtypes -------------------------------------------
 
 
 def budget(options: Options) -> Section:
@@ -283,7 +257,8 @@ def budget(options: Options) -> Section:
                 what = f"{device}, {dtype}"
                 options.say(f"gpu-budget: {what}")
                 try:
-                    said = refusal(_compared(options, path, device, dtype=dtype))
+                    job = call(REFUSAL, path=str(path), device=device, dtype=dtype)
+                    said = measure(job, timeout_s=TIMEOUT_S).first
                 except MeasurementError as error:
                     section.rows.append({"what": what, "refusal": str(error)})
                     section.target(f"{what}: exactly enough loads", 0, at_least=1)
@@ -355,7 +330,7 @@ def small(options: Options) -> Section:
     shape = many_of_size(options.nbytes, parse_dtype("bfloat16"), options.tensors)
     with (
         _large(options) as plain,
-        _checkpoint(options, "small", shape, options.nbytes) as many,
+        _checkpoint(options, "small", options.nbytes, shape=shape) as many,
     ):
         paths = {"plain": plain, "small": many}
         for device, at_least in ((options.torch_device, 0.6), (options.tinygrad_device, None)):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
-import json
+import math
 import mmap
 import os
 import subprocess
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bench_parts.torture_job import make_target, tensors_of
+from streamload.bench.loaders import RUNTIMES
+from streamload.errors import PlanInfeasibleError
 
 Lap = Callable[[], object]
 
@@ -38,14 +41,7 @@ def _model(path: str, device: str, float32: bool = False) -> Any:
 
 
 def streamload(path: str, device: str, model: str = "empty", **options: Any) -> Lap:
-    """Load a checkpoint as float16, each lap into the same model.
-
-    Args:
-        path: the checkpoint.
-        device: where to.
-        model: "empty": float16 without values; "float32" with some.
-        **options: of `load_state_dict`.
-    """
+    """Load a checkpoint as float16, each lap into one model: "empty", or of "float32" values."""
     from streamload import load_state_dict
 
     into = _model(path, device, model == "float32")
@@ -66,13 +62,7 @@ WAYS = ("cast", "cast, synchronised", "bits", "bits, synchronised")
 
 
 def tinygrad(path: str, device: str, way: str) -> Lap:
-    """tinygrad's own ``safe_load``, a cast, and ``nn.state.load_state_dict``.
-
-    Args:
-        path: a ``.safetensors`` file.
-        device: where to.
-        way: one of `WAYS`.
-    """
+    """tinygrad's own ``safe_load``, a cast by one of `WAYS`, and ``nn.state.load_state_dict``."""
     from tinygrad import Device, dtypes
     from tinygrad.nn.state import load_state_dict, safe_load
 
@@ -99,9 +89,7 @@ def tinygrad(path: str, device: str, way: str) -> Lap:
 def many(path: str, way: str) -> Lap:
     """Steps of loading very many small tensors, timed one by one: each from the files on.
 
-    Args:
-        path: the checkpoint.
-        way: "streamload" opens, plans for one device and for two nodes, and loads; or "load_file".
+    The way "streamload" opens, plans for one device and for two nodes, and loads; or "load_file".
     """
     steps: dict[str, Lap] = {}
     if way == "load_file":
@@ -131,6 +119,46 @@ def many(path: str, way: str) -> Lap:
             took[name] = time.perf_counter() - begun
             del made  # it is gone when the next begins
         return {"steps": took}
+
+    return lap
+
+
+def refusal(path: str, device: str, dtype: str = "checkpoint") -> Lap:
+    """A budget of what a load is predicted to take succeeds, and one of a MiB less is refused.
+
+    The refusal is to come before anything is allocated, by the framework's own counter.
+    """
+    from streamload import load_state_dict, plan
+    from streamload.bench.compare import resolve
+    from streamload.devices.names import framework
+
+    owner, name = resolve(device)
+    RUNTIMES[owner].open(name)
+    stated: dict[str, Any] = {"device": device, "dtype": dtype}
+
+    def lap() -> dict[str, Any]:
+        (planned,) = plan(path, **stated).devices
+        exact = planned.peak_nbytes
+        opened = framework(owner).device(name)
+        before = opened.allocated_nbytes()
+        refusal = ""
+        try:
+            load_state_dict(None, path, budget=exact - 2**20, progress=False, **stated)
+        except PlanInfeasibleError as error:
+            refusal = str(error)
+        allocated = opened.allocated_nbytes()
+        report = load_state_dict(None, path, budget=exact, progress=False, **stated)
+        return {
+            "weights_nbytes": report.resident_nbytes,
+            "exact_nbytes": exact,
+            "held_nbytes": report.held_nbytes[planned.device],
+            "measured_nbytes": report.measured_nbytes.get(planned.device),
+            "refused": bool(refusal),
+            "refusal": refusal,
+            "allocated_before": before,
+            "allocated_after_refusal": allocated,
+            "loaded": len(report.state_dict),
+        }
 
     return lap
 
@@ -192,9 +220,8 @@ def pread(path: str, threads: int) -> Lap:
 def cast(engine: str) -> Lap:
     """Cast bf16 to fp16 on one core, window by window through memory that exists.
 
-    Args:
-        engine: "llvm" (streamload's, with counts), "memcpy" (of as many bytes), "ml_dtypes" or
-            "numpy" (shifts, then its own float32 to float16).
+    The engine "llvm" is streamload's, with counts; "memcpy" copies as many bytes; "numpy" shifts,
+    and its own float32 becomes float16.
     """
     import ml_dtypes
     import numpy as np
@@ -211,12 +238,6 @@ def cast(engine: str) -> Lap:
 
     kernel = make_cast(BF16, F16, engine="llvm")
 
-    def by_llvm(src: Any, out: Any) -> None:
-        kernel(memoryview(src).cast("B"), memoryview(out).cast("B"))
-
-    def by_memcpy(src: Any, out: Any) -> None:
-        ctypes.memmove(out.ctypes.data, src.ctypes.data, src.nbytes)
-
     def by_ml_dtypes(src: Any, out: Any) -> None:
         out.view(np.float16)[:] = src.view(ml_dtypes.bfloat16).astype(np.float16)
 
@@ -225,7 +246,12 @@ def cast(engine: str) -> Lap:
         wide <<= 16
         out.view(np.float16)[:] = wide.view(np.float32)
 
-    work = {"llvm": by_llvm, "memcpy": by_memcpy, "ml_dtypes": by_ml_dtypes, "numpy": by_numpy}
+    work: dict[str, Callable[[Any, Any], object]] = {
+        "llvm": lambda src, out: kernel(memoryview(src).cast("B"), memoryview(out).cast("B")),
+        "memcpy": lambda src, out: ctypes.memmove(out.ctypes.data, src.ctypes.data, src.nbytes),
+        "ml_dtypes": by_ml_dtypes,
+        "numpy": by_numpy,
+    }
     step = CAST_WINDOW_NBYTES // source.itemsize
 
     def lap() -> dict[str, int]:
@@ -240,13 +266,9 @@ def cast(engine: str) -> Lap:
 
 
 def convert(path: str, out: str, way: str) -> Lap:
-    """Make a float16 checkpoint of a bfloat16 one, on the disk (fsync).
+    """Make a float16 checkpoint of a bfloat16 one in one file, on the disk (fsync).
 
-    Args:
-        path: a checkpoint in one file.
-        out: the folder to make.
-        way: "streamload"; "cp", which casts nothing; "numpy" or "torch": what one would write with
-            those and safetensors.
+    The way "cp" casts nothing; "numpy" and "torch" are what one would write with safetensors.
     """
     source, target = Path(path) / "model.safetensors", Path(out) / "model.safetensors"
     if way == "streamload":
@@ -255,13 +277,14 @@ def convert(path: str, out: str, way: str) -> Lap:
         make = streamload.convert  # a function to import here, and not in a lap
         warnings.simplefilter("ignore", RuntimeWarning)
         return lambda: make(path, out, dtype="float16", max_shard_size="1TB", progress=False)
-    ways: dict[str, Callable[[Path, Path], Lap]]
-    ways = {"cp": _copied, "numpy": _by_numpy, "torch": _by_torch}
-    write = ways[way](source, target)
+    ways: dict[str, Callable[[Path, Path], object]]
+    ways = {"cp": _by_cp, "numpy": _by_numpy, "torch": _by_torch}
+    if way != "cp":
+        importlib.import_module(f"safetensors.{way}")  # here, and not in a lap
 
     def lap() -> None:
         target.parent.mkdir()
-        write()
+        ways[way](source, target)
         for one in (target, target.parent):
             fd = os.open(one, os.O_RDONLY)
             os.fsync(fd)
@@ -270,38 +293,28 @@ def convert(path: str, out: str, way: str) -> Lap:
     return lap
 
 
-def _copied(source: Path, target: Path) -> Lap:
-    return lambda: subprocess.run(["cp", source, target], check=True)
+def _by_cp(source: Path, target: Path) -> None:
+    subprocess.run(["cp", source, target], check=True)
 
 
-def _by_numpy(source: Path, target: Path) -> Lap:
+def _by_numpy(source: Path, target: Path) -> None:
     """Tensor by tensor into a dict."""
     import numpy as np
     from safetensors.numpy import save_file
 
-    np.seterr(all="ignore")
-
-    def write() -> None:
-        raw = np.memmap(source, np.uint8, "r")
-        start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-        tensors = {}
-        for name, entry in json.loads(raw[8:start].tobytes()).items():
-            if name != "__metadata__":
-                first, stop = entry["data_offsets"]
-                bits = np.frombuffer(raw[start + first : start + stop], np.uint16)
-                wide = (bits.astype(np.uint32) << 16).view(np.float32)
-                tensors[name] = wide.astype(np.float16).reshape(entry["shape"])
-        save_file(tensors, target, {"format": "pt"})
-
-    return write
+    raw = np.memmap(source, np.uint8, "r")
+    tensors = {}
+    for name, one in tensors_of(source).items():
+        bits = np.frombuffer(raw, np.uint16, math.prod(one.shape), one.start)
+        with np.errstate(all="ignore"):
+            wide = (bits.astype(np.uint32) << 16).view(np.float32)
+            tensors[name] = wide.astype(np.float16).reshape(one.shape)
+    save_file(tensors, target, {"format": "pt"})
 
 
-def _by_torch(source: Path, target: Path) -> Lap:
+def _by_torch(source: Path, target: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    def write() -> None:
-        tensors = {name: t.to(torch.float16) for name, t in load_file(source).items()}
-        save_file(tensors, target, {"format": "pt"})
-
-    return write
+    tensors = {name: t.to(torch.float16) for name, t in load_file(source).items()}
+    save_file(tensors, target, {"format": "pt"})

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
 ASKED_FOR = {"torture": torture, **GPU_SECTIONS}  # the first takes many minutes
 KNOWN: dict[str, Callable[[Options], Section]] = SECTIONS | ASKED_FOR
+_OPTIONS = {field.name for field in fields(Options)}
 
 
 def main() -> None:
@@ -48,25 +50,10 @@ def main() -> None:
     failed: list[str] = []
     args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=args.work) as work:
-        options = Options(
-            nbytes=args.size,
-            runs=args.runs,
-            work=Path(work),
-            say=_say,
-            devices=tuple(devices),
-            ways=tuple(args.ways),
-            tensors=args.tensors,
-            seed=args.seed,
-            only=args.only,
-            usable=args.usable,
-            cold_nbytes=min(args.cold_size, args.size),
-            shards=args.shards,
-            seconds=args.seconds,
-            torch_device=args.torch_device,
-            tinygrad_device=args.tinygrad_device,
-            sites=dict(args.site),
-            keep=args.work if args.keep else None,
-        )
+        asked = {name: value for name, value in vars(args).items() if name in _OPTIONS}
+        asked |= {"sites": dict(args.sites), "keep": args.work if args.keep else None}
+        asked |= {"cold_nbytes": min(args.cold_nbytes, args.nbytes), "devices": tuple(devices)}
+        options = Options(**asked | {"work": Path(work), "say": _say})
         for name in args.sections:
             _say(f"--- {name}")
             try:
@@ -110,7 +97,8 @@ def _arguments() -> argparse.Namespace:
         help=f"{', '.join(SECTIONS)} (default: all of these), {', '.join(ASKED_FOR)}",
     )
     add("--gpu", action="store_true", help="all sections gpu-...")
-    add("--size", type=_nbytes, default="2.27GB", help="checkpoint (default: %(default)s)")
+    size = "checkpoint (default: %(default)s)"
+    add("--size", dest="nbytes", type=_nbytes, default="2.27GB", metavar="SIZE", help=size)
     add("--runs", type=int, default=5, help="processes of each kind, in turn (%(default)s)")
     add("--devices", default="CL,CPU,host", help="default: %(default)s")
     ways = "of the section torch: those ways to load whose names contain one of these"
@@ -130,7 +118,9 @@ def _arguments() -> argparse.Namespace:
     )
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add = parser.add_argument_group("of the sections gpu-...").add_argument
-    add("--cold-size", type=_nbytes, default="4GB", help="read from the disk (%(default)s)")
+    cold = "read from the disk (%(default)s)"
+    as_nbytes: dict[str, Any] = {"dest": "cold_nbytes", "type": _nbytes, "metavar": "COLD_SIZE"}
+    add("--cold-size", default="4GB", help=cold, **as_nbytes)
     add("--shards", type=int, default=4, help="files (%(default)s)")
     seconds = "of one comparison: no further round is begun then (%(default)s)"
     add("--seconds", type=float, default=60.0, help=seconds)
@@ -138,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     add("--tinygrad-device", default="CUDA", help="default: %(default)s")
     add(
         "--site",
+        dest="sites",
         type=_site,
         action="append",
         default=[],

@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import streamload.distributed
@@ -24,11 +25,6 @@ def by_layers(group: Group, path: str, **asked: Any) -> int:
         None, path, group=group, progress=False, **asked
     )
     return report.read_nbytes
-
-
-def by_replicating(group: Group, path: str, **asked: Any) -> int:
-    """All to every rank, read once by all together."""
-    return by_layers(group, path, split="replicate", **asked)
 
 
 def by_everyone(group: Group, path: str, **asked: Any) -> int:
@@ -73,30 +69,18 @@ def by_exchange(group: Group, path: str, nbytes: int) -> int:
     return 0
 
 
-def by_nothing(group: Group, path: str, **asked: Any) -> int:
-    """Meet, and part: what an engine takes."""
-    return 0
-
-
 WAYS: dict[str, Callable[..., int]] = {
     "layers": by_layers,
-    "replicate": by_replicating,
+    "replicate": partial(by_layers, split="replicate"),  # all to every rank, read once by all
     "every rank reads all": by_everyone,
     "rank 0 broadcasts": by_broadcast,
     "exchange alone": by_exchange,
-    "nothing": by_nothing,
+    "nothing": lambda group, path: 0,  # meet, and part: what an engine takes
 }
 
 
 def rank(way: str, begun: float, path: str = "", **asked: Any) -> Callable[[], dict[str, Any]]:
-    """Meet the others, and load in a lap.
-
-    Args:
-        way: one of `WAYS`.
-        begun: when all were started, by `time.time`.
-        path: of the checkpoint.
-        **asked: of the way.
-    """
+    """Meet the others, and load in a lap, one of `WAYS`; all began at ``begun`` (`time.time`)."""
     if "device" in asked:  # a program that runs a model has imported its framework
         open_devices(asked["device"], None, {})
     group = open_group(None, 120.0)

@@ -15,7 +15,7 @@ from cluster_parts.hosts import Cluster, NoClusterError
 from cluster_parts.running import Running
 from make_checkpoint import PRESETS
 
-from bench_parts.section import NotHereError, Options, Section, cached_checkpoint
+from bench_parts.section import NotHereError, Options, Section, checkpoint
 from streamload.bench.processes import call, command
 from streamload.planning.budget import available_host_nbytes
 from streamload.units import format_bytes
@@ -121,7 +121,7 @@ def _links(options: Options, section: Section) -> None:
             "verify": "none",
         }
         with (
-            cached_checkpoint(options, nbytes, shards=4) as path,
+            checkpoint(options, nbytes, shards=4) as path,
             Cluster(count, link=link, storage=path) as hosts,
         ):
             files_nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -130,10 +130,10 @@ def _links(options: Options, section: Section) -> None:
                 if way in OTHERS and number:  # they take long, and are here to be seen once
                     continue
                 options.say(f"nodes: {count} hosts, {link}, run {number + 1}, {way}")
-                before = hosts.served_nbytes()
+                before = hosts.served().nbytes
                 wants = {"nbytes": files_nbytes} if way == EXCHANGE else asked
                 said = _run(hosts, "env", way=way, path=hosts.storage_url, **wants)
-                served = hosts.served_nbytes() - before
+                served = hosts.served().nbytes - before
                 found[way].append((max(one["seconds"] for one in said), served))
         least_s = files_nbytes * 8 / bits_per_s
         for way, runs in found.items():
@@ -162,7 +162,7 @@ def _headline(options: Options, section: Section) -> None:
         )
         return
     limit = BUDGET_NBYTES + BASE_NBYTES
-    with cached_checkpoint(options, PRESET_NBYTES, PRESETS["llama-3-8b"], shards=4) as path:
+    with checkpoint(options, PRESET_NBYTES, PRESETS["llama-3-8b"], shards=4) as path:
         options.say(f"nodes: Llama-3-8B, {RANKS} hosts of {format_bytes(limit)}")
         with Cluster(RANKS, memory_nbytes=limit) as hosts:
             said = _run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,19 +27,12 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A figure and its bounds.
+    """A figure and its bounds."""
 
-    Attributes:
-        what: in words.
-        value: as measured.
-        at_least: the least that is good, or None.
-        at_most: the most that is good, or None.
-    """
-
-    what: str
-    value: float
-    at_least: float | None = None
-    at_most: float | None = None
+    what: str  # in words
+    value: float  # as measured
+    at_least: float | None = None  # the least that is good, or None
+    at_most: float | None = None  # the most that is good, or None
 
     @property
     def met(self) -> bool:
@@ -57,33 +50,23 @@ class Target:
 
 @dataclass(slots=True)
 class Section:
-    """What a section found.
+    """What a section found."""
 
-    Attributes:
-        name: the section.
-        note: how to read its rows.
-        rows: one measurement or median each, by column.
-        targets: figures and their bounds.
-        raw: all that was measured, where that is more than the rows.
-        charts: SVG files, by name.
-        tables: more rows, by title.
-        failures: what must not be: the command ends with an error.
-    """
-
-    name: str
-    note: str
+    name: str  # the section
+    note: str  # how to read its rows
+    # one measurement or median each, by column
     rows: list[dict[str, Any]] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)  # figures and their bounds
+    # all that was measured, where that is more than the rows
     raw: list[dict[str, Any]] = field(default_factory=list)
-    charts: dict[str, str] = field(default_factory=dict)
-    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    charts: dict[str, str] = field(default_factory=dict)  # SVG files, by name
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # more rows, by title
+    # what must not be: the command ends with an error
     failures: list[str] = field(default_factory=list)
 
-    def target(
-        self, what: str, value: float, at_least: float | None = None, at_most: float | None = None
-    ) -> None:
+    def target(self, what: str, value: float, *bounds: float | None, **named: float | None) -> None:
         """Add a `Target`."""
-        self.targets.append(Target(what, value, at_least, at_most))
+        self.targets.append(Target(what, value, *bounds, **named))
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -95,36 +78,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for.
-
-    Attributes:
-        nbytes: size of the checkpoint; of the sections gpu-...: of the large ones.
-        runs: how many processes of each kind.
-        work: a folder for checkpoints.
-        say: told what is being done.
-        devices: names of the devices, as far as they work here.
-        ways: names, or parts of names, of the ways to load that the section torch takes.
-        tensors: how many small ones the sections many and gpu-small have.
-        seed: of the random loads of the section torture.
-        only: the number of the one that it runs; None: the first ``runs``.
-        usable: what it tells is how much of a box can be used, and nothing else.
-        cold_nbytes: size of the checkpoints that are read from the disk, and of variants.
-        shards: of the large checkpoint.
-        seconds: of one comparison; it begins no further round then.
-        torch_device: in torch's spelling.
-        tinygrad_device: in tinygrad's.
-        sites: for a loader, a folder that comes first on its import path.
-        keep: where the sections gpu-... leave their checkpoints for the next time, or None.
-    """
+    """What the user asked for: see ``scripts/bench --help``."""
 
     nbytes: int
     runs: int
-    work: Path
-    say: Callable[[str], None]
-    devices: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ()
+    work: Path  # a folder for checkpoints
+    say: Callable[[str], None]  # told what is being done
+    devices: tuple[str, ...] = ()  # names of the devices, as far as they work here
+    ways: Sequence[str] = ()
     tensors: int = 50_000
     seed: int = 0
+    # the number of the one load of the section torture; None: the first ``runs``
     only: int | None = None
     usable: bool = False
     cold_nbytes: int = 4_000_000_000
@@ -132,30 +96,42 @@ class Options:
     seconds: float = 60.0
     torch_device: str = "cuda:0"
     tinygrad_device: str = "CUDA"
+    # for a loader, a folder that comes first on its import path
     sites: Mapping[str, str] = field(default_factory=dict)
+    # where the sections gpu-... leave their checkpoints for the next time, or None
     keep: Path | None = None
 
 
 @contextmanager
-def cached_checkpoint(
-    options: Options, nbytes: int, shape: Shape | None = None, **arguments: Any
+def checkpoint(
+    options: Options,
+    nbytes: int,
+    shape: Shape | None = None,
+    *,
+    folder: Path | None = None,
+    name: str = "checkpoint",
+    keep: bool = False,
+    **arguments: Any,
 ) -> Iterator[Path]:
-    """A bf16 checkpoint in the page cache, data at 8 modulo 16; removed afterwards.
+    """A checkpoint in the page cache; removed afterwards unless it is to be kept.
 
-    Args:
-        options: where.
-        nbytes: of its tensors.
-        shape: another than a Llama's.
-        **arguments: of `make_checkpoint`.
+    By default it is a Llama of bf16, with its data at 8 modulo 16. One that is in the folder by its
+    name and size is not made again. More arguments are those of `make_checkpoint`.
+
+    Raises:
+        NotHereError: there is no room for it.
     """
-    out = options.work / f"checkpoint-{nbytes}"
-    options.say(f"writing a checkpoint of {format_bytes(nbytes)}")
-    make_checkpoint(out, shape or shape_of_size(nbytes, BF16), **arguments)
+    out = (folder or options.work) / f"{name}-{nbytes}"
+    if not out.exists():  # complete, or not there
+        need_disk(out.parent, nbytes + 2**28)
+        options.say(f"writing a checkpoint of {format_bytes(nbytes)}: {name}")
+        make_checkpoint(out, shape or shape_of_size(nbytes, BF16), **arguments)
     try:
         read_all(out)
         yield out
     finally:
-        shutil.rmtree(out, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(out, ignore_errors=True)
 
 
 def read_all(path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from boxes import BoxRun
+from boxes import Boxes, BoxRun
 from make_checkpoint import many_of_size
 
 from bench_parts.jobs import WAYS
@@ -24,7 +24,7 @@ from bench_parts.section import (
     Options,
     Section,
     boxes_here,
-    cached_checkpoint,
+    checkpoint,
     in_box,
     in_turns,
     need_disk,
@@ -78,7 +78,7 @@ def box(options: Options) -> Section:
     def verified(done: BoxRun) -> bool:
         return not done.returncode and done.said.get("verified") is True
 
-    with cached_checkpoint(options, options.nbytes) as path:
+    with checkpoint(options, options.nbytes) as path:
         file = str(path / "model.safetensors")
         for way in WAYS if "CL" in options.devices else ():
             job = call(JOBS + "tinygrad", path=file, device="CL", way=way)
@@ -94,7 +94,7 @@ def box(options: Options) -> Section:
                 what = f"streamload to {device} finishes, file {state}"
                 section.target(what, good, at_least=1)
     half_nbytes = int(options.nbytes * 2 / 2.27)
-    with cached_checkpoint(options, half_nbytes) as path:
+    with checkpoint(options, half_nbytes) as path:
         for device in options.devices:
             what = f"streamload to {device}, no budget"
             done = run(what, path, load(path, device), half_nbytes // 2)
@@ -103,7 +103,7 @@ def box(options: Options) -> Section:
     for device in options.devices[:1]:
         largest, nbytes = 0, math.ceil(limit_nbytes * LARGEST_TARGET)
         while nbytes < limit_nbytes:
-            with cached_checkpoint(options, nbytes) as path:
+            with checkpoint(options, nbytes) as path:
                 argv = load(path, device, "--budget", str(limit_nbytes), "--verify")
                 if not verified(run(f"streamload to {device}, larger", path, argv)):
                     break
@@ -131,10 +131,7 @@ def memory(options: Options) -> Section:
     def load(path: Path, **arguments: Any) -> Measured:
         return measure(call(JOBS + "streamload", path=str(path), **arguments), sample_s=SAMPLE_S)
 
-    with (
-        cached_checkpoint(options, options.nbytes) as path,
-        cached_checkpoint(options, SMALL_NBYTES) as small,
-    ):
+    with checkpoint(options, options.nbytes) as path, checkpoint(options, SMALL_NBYTES) as small:
         for device in options.devices:
             for reader in ("mmap", "pread"):
                 least = load(small, device=device, reader=reader)
@@ -174,7 +171,7 @@ def speed(options: Options) -> Section:
         "anonymous memory (private for CL and host, shared for CPU) without huge pages; memcpy: "
         "memory that exists; both with streamload's threads where it is not said otherwise",
     )
-    with cached_checkpoint(options, options.nbytes) as path:
+    with checkpoint(options, options.nbytes) as path:
         for device in options.devices:
             _speed_of(device, options, path, section)
     return section
@@ -312,9 +309,9 @@ def convert(options: Options) -> Section:
         finally:
             shutil.rmtree(out, ignore_errors=True)
 
-    with cached_checkpoint(options, SMALL_NBYTES) as path:
+    with checkpoint(options, SMALL_NBYTES) as path:
         base = {way: run(path, way, sample_s=SAMPLE_S).peak_nbytes for way in ways}
-    with cached_checkpoint(options, options.nbytes) as path:
+    with checkpoint(options, options.nbytes) as path:
         jobs = {f"convert by {way}": partial(run, path, way) for way in ways}
         found = in_turns(options, "convert", path, jobs)
         times = {}
@@ -343,24 +340,30 @@ def convert(options: Options) -> Section:
             maker = boxes_here()
         except NotHereError as error:
             section.note += f"; no box here: {error}"
-            return section
-        for way in ways[1:]:
-            what = f"convert by {way}"
-            job = call(JOBS + "convert", path=str(path), out=str(out), way=way)
-            for state, done in in_box(options, what, path, job, maker, CONVERT_BOX_NBYTES):
-                whole = (out / "model.safetensors").exists()
-                shutil.rmtree(out, ignore_errors=True)
-                section.rows.append(
-                    {
-                        "what": f"{what}, {state}",
-                        "in the box": done.outcome,
-                        "peak of the box": format_bytes(done.peak_nbytes or 0),
-                    }
-                )
-                if way == "streamload":
-                    good = float(done.outcome == "done" and whole)
-                    section.target(f"finishes in the box, {state}", good, at_least=1)
+        else:
+            for way in ways[1:]:
+                _convert_in_box(options, section, maker, path, out, way)
     return section
+
+
+def _convert_in_box(
+    options: Options, section: Section, maker: Boxes, path: Path, out: Path, way: str
+) -> None:
+    what = f"convert by {way}"
+    job = call(JOBS + "convert", path=str(path), out=str(out), way=way)
+    for state, done in in_box(options, what, path, job, maker, CONVERT_BOX_NBYTES):
+        whole = (out / "model.safetensors").exists()
+        shutil.rmtree(out, ignore_errors=True)
+        section.rows.append(
+            {
+                "what": f"{what}, {state}",
+                "in the box": done.outcome,
+                "peak of the box": format_bytes(done.peak_nbytes or 0),
+            }
+        )
+        if way == "streamload":
+            good = float(done.outcome == "done" and whole)
+            section.target(f"finishes in the box, {state}", good, at_least=1)
 
 
 # --- many small tensors ---------------------------------------------------------------------------
@@ -383,7 +386,7 @@ def many(options: Options) -> Section:
         ways.append("load_file")
     nbytes = options.tensors * TENSOR_NBYTES
     shape = many_of_size(nbytes, BF16, options.tensors)
-    with cached_checkpoint(options, nbytes, shape, shards=MANY_SHARDS) as path:
+    with checkpoint(options, nbytes, shape, shards=MANY_SHARDS) as path:
         jobs = {  # the first lap imports and compiles
             f"many by {way}": partial(measure, call(JOBS + "many", path=str(path), way=way), laps=2)
             for way in ways

@@ -20,19 +20,13 @@ _CHECKED_NBYTES = 2**22  # what is looked at in one go: it may be copied
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to load.
+    """One way to load."""
 
-    Attributes:
-        load: from the folder of a checkpoint, a dtype and a budget in bytes to the model.
-        dtype: what the weights are afterwards; those of the file are bfloat16.
-        ours: it is streamload's.
-        needs: a module that it takes besides torch and transformers, or "".
-    """
-
+    # from the folder of a checkpoint, a dtype and a budget in bytes to the model
     load: Callable[[Path, str, int], Any]
-    dtype: str = "bfloat16"
-    ours: bool = False
-    needs: str = ""
+    dtype: str = "bfloat16"  # what the weights are afterwards; those of the file are bfloat16
+    ours: bool = False  # it is streamload's
+    needs: str = ""  # a module that it takes besides torch and transformers, or ""
 
     @property
     def works(self) -> bool:
@@ -104,10 +98,6 @@ def _streamload(
     return model
 
 
-def _no_budget(path: Path, dtype: str, budget_nbytes: int) -> Any:
-    return _streamload(_meta, path, dtype, None)
-
-
 def _ours_from_pretrained(path: Path, dtype: str, budget_nbytes: int) -> Any:
     from streamload.transformers import from_pretrained
 
@@ -126,7 +116,9 @@ WAYS: dict[str, Way] = {
     "transformers, device_map": Way(_mapped),
     "accelerate": Way(_accelerate, needs="accelerate"),
     "streamload, meta": Way(_into_meta, ours=True),
-    "streamload, meta, no budget": Way(_no_budget, ours=True),
+    "streamload, meta, no budget": Way(
+        lambda path, dtype, _: _into_meta(path, dtype, None), ours=True
+    ),
     "streamload, in place": Way(_in_place, ours=True),
     "streamload.transformers": Way(_ours_from_pretrained, ours=True),
     "meta, load_file, half, assign": Way(_assigned, "float16"),
@@ -140,17 +132,12 @@ WAYS: dict[str, Way] = {
 
 
 def load(path: str, way: str, budget_nbytes: int = 2**62) -> Callable[[], dict[str, Any]]:
-    """Load a checkpoint into a model of transformers, on the CPU.
-
-    Args:
-        path: the folder of a Llama in one file, with its config.json.
-        way: one of `WAYS`.
-        budget_nbytes: for streamload.
+    """Load a Llama in one file, with its config.json, into a model of transformers, on the CPU.
 
     Returns:
-        A lap, which says the time of the load, building the model included; the peak of RSS until
-        it was done and until all weights were looked at; by how much the load made anonymous
-        memory grow; a checksum of the weights.
+        A lap of one of `WAYS`, which says the time of the load, building the model included; the
+        peak of RSS until it was done and until all weights were looked at; by how much the load
+        made anonymous memory grow; a checksum of the weights.
     """
     importlib.import_module("transformers")
 

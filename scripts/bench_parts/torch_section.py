@@ -13,7 +13,7 @@ from bench_parts.section import (
     Options,
     Section,
     boxes_here,
-    cached_checkpoint,
+    checkpoint,
     forget,
     in_box,
     need_memory,
@@ -55,7 +55,7 @@ def torch_box(options: Options) -> Section:
     if not ways:
         raise NotHereError(f"no way to load of {', '.join(WAYS)}")
     tiny: dict[str, int] = {}  # peaks of RSS where there is nearly nothing to load
-    with cached_checkpoint(options, SMALL_NBYTES) as path:
+    with checkpoint(options, SMALL_NBYTES) as path:
         for name in ways:
             done = measure(call(JOB, path=str(path), way=name))
             tiny[name] = done.first["rss_peak_nbytes"]
@@ -92,7 +92,7 @@ def _peaks(
 ) -> dict[str, Measured]:
     """Each way with room for everything."""
     peaks: dict[str, Measured] = {}
-    with cached_checkpoint(options, options.nbytes) as path:
+    with checkpoint(options, options.nbytes) as path:
         for name, way in ways.items():
             job = call(JOB, path=str(path), way=name)
             options.say(f"torch: peaks: {name}")
@@ -130,7 +130,7 @@ def _in_box(
     """Each way in the box: the outcomes are added to its row."""
     rows = {row["what"]: row for row in section.rows}
     budget_nbytes = int(options.nbytes * BUDGET_RATIO)
-    with cached_checkpoint(options, options.nbytes, offset_mod_16=offset) as path:
+    with checkpoint(options, options.nbytes, offset_mod_16=offset) as path:
         for name, way in ways.items():
             job = call(JOB, path=str(path), way=name, budget_nbytes=budget_nbytes)
             what = f"torch: {name}, data at {offset} modulo 16"

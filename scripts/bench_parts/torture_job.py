@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from streamload import load_state_dict
+from streamload.bench.loaders import RUNTIMES
 from streamload.bench.processes import process_memory
 
 NUMPY = {
@@ -133,45 +134,10 @@ def _tinygrad(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
 def make_target(case: Mapping[str, Any], raws: Mapping[str, Raw]) -> Any:
     """What a checkpoint is loaded into: a model, or a dict of tensors by name, or None.
 
-    Args:
-        case: its "device", "state", "held" dtype and "kind"; see `torture_section.draw`.
-        raws: the tensors of the checkpoint.
+    The case says "device", "state", "held" dtype and "kind"; see `torture_section.draw`.
     """
     makers: dict[str, Any] = {"host": _host, "torch": _torch}
     return makers.get(case["device"], _tinygrad)(case, raws)
-
-
-def _flat(device: str, tensor: Any) -> np.ndarray[Any, Any]:
-    """The bytes of a loaded tensor."""
-    if device == "host":
-        return np.asarray(tensor).reshape(-1).view(np.uint8)
-    if device == "torch":
-        import torch
-
-        found: np.ndarray[Any, Any] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        return found
-    from tinygrad import Device
-
-    buffer = tensor.uop.base.buffer
-    out = bytearray(buffer.nbytes)
-    Device[device].allocator._copyout(memoryview(out), buffer._buf)
-    return np.frombuffer(out, np.uint8)
-
-
-def _loaded(device: str, model: Any, made: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tensors of what was loaded, by name."""
-    found: Mapping[str, Any]
-    if model is None:
-        return made
-    if device == "torch" and not isinstance(model, dict):
-        found = model.state_dict()
-    elif device in ("CL", "CPU"):
-        from tinygrad.nn.state import get_state_dict
-
-        found = get_state_dict(model)
-    else:
-        found = model
-    return found
 
 
 def wrong(
@@ -180,21 +146,19 @@ def wrong(
     """What is not as numpy casts it from the file, all bytes compared, a block at a time."""
     if set(tensors) != set(raws):
         yield f"{len(set(tensors) ^ set(raws))} names differ"
-    files = {raw.file: open(raw.file, "rb", buffering=0) for raw in raws.values()}  # noqa: SIM115
+    runtime = RUNTIMES.get(device, RUNTIMES["tinygrad"])
     for name, raw in raws.items():
         src, numel = NUMPY[raw.dtype], math.prod(raw.shape)
         dst = src if dtype == "checkpoint" else NUMPY[dtype]
-        flat = _flat(device, tensors[name])
+        flat = np.frombuffer(runtime.bytes_of(tensors[name]), np.uint8)
         if flat.nbytes != numel * dst.itemsize:
             yield f"{name}: {flat.nbytes} bytes"
             continue
         for at in range(0, numel, _BLOCK_NUMEL):
             count = min(_BLOCK_NUMEL, numel - at)
-            start = raw.start + at * src.itemsize
-            read = os.pread(files[raw.file].fileno(), count * src.itemsize, start)
-            wanted = np.frombuffer(read, src).astype(dst).view(np.uint8)
+            wanted = np.fromfile(raw.file, src, count, offset=raw.start + at * src.itemsize)
             here = flat[at * dst.itemsize : (at + count) * dst.itemsize]
-            if not np.array_equal(wanted, here):
+            if not np.array_equal(wanted.astype(dst).view(np.uint8), here):
                 yield f"{name}: from element {at} on"
                 break
 
@@ -250,12 +214,23 @@ class Job:
         self._report, said = _load(self._case, self._model)
         return said
 
+    def _tensors(self) -> Mapping[str, Any]:
+        """What was loaded, by name."""
+        found: Mapping[str, Any] = self._report.state_dict if self._model is None else self._model
+        if isinstance(found, Mapping):
+            return found
+        if self._case["device"] == "torch":
+            return self._model.state_dict()
+        from tinygrad.nn.state import get_state_dict
+
+        return get_state_dict(self._model)
+
     def check(self) -> dict[str, Any]:
         """Compare all bytes."""
         case, found = self._case, []
         if self._report is not None and not case.get("unchecked"):
             with np.errstate(all="ignore"):
-                tensors = _loaded(case["device"], self._model, self._report.state_dict)
+                tensors = self._tensors()
                 raws = tensors_of(Path(case["path"]))
                 found = list(wrong(case["device"], case["options"]["dtype"], tensors, raws))
         return {"wrong": found[:8]}

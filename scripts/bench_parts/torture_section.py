@@ -36,7 +36,6 @@ from bench_parts.section import (
     FILES,
     Options,
     Section,
-    Target,
     boxes_here,
     need_disk,
     need_memory,
@@ -80,13 +79,7 @@ _SAMPLE_S = 0.001
 
 
 def draw(seed: int, number: int, most: int) -> Case:
-    """Draw a case: the same for the same arguments, whatever was drawn before.
-
-    Args:
-        seed: of all cases.
-        number: of this one.
-        most: megabytes that its file may have.
-    """
+    """Draw a case, of at most so many megabytes: the same for the same arguments."""
     rng = random.Random(f"{seed}/{number}")
     device = rng.choice(tuple(STATES))
     src, dtype = rng.choice(DTYPES), rng.choice(("checkpoint", *DTYPES))
@@ -314,15 +307,18 @@ def torture(options: Options) -> Section:
     with ThreadPoolExecutor(jobs) as pool:
         runs = list(pool.map(one, cases))
     note = f"{_NOTE}; {len(drawn) - len(cases)} are left out, whose devices are not here"
-    section = Section("torture", note, rows=_outcomes(runs), targets=_targets(runs), raw=runs)
+    section = Section("torture", note, rows=_outcomes(runs), raw=runs)
+    _judge(section, runs)
     bad = [run for run in runs if run["outcome"] in FAILURES]
     section.failures = [f"#{run['case']['number']}: {run['outcome']}" for run in bad]
     section.tables = {
         "failures; what they take with room, what was predicted, and what the box left": [
             _failure(run) for run in bad
         ],
-        "reported over predicted, of loads that ended": _distribution(_loads(runs, _reported)),
-        "charged over predicted, of loads that ended": _distribution(_loads(runs, _charged)),
+        "reported over predicted, of loads that ended": _distribution(_loads(runs)),
+        "charged over predicted, of loads that ended": _distribution(
+            _loads(runs, lambda ran: ran["taken_nbytes"])
+        ),
     }
     return section
 
@@ -363,7 +359,10 @@ def _outcomes(runs: Sequence[Run]) -> list[dict[str, Any]]:
 Load = tuple[Run, int, int]  # (run, bytes taken, bytes predicted)
 
 
-def _loads(runs: Iterable[Run], taken_nbytes: Callable[[Run], int]) -> list[Load]:
+def _loads(
+    runs: Iterable[Run],
+    taken_nbytes: Callable[[Run], int] = lambda ran: ran["said"]["reported_nbytes"],
+) -> list[Load]:
     """The loads that ended, with room and in boxes."""
     return [
         (run, taken_nbytes(ran), ran["said"]["predicted_nbytes"])
@@ -371,14 +370,6 @@ def _loads(runs: Iterable[Run], taken_nbytes: Callable[[Run], int]) -> list[Load
         for ran in (run["room"], run["boxed"])
         if ran is not None and ran["outcome"] == "loaded"
     ]
-
-
-def _reported(ran: Run) -> int:
-    return int(ran["said"]["reported_nbytes"])
-
-
-def _charged(ran: Run) -> int:
-    return int(ran["taken_nbytes"])
 
 
 def _is_large(run: Run) -> bool:
@@ -419,21 +410,20 @@ def _quantiles(what: str, values: Sequence[float], digits: int) -> dict[str, flo
     }
 
 
-def _targets(runs: Sequence[Run]) -> list[Target]:
-    """What is promised: never over, and not far under."""
-    loads = _loads(runs, _reported)
+def _judge(section: Section, runs: Sequence[Run]) -> None:
+    """Add what is promised: never over, and not far under."""
+    loads = _loads(runs)
     off = sorted(abs(n / p - 1) for run, n, p in loads if _is_large(run) and p >= RATIO_NBYTES)
     small = [abs(n - p) for run, n, p in loads if not _is_large(run)]
     bad = sum(run["outcome"] in FAILURES for run in runs)
     over = sum(taken > predicted for _, taken, predicted in loads)
-    found = [Target("runs that failed", bad, at_most=0)]
-    found.append(Target("loads over what was predicted", over, at_most=0))
+    section.target("runs that failed", bad, at_most=0)
+    section.target("loads over what was predicted", over, at_most=0)
     if off:
-        found.append(Target("100 MB and more: off, median", off[len(off) // 2], at_most=0.01))
-        found.append(Target("100 MB and more: off, p95", off[int(len(off) * 0.95)], at_most=0.02))
+        section.target("100 MB and more: off, median", off[len(off) // 2], at_most=0.01)
+        section.target("100 MB and more: off, p95", off[int(len(off) * 0.95)], at_most=0.02)
     if small:
-        found.append(Target("less than 100 MB: off, bytes", max(small), at_most=SLACK_NBYTES))
-    return found
+        section.target("less than 100 MB: off, bytes", max(small), at_most=SLACK_NBYTES)
 
 
 def usable(maker: boxes.Boxes, options: Options) -> Section:

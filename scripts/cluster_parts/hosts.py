@@ -23,7 +23,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import range_server
@@ -77,21 +76,13 @@ class NoClusterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host.
+    """A host."""
 
-    Attributes:
-        name: its host name; all know it.
-        address: its IPv4 address, on eth0.
-        holder: the process that holds its namespaces.
-        namespace: its network namespace, as the kernel names it.
-        box: its memory cgroup, if memory is limited.
-    """
-
-    name: str
-    address: str
-    holder: int
-    namespace: str
-    box: Box | None = None
+    name: str  # its host name; all know it
+    address: str  # its IPv4 address, on eth0
+    holder: int  # the process that holds its namespaces
+    namespace: str  # its network namespace, as the kernel names it
+    box: Box | None = None  # its memory cgroup, if memory is limited
 
 
 class Cluster:
@@ -131,7 +122,7 @@ class Cluster:
         rates = [_bits_per_second(rate) for rate in (link, storage_link or link)]
         self.hosts: tuple[Host, ...] = ()
         self.storage_url: str | None = None
-        self._tools = _tools()
+        _need_programs()
         self._holders: list[subprocess.Popen[str]] = []
         self._programs: list[tuple[int, subprocess.Popen[Any]]] = []
         self._server: range_server.Serving | None = None
@@ -151,9 +142,12 @@ class Cluster:
             self.hosts = made[:count]
             if memory_nbytes is not None:
                 boxes = Boxes()
-                self.hosts = tuple(self._boxed(host, boxes, memory_nbytes) for host in made[:count])
+                self.hosts = tuple(self._boxed(host, boxes, memory_nbytes) for host in self.hosts)
             if storage is not None:
-                self._serve(storage, made[count])
+                where, within = (made[count].address, STORAGE_PORT), _within(made[count].holder)
+                self._server = range_server.start(storage, where, prefix=within)
+                part = storage.name if storage.is_file() else ""
+                self.storage_url = f"http://{STORAGE_NAME}:{STORAGE_PORT}/{part}"
         except BaseException:
             self.close()
             raise
@@ -189,7 +183,7 @@ class Cluster:
         With what `ENTER` needs to know.
         """
         env = {name: v for name, v in os.environ.items() if name.lower() not in _PROXIES}
-        env["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), *_SYSTEM_PATHS))
+        env["PATH"] = _path()
         env["CLUSTER_HOSTS"] = "\n".join(
             f"{host.name} {host.holder} {host.box.procs if host.box else '-'}"
             for host in self.hosts
@@ -225,10 +219,6 @@ class Cluster:
             raise ValueError("this cluster has no storage")
         return self._server.counts()
 
-    def served_nbytes(self) -> int:
-        """Bytes of files that the storage has sent, headers of HTTP not counted."""
-        return self.served().nbytes
-
     def close(self) -> None:
         """Remove all of it, and end what runs there."""
         assert self._keeper.stdin
@@ -244,12 +234,7 @@ class Cluster:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     # -- how it is made --------------------------------------------------------------------------
@@ -265,16 +250,16 @@ class Cluster:
             content = "\n".join(lines + [f"{where} {who}" for who, where in known.items()]) + "\n"
             hosts.append(Host(name, address, self._hold(name, content), ""))
         for holder in self._holders:
-            self._wait_for(holder)
+            assert holder.stdout
+            said = holder.stdout.readline()
+            if said != "ready\n":
+                said += holder.communicate()[0]
+                raise NoClusterError(f"no namespaces can be made: {said.strip()}")
+            self._remember("namespace", namespace(holder.pid))
         return tuple(replace(host, namespace=namespace(host.holder)) for host in hosts)
 
     def _connect(self, hosts: Sequence[Host], rates: Sequence[float | None]) -> None:
-        """Cables and addresses.
-
-        Args:
-            hosts: to be connected.
-            rates: of a node's cable and of the storage's, in bits per second.
-        """
+        """Cables and addresses; rates are of a node's cable and of the storage's, in bit/s."""
         self._ip(
             self.switch,
             "link set lo up",
@@ -305,8 +290,8 @@ class Cluster:
         """Begin namespaces; the process that holds them."""
         kinds = ("--net", "--uts", "--mount", "--propagation", "private")
         holder = subprocess.Popen(
-            [self._tools["unshare"], *kinds, "--", "sh", "-c", _HOLD, "sh", name, hosts_file],
-            env=self._tool_environment(),
+            ["unshare", *kinds, "--", "sh", "-c", _HOLD, "sh", name, hosts_file],
+            env=os.environ | {"PATH": _path()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -315,14 +300,6 @@ class Cluster:
         )
         self._holders.append(holder)
         return holder.pid
-
-    def _wait_for(self, holder: subprocess.Popen[str]) -> None:
-        assert holder.stdout
-        said = holder.stdout.readline()
-        if said != "ready\n":
-            said += holder.communicate()[0]
-            raise NoClusterError(f"no namespaces can be made: {said.strip()}")
-        self._remember("namespace", namespace(holder.pid))
 
     def _remember(self, kind: str, what: str) -> None:
         assert self._keeper.stdin
@@ -349,7 +326,8 @@ class Cluster:
 
     def _configure(self, tool: str, holder: int, *lines: str) -> None:
         done = subprocess.run(
-            [*self._within(holder), self._tools[tool], "-batch", "-"],
+            [*_within(holder), tool, "-batch", "-"],
+            env=os.environ | {"PATH": _path()},
             input="\n".join(lines) + "\n",
             capture_output=True,
             text=True,
@@ -357,31 +335,23 @@ class Cluster:
         if done.returncode:
             raise NoClusterError(f"{tool} failed: {(done.stderr or done.stdout).strip()}")
 
-    def _within(self, holder: int) -> list[str]:
-        return [self._tools["nsenter"], "--target", str(holder), "--net", "--uts", "--"]
 
-    def _tool_environment(self) -> dict[str, str]:
-        """With the folders in which the tools were found."""
-        folders = dict.fromkeys(str(Path(tool).parent) for tool in self._tools.values())
-        return os.environ | {"PATH": os.pathsep.join((os.environ.get("PATH", ""), *folders))}
-
-    def _serve(self, path: Path, host: Host) -> None:
-        where = (host.address, STORAGE_PORT)
-        self._server = range_server.start(path, where, prefix=self._within(host.holder))
-        part = path.name if path.is_file() else ""
-        self.storage_url = f"http://{STORAGE_NAME}:{STORAGE_PORT}/{part}"
+def _within(holder: int) -> tuple[str, ...]:
+    """What a command is an argument of that runs on a host."""
+    return ("nsenter", "--target", str(holder), "--net", "--uts", "--")
 
 
-def _tools() -> dict[str, str]:
-    """Where the programs are that make networks."""
-    path = os.pathsep.join((os.environ.get("PATH", os.defpath), *_SYSTEM_PATHS))
-    found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
-    missing = [name for name, where in found.items() if where is None]
+def _path() -> str:
+    return os.pathsep.join((os.environ.get("PATH", os.defpath), *_SYSTEM_PATHS))
+
+
+def _need_programs() -> None:
+    """Raise NoClusterError where a program is missing that makes networks."""
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         raise NoClusterError(
             f"not installed: {', '.join(missing)} (Debian: iproute2, mount, util-linux, hostname)"
         )
-    return {name: where for name, where in found.items() if where is not None}
 
 
 def _bits_per_second(rate: str | None) -> float | None:

@@ -42,10 +42,6 @@ def inside(namespaces: Collection[str]) -> Iterator[int]:
 def kill_inside(namespaces: Collection[str], spared: Collection[int] = ()) -> None:
     """Kill the processes in these network namespaces, and those that they start meanwhile.
 
-    Args:
-        namespaces: as the kernel names them.
-        spared: processes that stay.
-
     Raises:
         TimeoutError: the kernel does not let some of them go.
     """

@@ -2,49 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cluster_parts.hosts import ENTER, Cluster, NoClusterError
 
 MASTER_PORT = 29500
-_RENDEZVOUS = f"node-0:{MASTER_PORT}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Program:
-    """A process that was started: a rank, or what has started some.
+    """A process that was started: a rank, or what has started some."""
 
-    Attributes:
-        host: where it runs.
-        process: it.
-    """
-
-    host: int
+    host: int  # where it runs
     process: subprocess.Popen[Any]
+    # what it printed, by stream
+    lines: dict[str, list[str]] = field(default_factory=lambda: {"stdout": [], "stderr": []})
+    ended_s: float = math.inf  # when it ended, by `time.monotonic`
+
+    @property
+    def returncode(self) -> int:
+        """Its exit status; negative for a signal."""
+        return int(self.process.returncode)
+
+    @property
+    def stdout(self) -> str:
+        """What it printed."""
+        return "".join(self.lines["stdout"])
+
+    @property
+    def stderr(self) -> str:
+        """What it complained of."""
+        return "".join(self.lines["stderr"])
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be started.
+    """What is to be started."""
 
-    Attributes:
-        cluster: on which hosts.
-        argv: the program that each rank is, and its arguments.
-        per_host: ranks of a host.
-        env: more environment variables.
-    """
-
-    cluster: Cluster
-    argv: Sequence[str | os.PathLike[str]]
-    per_host: int
-    env: Mapping[str, str]
+    cluster: Cluster  # on which hosts
+    argv: Sequence[str | os.PathLike[str]]  # the program that each rank is, and its arguments
+    per_host: int  # ranks of a host
+    env: Mapping[str, str]  # more environment variables
 
     def start(
         self, host: int, argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str]
@@ -81,25 +88,18 @@ def _bare(job: Job) -> list[Program]:
     ]
 
 
-def _torchrun(job: Job) -> list[Program]:
-    """The ranks follow from the names of the hosts, as text: node-10 comes before node-2."""
-    return _torchrun_with(
-        job, lambda _: ("--rdzv-backend=c10d", f"--rdzv-endpoint={_RENDEZVOUS}", "--rdzv-id=job")
-    )
-
-
-def _torchrun_static(job: Job) -> list[Program]:
-    """The ranks are those of the hosts."""
-    name = job.cluster.hosts[0].name
-    where = (f"--master-addr={name}", f"--master-port={MASTER_PORT}")
-    return _torchrun_with(job, lambda host: (f"--node-rank={host}", *where))
-
-
-def _torchrun_with(job: Job, options: Callable[[int], Sequence[str]]) -> list[Program]:
-    count = len(job.cluster.hosts)
-    shape = (f"--nnodes={count}", f"--nproc-per-node={job.per_host}", "--no-python")
-    run = (sys.executable, "-m", "torch.distributed.run")
-    return [job.start(host, [*run, *shape, *options(host), *job.argv], {}) for host in range(count)]
+def _torchrun(job: Job, static: bool = False) -> list[Program]:
+    """A torchrun a host. By c10d ranks follow from hosts' names, as text: node-10, then node-2."""
+    hosts = job.cluster.hosts
+    met = ["--rdzv-backend=c10d", f"--rdzv-endpoint=node-0:{MASTER_PORT}", "--rdzv-id=job"]
+    if static:  # the ranks are those of the hosts
+        met = [f"--master-addr={hosts[0].name}", f"--master-port={MASTER_PORT}"]
+    shape = [f"--nnodes={len(hosts)}", f"--nproc-per-node={job.per_host}", "--no-python"]
+    run = [sys.executable, "-m", "torch.distributed.run", *shape, *met]
+    return [
+        job.start(host, [*run, *[f"--node-rank={host}"] * static, *job.argv], {})
+        for host in range(len(hosts))
+    ]
 
 
 # No binding to cores, since each host takes all of the machine's for its own; names of ranks at the
@@ -110,16 +110,8 @@ _OF_OPEN_MPI = ("--bind-to", "none", "--tag-output", "--allow-run-as-root")
 #: others, and the environment that has it call `ENTER` in place of ssh, with its arguments.
 #: Sources: mpirun(1) of Open MPI 4.1 and 5.0, mpiexec.hydra --help of MPICH 4.
 _MPIRUNS: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
-    (
-        r"\(Open MPI\) [1-4]\.",
-        ("--host", *_OF_OPEN_MPI),
-        {"OMPI_MCA_plm_rsh_agent": str(ENTER)},
-    ),
-    (
-        r"\(Open MPI\)",
-        ("--host", *_OF_OPEN_MPI),
-        {"PRTE_MCA_plm_ssh_agent": str(ENTER)},
-    ),
+    (r"\(Open MPI\) [1-4]\.", ("--host", *_OF_OPEN_MPI), {"OMPI_MCA_plm_rsh_agent": str(ENTER)}),
+    (r"\(Open MPI\)", ("--host", *_OF_OPEN_MPI), {"PRTE_MCA_plm_ssh_agent": str(ENTER)}),
     (
         r"HYDRA|MPICH|Intel",
         ("-hosts", "-prepend-rank"),
@@ -151,6 +143,6 @@ def _mpirun(job: Job) -> list[Program]:
 LAUNCHERS: dict[str, Callable[[Job], list[Program]]] = {
     "env": _bare,
     "torchrun": _torchrun,
-    "torchrun-static": _torchrun_static,
+    "torchrun-static": partial(_torchrun, static=True),
     "mpirun": _mpirun,
 }

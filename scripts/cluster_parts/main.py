@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from boxes import NoBoxesError
@@ -38,11 +37,7 @@ _FAULT = re.compile(r"(?:node-)?(\d+)@(\d+(?:\.\d+)?)")
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Make hosts, run a command on each, remove them, and exit.
-
-    Args:
-        argv: the arguments of the command line.
-    """
+    """Make hosts, run a command on each, remove them, and exit."""
     parser = _parser()
     options, command = list(argv), list[str]()
     if "--" in options:
@@ -51,16 +46,15 @@ def main(argv: Sequence[str]) -> NoReturn:
     args = parser.parse_args(options)
     if not command:
         parser.error("no command: it follows --")
-    faults = [(Cluster.kill, *fault) for fault in args.kill]
-    faults += [(Cluster.link_down, *fault) for fault in args.link_down]
-    faults += [(Cluster.link_up, *fault) for fault in args.link_up]
+    acts = (Cluster.kill, Cluster.link_down, Cluster.link_up)
+    faults = [(act, *fault) for act in acts for fault in getattr(args, act.__name__)]
     if any(host >= args.count for _, host, _ in faults):
         parser.error(f"there are hosts node-0 to node-{args.count - 1}")
     if args.storage is not None and not args.storage.exists():
         parser.error(f"{args.storage} does not exist")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         make = partial(
             Cluster,
@@ -188,10 +182,6 @@ def _fault(text: str) -> tuple[int, float]:
     if found is None:
         raise argparse.ArgumentTypeError(f"is like node-2@5.5, not {text!r}")
     return int(found[1]), float(found[2])
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _say(what: str) -> None:

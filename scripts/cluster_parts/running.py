@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, Any
 
 from cluster_parts.hosts import Cluster
@@ -22,35 +21,10 @@ OnLine = Callable[[int, str, str], None]
 _REST_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a program ended.
-
-    Attributes:
-        host: where it ran.
-        returncode: its exit status; negative for a signal.
-        ended_s: when, by `time.monotonic`.
-        stdout: what it printed.
-        stderr: what it complained of.
-    """
-
-    host: int
-    returncode: int
-    ended_s: float
-    stdout: str
-    stderr: str
-
-
 class Running:
-    """A program on all hosts of a cluster.
+    """A program on all hosts of a cluster, started by one of `launchers.LAUNCHERS`.
 
-    Args:
-        cluster: the hosts.
-        launcher: one of `launchers.LAUNCHERS`.
-        argv: the program and its arguments.
-        on_line: told of every line, one at a time; of the host's number, whoever started it.
-        per_host: ranks of a host.
-        env: more environment variables.
+    `on_line` is told the number of the host, the stream and the text of every line, one at a time.
 
     Attributes:
         argv: of each rank.
@@ -72,45 +46,30 @@ class Running:
         self._per_host = per_host
         self._tagged = launcher == "mpirun"
         self._lock = threading.Lock()
-        self._said: defaultdict[tuple[int, str], list[str]] = defaultdict(list)
-        self._ended: dict[int, float] = {}
         self._all_ended = threading.Event()
         job = Job(cluster, argv, per_host, {"PYTHONUNBUFFERED": "1", **(env or {})})
         self.programs = LAUNCHERS[launcher](job)
         self._readers = [
-            self._start(self._read, index, stream, pipe)
-            for index, program in enumerate(self.programs)
-            for stream, pipe in (
-                ("stdout", program.process.stdout),
-                ("stderr", program.process.stderr),
-            )
+            self._start(self._read, program, stream, getattr(program.process, stream))
+            for program in self.programs
+            for stream in program.lines
         ]
-        for index, program in enumerate(self.programs):
-            self._start(self._wait, index, program)
+        for program in self.programs:
+            self._start(self._wait, program)
 
-    def wait(self, timeout_s: float | None = None) -> list[Ending]:
+    def wait(self, timeout_s: float | None = None) -> list[Program]:
         """Wait until all have ended.
 
         Raises:
             TimeoutError: some have not.
         """
         if not self._all_ended.wait(timeout_s):
-            left = [p.host for i, p in enumerate(self.programs) if i not in self._ended]
+            left = [program.host for program in self.programs if program.ended_s == math.inf]
             raise TimeoutError(f"on hosts {left} it did not end within {timeout_s} s")
         deadline_s = time.monotonic() + _REST_S
         for reader in self._readers:
             reader.join(max(0.0, deadline_s - time.monotonic()))
-        with self._lock:
-            return [
-                Ending(
-                    program.host,
-                    program.process.returncode,
-                    self._ended[index],
-                    "".join(self._said[index, "stdout"]),
-                    "".join(self._said[index, "stderr"]),
-                )
-                for index, program in enumerate(self.programs)
-            ]
+        return self.programs
 
     @property
     def ended(self) -> bool:
@@ -128,21 +87,20 @@ class Running:
         thread.start()
         return thread
 
-    def _wait(self, index: int, program: Program) -> None:
+    def _wait(self, program: Program) -> None:
         program.process.wait()
         with self._lock:
-            self._ended[index] = time.monotonic()
-            if len(self._ended) == len(self.programs):
+            program.ended_s = time.monotonic()
+            if all(each.ended_s < math.inf for each in self.programs):
                 self._all_ended.set()
 
-    def _read(self, index: int, stream: str, pipe: IO[bytes]) -> None:
+    def _read(self, program: Program, stream: str, pipe: IO[bytes]) -> None:
         with pipe:
             for raw in pipe:
-                host, of, start = self.programs[index].host, stream, 0
+                host, of, start = program.host, stream, 0
                 if self._tagged and (tag := MPI_TAG.match(raw)):  # a rank's, and not mpirun's own
                     host, start = int(tag[1]) // self._per_host, tag.end()
                     of = tag[2].decode() if tag[2] else stream
                 line = raw[start:].decode(errors="replace")
-                with self._lock:
-                    self._said[index, of].append(line)
+                program.lines[of].append(line)
                 self._on_line(host, of, line.rstrip("\n"))

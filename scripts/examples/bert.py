@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, dtypes
+from llama import Config, Embedding
+from tinygrad import Tensor, dtypes, nn
 from tokenizers import Tokenizer
 
 import streamload
-
-Config = dict[str, Any]
 
 
 class Linear:
@@ -36,28 +35,6 @@ class Linear:
         return x.linear(self.weight.float().contiguous().T, self.bias.float())
 
 
-class Embedding:
-    """A table of vectors."""
-
-    def __init__(self, count: int, dim: int) -> None:
-        self.weight = Tensor.empty(count, dim)
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        return self.weight[indices].float()
-
-
-class LayerNorm:
-    """Layer normalisation."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        self.weight = Tensor.empty(dim)
-        self.bias = Tensor.empty(dim)
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.layernorm(eps=self._eps) * self.weight.float() + self.bias.float()
-
-
 class Embeddings:
     """Words, positions and token types (all of the first type here), added."""
 
@@ -67,7 +44,7 @@ class Embeddings:
         self.position_embeddings = Embedding(config["max_position_embeddings"], dim)
         self.token_type_embeddings = Embedding(config["type_vocab_size"], dim)
         self.position_ids = Tensor.empty(1, config["max_position_embeddings"], dtype=dtypes.int64)
-        self.LayerNorm = LayerNorm(dim, config["layer_norm_eps"])
+        self.LayerNorm = nn.LayerNorm(dim, config["layer_norm_eps"])
 
     def __call__(self, ids: Tensor) -> Tensor:
         words = self.word_embeddings(ids)
@@ -101,7 +78,7 @@ class Output:
 
     def __init__(self, inputs: int, config: Config) -> None:
         self.dense = Linear(inputs, config["hidden_size"])
-        self.LayerNorm = LayerNorm(config["hidden_size"], config["layer_norm_eps"])
+        self.LayerNorm = nn.LayerNorm(config["hidden_size"], config["layer_norm_eps"])
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.LayerNorm(self.dense(x) + residual)

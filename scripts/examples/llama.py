@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, dtypes, nn
 
 import streamload
 
@@ -40,17 +40,6 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens].float()
-
-
-class RMSNorm:
-    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        self.weight = Tensor.empty(dim)
-        self._eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self._eps).rsqrt() * self.weight.float()
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
@@ -111,8 +100,8 @@ class Layer:
     def __init__(self, config: Config) -> None:
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
-        self.attention_norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        self.ffn_norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.attention_norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.ffn_norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -126,7 +115,7 @@ class Llama:
         dim, vocab = config["hidden_size"], config["vocab_size"]
         self.tok_embeddings = Embedding(vocab, dim)
         self.layers = [Layer(config) for _ in range(config["num_hidden_layers"])]
-        self.norm = RMSNorm(dim, config["rms_norm_eps"])
+        self.norm = nn.RMSNorm(dim, config["rms_norm_eps"])
         self.output = Linear(dim, vocab)
         if config.get("tie_word_embeddings"):
             self.output.weight = self.tok_embeddings.weight

@@ -85,7 +85,7 @@ def main() -> None:
         if args.logits:
             torch.save(x[0, -1], args.logits)
     if dist.is_initialized():
-        dist.barrier()  # who has sent must not leave before it was received
+        dist.barrier()  # a sender must not leave before what it sent was received
         dist.destroy_process_group()
 
 

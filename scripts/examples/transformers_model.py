@@ -33,10 +33,7 @@ def main() -> None:
 
     prompt = torch.tensor([args.tokens], device=model.device)
     tokens = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=False,
-        max_new_tokens=args.count,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=args.count
     )
     print("tokens:", *tokens[0].tolist())
 

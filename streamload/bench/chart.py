@@ -14,32 +14,20 @@ _LEFT, _RIGHT, _WIDTH, _BAR, _GAP, _TOP = 190, 90, 860, 16, 14, 78
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """The bars of one name.
+    """The bars of one name."""
 
-    Attributes:
-        name: what stands on the left.
-        values: one for each series; None where there is none.
-        ours: drawn in other colours.
-    """
-
-    name: str
-    values: tuple[float | None, ...]
-    ours: bool = False
+    name: str  # what stands on the left
+    values: tuple[float | None, ...]  # one for each series; None where there is none
+    ours: bool = False  # drawn in other colours
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One bar made of parts that lie end to end.
+    """One bar made of parts that lie end to end."""
 
-    Attributes:
-        name: what stands on the left.
-        parts: the length of each; one for each series.
-        label: what stands on the right.
-    """
-
-    name: str
-    parts: tuple[int, ...]
-    label: str
+    name: str  # what stands on the left
+    parts: tuple[int, ...]  # the length of each; one for each series
+    label: str  # what stands on the right
 
 
 #: What parts of a bar are drawn with, in the order of the series, where there are characters only.
@@ -49,17 +37,11 @@ BLOCKS, ASCII = "\u2588\u2593\u2592\u2591\u00b7", "#=~-."
 def draw_text(
     series: Sequence[str], rows: Sequence[Stack], *, width: int, marks: str = BLOCKS
 ) -> list[str]:
-    """Draw bars of parts as lines of text, the longest as wide as there is room for.
+    """Draw bars of parts as lines of text; the last says what the characters stand for.
 
-    Args:
-        series: what the parts of a bar are, at most five; those that no bar has are left out of the
-            legend.
-        rows: from top to bottom.
-        width: columns of a line; bars have at least eight, however long names and labels are.
-        marks: a character for each series: `BLOCKS` or `ASCII`.
-
-    Returns:
-        The lines; the last says what the characters stand for.
+    The longest bar is as wide as ``width`` columns have room for, and at least eight, however long
+    names and labels are. The legend leaves out those of the series, at most five, that no bar has;
+    ``marks`` has a character for each: `BLOCKS` or `ASCII`.
     """
     name = max((len(row.name) for row in rows), default=0)
     label = max((len(row.label) for row in rows), default=0)
@@ -78,17 +60,7 @@ def draw_text(
 
 
 def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
-    """Draw horizontal bars whose parts lie end to end.
-
-    Args:
-        title: the headline.
-        subtitle: a line below.
-        series: what the parts of a bar are, at most five.
-        rows: from top to bottom.
-
-    Returns:
-        The text of an SVG file.
-    """
+    """Draw bars whose parts, of at most five series, lie end to end; the text of an SVG file."""
     most = max([sum(row.parts) for row in rows] + [1])
     right = max(_RIGHT, 7 * max((len(row.label) for row in rows), default=0) + 20)
     scale = (_WIDTH - _LEFT - right) / most
@@ -112,18 +84,9 @@ def draw(
     rows: Sequence[Bars],
     limits: Sequence[tuple[str, float]] = (),
 ) -> str:
-    """Draw horizontal bars.
+    """Draw bars, of at most four series a row; the text of an SVG file.
 
-    Args:
-        title: the headline.
-        subtitle: a line below.
-        unit: of the values.
-        series: what the bars of a row are, at most four.
-        rows: from top to bottom.
-        limits: names and values of vertical lines.
-
-    Returns:
-        The text of an SVG file.
+    The unit is that of the values, and of the limits: vertical lines with names.
     """
     shown = [v for row in rows for v in row.values if v is not None]
     most = max([*shown, *(value for _, value in limits), 1e-9]) * 1.05

@@ -8,31 +8,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from streamload.bench import machine
-from streamload.bench.chart import Bars, draw
 from streamload.bench.loaders import LOADERS, OURS, Loader
-from streamload.bench.processes import (
-    Child,
-    DriverMeter,
-    MeasurementError,
-    Memory,
-    call,
-    measure,
-)
+from streamload.bench.processes import Child, DriverMeter, MeasurementError, call
+from streamload.bench.results import Comparison, Limit, Of, Run
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.page_cache import resident_fraction
 from streamload.devices.names import environment_device, installed, spelled_as, split_name
 from streamload.devices.probing import probe
 from streamload.errors import CheckpointError, DeviceError, DeviceNotFoundError
-from streamload.units import format_bytes, format_table
 
 _RESIDENT = 0.99  # of a file: as much as counts as all of it
 _READ_NBYTES = 2**23
@@ -44,338 +35,35 @@ _DEFAULT_DEVICES = ("cuda:0", "CL", "cpu", "CPU", "host")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is to be compared.
+    """What is to be compared."""
 
-    Attributes:
-        path: the checkpoint.
-        device: a device's name, or None: ``STREAMLOAD_DEVICE``, or the first that works.
-        runs: processes of each loader, in turn.
-        peers: names in `LOADERS`, or None for all that load to the device.
-        states: of the page cache: "warm", "cold".
-        dtype: what all floats become, or "checkpoint".
-        budget: for streamload; the others have none.
-        timeout_s: for each load.
-        cores: how many CPUs the processes may use; 0 for all.
-        sites: for a loader, a folder that comes first on its import path.
-        variants: more ways to use streamload, by a name of their own: what differs of its task
-            ("dtype", "budget", "options").
-        again: in how many rounds the warm processes load a second time; None for all.
-        least_runs: rounds for a loader that takes more than four times as long as streamload;
-            None for all.
-        together: let the processes of a round get ready side by side: quicker on many cores.
-        limits: measure what the machine could do at most.
-        seconds: begin no further round after that time; every loader has one.
-        options: more arguments of `load_state_dict`, for streamload.
-        say: told what is being done.
-    """
-
-    path: str
+    path: str  # the checkpoint
+    # a device's name, or None: ``STREAMLOAD_DEVICE``, or the first that works
     device: str | None = None
-    runs: int = 5
+    runs: int = 5  # processes of each loader, in turn
+    # names in `LOADERS`, or None for all that load to the device
     peers: tuple[str, ...] | None = None
-    states: tuple[str, ...] = ("warm",)
-    dtype: str = "checkpoint"
-    budget: str | int | None = None
-    timeout_s: float = 600.0
-    cores: int = 0
+    states: tuple[str, ...] = ("warm",)  # of the page cache: "warm", "cold"
+    dtype: str = "checkpoint"  # what all floats become, or "checkpoint"
+    budget: str | int | None = None  # for streamload; the others have none
+    timeout_s: float = 600.0  # for each load
+    cores: int = 0  # how many CPUs the processes may use; 0 for all
+    # for a loader, a folder that comes first on its import path
     sites: Mapping[str, str] = field(default_factory=dict)
+    # more ways to use streamload, by a name of their own: what differs of its task ("dtype",
+    # "budget", "options")
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # in how many rounds the warm processes load a second time; None for all
     again: int | None = None
+    # rounds for a loader that takes more than four times as long as streamload; None for all
     least_runs: int | None = None
+    # let the processes of a round get ready side by side: quicker on many cores
     together: bool = False
-    limits: bool = True
-    seconds: float | None = None
+    limits: bool = True  # measure what the machine could do at most
+    seconds: float | None = None  # begin no further round after that time; every loader has one
+    # more arguments of `load_state_dict`, for streamload
     options: Mapping[str, Any] = field(default_factory=dict)
-    say: Callable[[str], None] = lambda text: None
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One process of a loader.
-
-    Attributes:
-        seconds: of the first load of the checkpoint, until the device was synchronised.
-        cpu_s: CPU time of it, of all threads.
-        again_s: of the loads after it, by the median, or None.
-        memory: the most that was held during the first, above what was held before.
-        says: what the loader, and its framework, say of themselves.
-        import_s: importing the loader's modules.
-        open_s: importing the framework, opening the device, and loading a few values.
-    """
-
-    seconds: float
-    cpu_s: float
-    again_s: float | None
-    memory: Memory
-    says: dict[str, Any]
-    import_s: float
-    open_s: float
-
-    @property
-    def pinned_nbytes(self) -> int | None:
-        """Page-locked memory, the largest of what the kernel, loader and framework say."""
-        keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
-        said = [int(self.says[key]) for key in keys if key in self.says]
-        if self.memory.locked_nbytes > 0:
-            said.append(self.memory.locked_nbytes)
-        return max(said, default=None)
-
-
-@dataclass(slots=True)
-class Of:
-    """What was seen of one loader.
-
-    Attributes:
-        name: in `LOADERS`.
-        what: how it is used.
-        versions: of its packages.
-        runs: by state of the page cache.
-        checked: how many of its tensors were compared with the files; None where it failed.
-    """
-
-    name: str
-    what: str
-    versions: dict[str, str] = field(default_factory=dict)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    checked: int | None = None
-
-    def median_s(self, state: str, *, again: bool = False) -> float | None:
-        """Seconds of the whole call."""
-        found = [run.again_s if again else run.seconds for run in self.runs.get(state, ())]
-        return _middle(found)
-
-
-@dataclass(slots=True)
-class Limit:
-    """The most that the machine did, each round.
-
-    Attributes:
-        how: in words.
-        rates: GB/s.
-    """
-
-    how: str
-    rates: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """GB/s."""
-        return median(self.rates)
-
-
-@dataclass(slots=True)
-class Comparison:
-    """What was found.
-
-    Attributes:
-        path: the checkpoint.
-        nbytes: of its tensors.
-        files: how many.
-        tensors: how many.
-        device: where to.
-        dtype: what floats became.
-        cores: how many CPUs each process had.
-        machine: what it ran on.
-        loaders: what was seen, by name; streamload first.
-        limits: by "state, name" ("warm, cached").
-        skipped: why what was asked for is not there, by name.
-        notes: what a reader should know.
-    """
-
-    path: str
-    nbytes: int
-    files: int
-    tensors: int
-    device: str
-    dtype: str
-    cores: int
-    machine: dict[str, str]
-    loaders: dict[str, Of] = field(default_factory=dict)
-    limits: dict[str, Limit] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def rate(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """GB/s of a loader's whole call, by the median."""
-        of = self.loaders.get(name)
-        seconds = of.median_s(state, again=again) if of else None
-        return self.nbytes / 1e9 / seconds if seconds else None
-
-    def times(self, name: str, state: str, *, again: bool = False) -> float | None:
-        """The rate of streamload over that of a loader, by the medians of the whole calls."""
-        ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
-        return ours / other if ours and other else None
-
-    def transfer(self, state: str, name: str = OURS) -> float | None:
-        """GB/s of streamload's reading, casting and copying alone, by the median."""
-        of = self.loaders.get(name)
-        runs = of.runs.get(state, ()) if of else ()
-        said = [run.says for run in runs if "stream_s" in run.says]
-        return _middle([says["read_nbytes"] / 1e9 / says["stream_s"] for says in said])
-
-    def wire(self, state: str) -> float | None:
-        """GB/s of the slowest part of the way, by the median; None where it was not measured."""
-        found = [limit.median for key, limit in self.limits.items() if key.startswith(state)]
-        return min(found, default=None)
-
-    def share(self, state: str) -> float | None:
-        """The rate of streamload's transfer over that of the slowest part of the way."""
-        transfer, wire = self.transfer(state), self.wire(state)
-        return transfer / wire if transfer and wire else None
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it, with each run."""
-        data = asdict(self)
-        for name, of in self.loaders.items():
-            rows: dict[str, Any] = {}
-            for state, runs in of.runs.items():
-                rows[state] = {
-                    "runs": len(runs),
-                    "first": _spread([run.seconds for run in runs], self.nbytes),
-                    "again": _spread([run.again_s for run in runs], self.nbytes),
-                    "times": self.times(name, state),
-                    "times_again": self.times(name, state, again=True),
-                    "host_nbytes": median(run.memory.anon_nbytes for run in runs),
-                    "pinned_nbytes": max((run.pinned_nbytes or 0 for run in runs), default=0),
-                    "device_nbytes": _middle([run.memory.device_nbytes for run in runs]),
-                }
-            data["loaders"][name]["summary"] = rows
-        for key, limit in self.limits.items():
-            data["limits"][key]["median"] = limit.median
-        data["shares"] = {
-            state: {
-                "transfer": self.transfer(state),
-                "limit": self.wire(state),
-                "share": self.share(state),
-            }
-            for state in self.states()
-        }
-        return data
-
-    def states(self) -> list[str]:
-        """The states of the page cache in which something was measured."""
-        return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
-
-    def lines(self) -> list[str]:
-        """For people."""
-        cores = f", {self.cores} CPUs" if self.cores else ""
-        out = [
-            f"{self.path}: {format_bytes(self.nbytes)}, {self.tensors} tensors in {self.files} "
-            f"file{'s' * (self.files != 1)}, to {self.device}, dtype {self.dtype}{cores}"
-        ]
-        for state in self.states():
-            out += ["", *self._table(state)]
-        if self.limits:
-            out.append("")
-        for key, limit in self.limits.items():
-            out.append(f"limit, {key}: {limit.median:.3g} GB/s ({limit.how})")
-        for state in self.states():
-            share, transfer = self.share(state), self.transfer(state)
-            if share and transfer:
-                out.append(
-                    f"{OURS}'s transfer, {state}: {transfer:.3g} GB/s, {share:.0%} of the limit"
-                )
-        out += [f"not compared: {name}: {why}" for name, why in self.skipped.items()]
-        return out + [f"note: {note}" for note in self.notes]
-
-    def rows(self, state: str) -> Iterator[dict[str, Any]]:
-        """What was measured of each loader in a state, by column; None where nothing was."""
-        for name, of in self.loaders.items():
-            runs = of.runs.get(state)
-            if not runs:
-                continue
-            seconds = [run.seconds for run in runs]
-            yield {
-                "loader": f"{name} {next(iter(of.versions.values()), '')}".strip(),
-                "cache": state,
-                "runs": len(runs),
-                "seconds": median(seconds),
-                "from": min(seconds),
-                "to": max(seconds),
-                "GB/s": self.rate(name, state),
-                "again": self.rate(name, state, again=True),
-                "transfer": self.transfer(state, name),
-                "again_s": of.median_s(state, again=True),
-                "streamload is": None if name == OURS else self.times(name, state),
-                "again: streamload is": None
-                if name == OURS
-                else self.times(name, state, again=True),
-                "host": format_bytes(max(run.memory.anon_nbytes for run in runs)),
-                "pinned": _size([run.pinned_nbytes for run in runs]),
-                "machine": format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
-                "device": _size([run.memory.device_nbytes for run in runs]),
-                "checked": of.checked,
-            }
-
-    def _table(self, state: str) -> Iterator[str]:
-        rows = []
-        for row in self.rows(state):
-            numbers = ("GB/s", "again", "streamload is", "again: streamload is")
-            texts = ("host", "pinned", "machine", "device", "checked")
-            rows.append(
-                (
-                    row["loader"],
-                    f"{row['seconds']:.3g}",
-                    f"{row['from']:.3g}-{row['to']:.3g}",
-                    *("" if row[key] is None else f"{row[key]:.3g}" for key in numbers),
-                    *("" if row[key] is None else str(row[key]) for key in texts),
-                )
-            )
-        titles = (
-            *(f"{state} page cache", "seconds", "from-to", "GB/s", "again"),
-            *("streamload is", "again", "host", "pinned", "machine", "device", "checked"),
-        )
-        return format_table(titles, rows, right=len(titles) - 1)
-
-    def svg(self) -> str:
-        """The rates as bars."""
-        states = self.states()
-        series = [
-            (state, again)
-            for state in states
-            for again in (False, True)
-            if any(self.rate(name, state, again=again) for name in self.loaders)
-        ]
-        rows = [
-            Bars(
-                name,
-                tuple(self.rate(name, state, again=again) for state, again in series),
-                ours=name == OURS,
-            )
-            for name in self.loaders
-        ]
-        return draw(
-            f"{Path(self.path).name}: {format_bytes(self.nbytes)} to {self.device}",
-            f"{self.machine.get('CPU', '')}, {self.machine.get('CPUs of this process', '')} CPUs; "
-            "whole call, medians; higher is better",
-            "GB/s",
-            [f"{state}, {'again' if again else 'first'}" for state, again in series],
-            [row for row in rows if any(row.values)],
-            [(key, limit.median) for key, limit in self.limits.items()],
-        )
-
-
-def _size(sizes: Sequence[int | None]) -> str | None:
-    known = [n for n in sizes if n is not None]
-    return format_bytes(max(known)) if known else None
-
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = [n for n in values if n is not None]
-    return median(known) if known else None
-
-
-def _spread(seconds: Sequence[float | None], nbytes: int) -> dict[str, float] | None:
-    known = [s for s in seconds if s is not None]
-    if not known:
-        return None
-    middle = median(known)
-    return {
-        "median_s": middle,
-        "min_s": min(known),
-        "max_s": max(known),
-        "gigabytes_per_second": nbytes / 1e9 / middle,
-    }
+    say: Callable[[str], None] = lambda text: None  # told what is being done
 
 
 # --- the page cache -------------------------------------------------------------------------------
@@ -688,25 +376,3 @@ _LIMITS = {
     "direct": "reading by O_DIRECT",
     "copy": "copying from pinned memory",
 }
-
-
-def refusal(options: Options) -> dict[str, Any]:
-    """Whether a budget of exactly what is predicted succeeds, and a MiB less is refused.
-
-    Returns:
-        What `streamload.bench.worker` says of it.
-
-    Raises:
-        MeasurementError: the load failed.
-    """
-    framework, device = resolve(options.device)
-    job = call(
-        "streamload.bench.worker:refusal",
-        path=str(open_checkpoint(options.path).path),
-        files=(),
-        framework=framework,
-        device=device,
-        dtype=options.dtype,
-        options=dict(options.options),
-    )
-    return measure({**job, "cores": options.cores}, timeout_s=options.timeout_s).first

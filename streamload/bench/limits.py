@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from streamload._system import read_at
@@ -32,26 +33,19 @@ _RING_NBYTES = 64 * _MIB
 _SLOTS = (4 * _MIB, 16 * _MIB)
 _TARGET_NBYTES = 512 * _MIB
 _MOST_ROUNDS = 8  # over files that are so small
+_SPEED = attrgetter("gigabytes_per_second")
 _WINDOW_S = 0.4  # of memory; a disk takes longer to tell
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Bytes moved in a time, and how.
+    """Bytes moved in a time, and how."""
 
-    Attributes:
-        nbytes: how many.
-        seconds: in which time.
-        how: in words.
-        threads: of reads.
-        block_nbytes: each read or copy.
-    """
-
-    nbytes: int
-    seconds: float
-    how: str
-    threads: int = 1
-    block_nbytes: int = 0
+    nbytes: int  # how many
+    seconds: float  # in which time
+    how: str  # in words
+    threads: int = 1  # of reads
+    block_nbytes: int = 0  # each read or copy
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -68,15 +62,10 @@ def read(
     seconds: float | None = None,
     first_block: int = 0,
 ) -> Rate:
-    """Read files in blocks, each thread into one buffer of its own.
+    """Read files in blocks, as if they were one, each thread into one buffer of its own.
 
-    Args:
-        paths: the files; as if they were one.
-        threads: how many read at once, each the next block.
-        block_nbytes: a multiple of 4096.
-        direct: past the page cache.
-        seconds: stop then, and go round until then, but not often; None: every block once.
-        first_block: where to begin.
+    Blocks are multiples of 4096 bytes; ``direct`` reads go past the page cache. With ``seconds`` it
+    goes round until then, but not often, and else reads every block once.
 
     Raises:
         OSError: a file cannot be read like that.
@@ -140,11 +129,7 @@ def fastest(paths: Sequence[str], *, direct: bool) -> Rate:
     for threads, block in itertools.product(counts, blocks):
         at = sum(rate.nbytes for rate in rates) // block + 1
         rates.append(read(paths, threads, block, direct=direct, seconds=seconds, first_block=at))
-    return max(rates, key=_speed)
-
-
-def _speed(rate: Rate) -> float:
-    return rate.gigabytes_per_second
+    return max(rates, key=_SPEED)
 
 
 def copy(index: int) -> Rate:
@@ -164,7 +149,7 @@ def copy(index: int) -> Rate:
     with context.current():
         context.check(driver.cuMemAlloc_v2(ctypes.byref(address), _TARGET_NBYTES), "cuMemAlloc")
     try:
-        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_speed)
+        return max((_copy(context, address.value, slot) for slot in _SLOTS), key=_SPEED)
     finally:
         with context.current():
             driver.cuMemFree_v2(address)

@@ -22,25 +22,15 @@ CHECKED_NBYTES = 2**25  # of one tensor
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be loaded.
+    """What is to be loaded."""
 
-    Attributes:
-        path: the checkpoint, as it was named.
-        files: its shards.
-        framework: whose tensors are made.
-        device: in the spelling of that framework.
-        dtype: what all floats become, or "checkpoint".
-        budget: for streamload, or None.
-        options: more arguments for streamload.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    framework: str
-    device: str
-    dtype: str = "checkpoint"
-    budget: str | int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    path: str  # the checkpoint, as it was named
+    files: tuple[str, ...]  # its shards
+    framework: str  # whose tensors are made
+    device: str  # in the spelling of that framework
+    dtype: str = "checkpoint"  # what all floats become, or "checkpoint"
+    budget: str | int | None = None  # for streamload, or None
+    options: Mapping[str, Any] = field(default_factory=dict)  # more arguments for streamload
 
     @property
     def full_device(self) -> str:
@@ -50,14 +40,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a loader made.
+    """What a loader made."""
 
-    Attributes:
-        tensors: by name.
-        says: what it says of itself: "pinned_nbytes", "stream_s" and so on.
-    """
-
-    tensors: dict[str, Any]
+    tensors: dict[str, Any]  # by name
+    # what it says of itself: "pinned_nbytes", "stream_s" and so on
     says: dict[str, Any] = field(default_factory=dict)
 
 
@@ -334,24 +320,16 @@ def _cast_arrays(tensors: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Loader:
-    """One loader.
+    """One loader."""
 
-    Attributes:
-        load: what is timed.
-        package: the distribution whose version is told.
-        what: how it is used, in words, or "".
-        frameworks: those whose tensors it makes.
-        modules: other `imports` than the package, or none.
-        cuda_only: it loads to CUDA devices alone; else also to the CPU, or what shares its memory.
-        states: of the page cache in which it is compared unless it is asked for by name.
-    """
-
-    load: Callable[[Task], Loaded]
-    package: str
-    what: str = ""
-    frameworks: tuple[str, ...] = ("torch",)
-    modules: tuple[str, ...] = ()
+    load: Callable[[Task], Loaded]  # what is timed
+    package: str  # the distribution whose version is told
+    what: str = ""  # how it is used, in words, or ""
+    frameworks: tuple[str, ...] = ("torch",)  # those whose tensors it makes
+    modules: tuple[str, ...] = ()  # other `imports` than the package, or none
+    # it loads to CUDA devices alone; else also to the CPU, or what shares its memory
     cuda_only: bool = False
+    # of the page cache in which it is compared unless it is asked for by name
     states: tuple[str, ...] = ("warm", "cold")
 
     def takes(self, framework: str, device: str) -> bool:

@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
 from typing import Any, Self
 
 from streamload.devices.cuda import Context
@@ -53,21 +52,16 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was held at one time, or the most of each over a while, in bytes.
+    """What was held at one time, or the most of each over a while, in bytes."""
 
-    Attributes:
-        anon_nbytes: the process's RssAnon + RssShmem (proc_pid_status(5)).
-        file_nbytes: its RssFile: pages of the page cache that it has mapped.
-        locked_nbytes: its VmLck + VmPin; drivers that lock pages by other means do not count there.
-        system_nbytes: memory of the whole machine that is neither free nor page cache: what a
-            driver allocates for a process counts here alone.
-        device_nbytes: memory of the device that is not free, by the driver; None without one.
-    """
-
-    anon_nbytes: int = 0
-    file_nbytes: int = 0
+    anon_nbytes: int = 0  # the process's RssAnon + RssShmem (proc_pid_status(5))
+    file_nbytes: int = 0  # its RssFile: pages of the page cache that it has mapped
+    # its VmLck + VmPin; drivers that lock pages by other means do not count there
     locked_nbytes: int = 0
+    # memory of the whole machine that is neither free nor page cache: what a driver allocates for a
+    # process counts here alone
     system_nbytes: int = 0
+    # memory of the device that is not free, by the driver; None without one
     device_nbytes: int | None = None
 
     def above(self, base: Memory) -> Memory:
@@ -203,12 +197,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(at_once=error is not None)
 
     def ready(self) -> dict[str, Any]:
@@ -332,19 +321,12 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A process from its start to its end.
+    """A process from its start to its end."""
 
-    Attributes:
-        laps: what each lap said: "seconds", "cpu_s", and more.
-        wall_s: from its start to its end.
-        cpu_s: user and system seconds, also of the processes that it waited for.
-        peak_nbytes: the most RssAnon + RssShmem, by the kernel's counters.
-    """
-
-    laps: tuple[dict[str, Any], ...]
-    wall_s: float
-    cpu_s: float
-    peak_nbytes: int
+    laps: tuple[dict[str, Any], ...]  # what each lap said: "seconds", "cpu_s", and more
+    wall_s: float  # from its start to its end
+    cpu_s: float  # user and system seconds, also of the processes that it waited for
+    peak_nbytes: int  # the most RssAnon + RssShmem, by the kernel's counters
 
     @property
     def first(self) -> dict[str, Any]:

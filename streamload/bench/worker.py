@@ -21,17 +21,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from streamload.bench.loaders import (
-    CHECKED_NBYTES,
-    LOADERS,
-    RUNTIMES,
-    Loaded,
-    Task,
-    sample,
-)
+from streamload.bench.loaders import CHECKED_NBYTES, LOADERS, RUNTIMES, Loaded, Task, sample
 from streamload.bench.machine import installed_version
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.errors import PlanInfeasibleError, StreamloadError
+from streamload.errors import StreamloadError
 
 _MOST_SAID = 300  # characters of an error
 _FEW = 64  # elements of a tensor
@@ -57,13 +50,15 @@ class _Load:
         for name in self._loader.imports:
             importlib.import_module(name)
         imported = time.perf_counter()
+        package = self._loader.package
+        version = getattr(sys.modules.get(package.replace("-", "_")), "__version__", "")
         self._runtime.open(self._task.device)
         with suppress(Exception):  # what is wrong with the loader, its lap says
             self._load_little()
         return {
             "import_s": imported - begun,
             "open_s": time.perf_counter() - imported,
-            "versions": {self._loader.package: _version(self._loader.package)},
+            "versions": {package: installed_version(package) or version},
         }
 
     def _load_little(self) -> None:
@@ -140,48 +135,6 @@ class _Call:
         return said
 
 
-def refusal(**given: Any) -> Callable[[], Said]:
-    """A budget of what a load is predicted to take succeeds, and one of a MiB less is refused.
-
-    The refusal is to come before anything is allocated, by the framework's own counter.
-
-    Args:
-        **given: what a `Task` has.
-    """
-    from streamload.devices.names import framework
-    from streamload.load import load_state_dict, plan
-
-    task = Task(**given)
-    RUNTIMES[task.framework].open(task.device)
-    stated = {"device": task.full_device, "dtype": task.dtype, **task.options}
-
-    def lap() -> Said:
-        (planned,) = plan(task.path, **stated).devices
-        exact = planned.peak_nbytes
-        device = framework(task.framework).device(task.device)
-        before = device.allocated_nbytes()
-        refused, said = False, ""
-        try:
-            load_state_dict(None, task.path, budget=exact - 2**20, progress=False, **stated)
-        except PlanInfeasibleError as error:
-            refused, said = True, str(error)
-        allocated = device.allocated_nbytes()
-        report = load_state_dict(None, task.path, budget=exact, progress=False, **stated)
-        return {
-            "weights_nbytes": report.resident_nbytes,
-            "exact_nbytes": exact,
-            "held_nbytes": report.held_nbytes[planned.device],
-            "measured_nbytes": report.measured_nbytes.get(planned.device),
-            "refused": refused,
-            "refusal": said,
-            "allocated_before": before,
-            "allocated_after_refusal": allocated,
-            "loaded": len(report.state_dict),
-        }
-
-    return lap
-
-
 def again(lap: Callable[[], Said]) -> Said:
     """Do a lap again, a short one many times; the middle of the seconds counts."""
     seconds: list[float] = []
@@ -219,11 +172,3 @@ def _in_words(error: BaseException) -> str:
         return f"not installed: {error}"
     text = " ".join(str(error).split())[:_MOST_SAID]
     return text if isinstance(error, StreamloadError) else f"{type(error).__name__}: {text}"
-
-
-def _version(package: str) -> str:
-    found = installed_version(package)
-    if found:
-        return found
-    module = importlib.import_module(package.replace("-", "_"))
-    return str(getattr(module, "__version__", ""))

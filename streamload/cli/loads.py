@@ -179,8 +179,7 @@ def load(
     """
     asked = {**flags.read_flags(given), **flags.read_place(given)}
     asked["progress"] = False if no_progress else "auto"
-    launch = find_launch()
-    silent = False
+    launch, silent = find_launch(), False
     if launch is not None and launch.size != 1:
         if isinstance(asked["device"], list):
             raise ValueError("over nodes, each rank loads to one device: start a rank for each")
@@ -202,12 +201,9 @@ def load(
         from streamload.verify import verify as compare
 
         problems = [str(m) for m in compare(report, open_checkpoint(path))]
+    said = {"verified": not problems, "mismatches": problems} if verify else {}
     if as_json and not silent:
-        data = json.loads(report.to_json())
-        if verify:
-            data["verified"] = not problems
-            data["mismatches"] = problems
-        print_json(data)
+        print_json(json.loads(report.to_json()) | said)
     elif not silent:
         print_lines(*str(report).splitlines())
         if verify and not problems:

@@ -8,13 +8,15 @@ while a collective waits. Engines: ``nodes/torch.py`` and ``nodes/mpi.py``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from streamload.errors import PeerFailedError
+from streamload.errors import NodeError, PeerFailedError
 
 _SHORT_NBYTES = 1016
+_PART_NBYTES = 2**30  # of a broadcast at once: one count of MPI's is an int
 
 
 class Store(Protocol):
@@ -28,6 +30,7 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes | None:
         """A value, or None where there is none yet; does not wait for one."""
+        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, by position, in as few messages as the engine can."""
@@ -65,6 +68,7 @@ class Group(Protocol):
             mine: contiguous bytes, of the same length on every rank; may be a part of ``out``.
             out: contiguous writable bytes; ``len(out) == size * len(mine)``.
         """
+        self.all_gather_begin(mine, out)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
         """The same, begun: what is returned waits for its end.
@@ -83,32 +87,20 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a launcher told this process.
+    """What a launcher told this process."""
 
-    Attributes:
-        launcher: what told it, for messages.
-        engine_hint: the engine that goes with it: "torch" or "mpi".
-        rank: this process, from 0.
-        size: how many there are, or None where only the engine knows.
-        local_rank: which one on this host, or None where not told.
-        local_size: how many on this host, or None where not told.
-        host: the name of this host.
-        meeting: where torch's ranks meet, as a URL, or "" where nothing says so.
-        attempt: which start of the program this is, where the launcher starts it again.
-    """
-
-    launcher: str
-    engine_hint: str
-    rank: int
-    size: int | None
-    local_rank: int | None
-    local_size: int | None
-    host: str
-    meeting: str = ""
-    attempt: str = "0"
+    launcher: str  # what told it, for messages
+    engine_hint: str  # the engine that goes with it: "torch" or "mpi"
+    rank: int  # this process, from 0
+    size: int | None  # how many there are, or None where only the engine knows
+    local_rank: int | None  # which one on this host, or None where not told
+    local_size: int | None  # how many on this host, or None where not told
+    host: str  # the name of this host
+    meeting: str = ""  # where torch's ranks meet, as a URL, or "" where nothing says so
+    attempt: str = "0"  # which start of the program this is, where the launcher starts it again
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A store of one process."""
 
     def __init__(self) -> None:
@@ -120,69 +112,99 @@ class MemoryStore:
         with self._lock:
             self._values[key] = bytes(value)
 
-    def get(self, key: str) -> bytes | None:
-        """A value, or None."""
-        with self._lock:
-            return self._values.get(key)
-
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, as they were at one moment."""
         with self._lock:
             return [self._values.get(key) for key in keys]
 
 
-class Alone:
-    """The group of one."""
+class Engine(Group):
+    """The collectives of a `Group`, over the two of a library that may fail once and for all.
 
-    def __init__(self) -> None:
-        self.rank = 0
-        self.size = 1
-        self.engine = "none"
-        self.store: Store = MemoryStore()
+    A subclass sets `engine` and `store`, and has what these names stand for.
+    """
+
+    _errors: tuple[type[Exception], ...]  # of the library
+    _told: Callable[[Exception], str]
+    _start: Callable[..., Callable[[], None]]  # as `_begin`, and as the library fails
+
+    def __init__(self, library: Any, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._library = library  # whose methods are called; None when the group is closed
+        self._failed = False
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """The bytes given."""
-        return [bytes(data)]
+        """Everyone's bytes: short messages by one collective, others by two."""
+        head = len(data).to_bytes(8, "little") + data[:_SHORT_NBYTES]
+        found = self._blocks(head, 8 + _SHORT_NBYTES)
+        lengths = [int.from_bytes(block[:8], "little") for block in found]
+        longest = max(lengths)
+        if longest > _SHORT_NBYTES:
+            rest = self._blocks(data[_SHORT_NBYTES:], longest - _SHORT_NBYTES)
+            found = [first + more for first, more in zip(found, rest, strict=True)]
+        return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
+
+    def _blocks(self, data: bytes, nbytes: int) -> list[bytes]:
+        """Everyone's bytes, each made as long as ``nbytes``."""
+        out = bytearray(self.size * nbytes)
+        self.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
+        return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(self.size)]
 
     def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The bytes given."""
-        return sent(data, root, self)
+        """The root's bytes: first the length."""
+        data = sent(data, root, self)
+        length = memoryview(bytearray(len(data).to_bytes(8, "little")))
+        self._broadcast(length, root)
+        nbytes = int.from_bytes(length, "little")
+        found = data if self.rank == root else bytearray(nbytes)
+        for start in range(0, nbytes, _PART_NBYTES):
+            self._broadcast(memoryview(found)[start : start + _PART_NBYTES], root)
+        return bytes(found)
 
-    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """Copy the block."""
-        check_blocks(mine, out, self.size)
-        out.cast("B")[:] = mine.cast("B")
+    def _broadcast(self, part: memoryview, root: int) -> None:
+        """Send bytes, or receive them in place."""
+
+    def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
+        """Begin a call of the library; what is returned waits for its end."""
+        if self._library is None:
+            raise NodeError(f"rank {self.rank}", "the group is closed")
+        if self._failed:
+            raise lost("the group is of no use after a failure")
+        with self._losses():
+            end = self._start(name, *arguments)
+
+        def wait() -> None:
+            with self._losses():
+                end()
+
+        return wait
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            self._failed = True
+            raise lost(self._told(error)) from error
+
+
+class Alone(Engine):
+    """The group of one."""
+
+    engine = "none"
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, 1)
+        self.store = MemoryStore()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
         """Copy the block."""
-        self.all_gather_into(mine, out)
-        return _done
+        check_blocks(mine, out, self.size)
+        out.cast("B")[:] = mine.cast("B")
+        return lambda: None
 
     def close(self, failed: bool = False) -> None:
         """Nothing to let go of."""
-
-
-def _done() -> None:
-    """There is nothing to wait for."""
-
-
-def allgather(group: Group, data: bytes) -> list[bytes]:
-    """`Group.allgather` of an engine that gathers blocks: short messages by one, others by two."""
-    head = len(data).to_bytes(8, "little") + data[:_SHORT_NBYTES]
-    found = _blocks(group, head, 8 + _SHORT_NBYTES)
-    lengths = [int.from_bytes(block[:8], "little") for block in found]
-    longest = max(lengths)
-    if longest > _SHORT_NBYTES:
-        rest = _blocks(group, data[_SHORT_NBYTES:], longest - _SHORT_NBYTES)
-        found = [first + more for first, more in zip(found, rest, strict=True)]
-    return [block[8 : 8 + length] for block, length in zip(found, lengths, strict=True)]
-
-
-def _blocks(group: Group, data: bytes, nbytes: int) -> list[bytes]:
-    """Everyone's bytes, each made as long as ``nbytes``."""
-    out = bytearray(group.size * nbytes)
-    group.all_gather_into(memoryview(data.ljust(nbytes, b"\0")), memoryview(out))
-    return [bytes(out[rank * nbytes : (rank + 1) * nbytes]) for rank in range(group.size)]
 
 
 def sent(data: bytes | None, root: int, group: Group) -> bytes:

@@ -32,27 +32,16 @@ _TOLD = ("beat", "node", "stage", "all_at", "left", "done_nbytes", "total_nbytes
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of a rank.
+    """What is known of a rank."""
 
-    Attributes:
-        node: its node, or "rank 3" until it has said.
-        beat: the number of its last beat that was seen.
-        silent_s: seconds since then in which this process looked for another one.
-        done_nbytes: file bytes that it has loaded.
-        total_nbytes: file bytes that it will load.
-        stage: the last stage that it has come to; see `Heartbeat.arrive`.
-        all_at: of rank 0: the last stage that all have come to.
-        left: whether it has ended.
-    """
-
-    node: str
-    beat: int = -1
-    silent_s: float = 0.0
-    done_nbytes: int = 0
-    total_nbytes: int = 0
-    stage: int = 0
-    all_at: int = 0
-    left: bool = False
+    node: str  # its node, or "rank 3" until it has said
+    beat: int = -1  # the number of its last beat that was seen
+    silent_s: float = 0.0  # seconds since then in which this process looked for another one
+    done_nbytes: int = 0  # file bytes that it has loaded
+    total_nbytes: int = 0  # file bytes that it will load
+    stage: int = 0  # the last stage that it has come to; see `Heartbeat.arrive`
+    all_at: int = 0  # of rank 0: the last stage that all have come to
+    left: bool = False  # whether it has ended
 
 
 class Heartbeat:
@@ -107,12 +96,12 @@ class Heartbeat:
                 peer.node = node
 
     def progress(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Say how far this rank is, and tell who asked how far all are."""
+        """Say how far this rank is, and on rank 0 report how far all are."""
         self._mine.done_nbytes, self._mine.total_nbytes = done_nbytes, total_nbytes
         self.report()
 
     def report(self) -> None:
-        """On rank 0, tell who asked how far all are."""
+        """On rank 0, call `on_progress` with what all have done."""
         if self._group.rank == 0:
             self.on_progress(sum(peer.done_nbytes for peer in self.peers))
 
@@ -123,7 +112,7 @@ class Heartbeat:
 
     @contextmanager
     def listening(self, listener: Callable[[PeerFailedError], None]) -> Iterator[None]:
-        """Have a function called with what is lost meanwhile or was before, from any thread."""
+        """Call a function with a loss, one from before or one that comes, from any thread."""
         with self._news:
             self._listener = listener
             loss = self._loss
@@ -304,7 +293,7 @@ class Heartbeat:
         return f"{self._prefix}/lost"
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Ask the store; who keeps it is rank 0, or lives where it does."""
+        """Ask the store, which rank 0 or its host keeps."""
         try:
             answer = call()
         except PeerFailedError as error:

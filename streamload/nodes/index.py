@@ -55,15 +55,10 @@ def write_index(checkpoint: Checkpoint) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A checkpoint as another rank has it.
+    """A checkpoint as another rank has it."""
 
-    Attributes:
-        checkpoint: its headers, with its files in a folder of this rank.
-        samples: digests of blocks of each file, by its name; see `sample`.
-    """
-
-    checkpoint: Checkpoint
-    samples: Mapping[str, str]
+    checkpoint: Checkpoint  # its headers, with its files in a folder of this rank
+    samples: Mapping[str, str]  # digests of blocks of each file, by its name; see `sample`
 
     @classmethod
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:

@@ -14,100 +14,65 @@ import atexit
 import socket
 import sys
 import time
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from streamload.errors import NodeError
-from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
+from streamload.nodes.group import Engine, Group, Launch, Store, check_blocks, lost
 from streamload.nodes.store import open_store
 
 _NAPS_S = (2e-5, 1e-2)  # the shortest and the longest; between them, a thousandth of the wait
-_ROOM_NBYTES = 1 << 30  # one count of MPI's is an int: longer messages go in parts of this
 
 #: What a lost peer left unfinished: requests, and their memory, which MPI may still write to. If
 #: there is any, MPI cannot be ended in order: that would wait for the peer.
 _unfinished: list[object] = []
 
 
-class MpiGroup:
+class MpiGroup(Engine):
     """Collectives of MPI on host memory."""
 
+    engine = "mpi"
+
     def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
-        self.rank: int = comm.Get_rank()
-        self.size: int = comm.Get_size()
-        self.engine = "mpi"
+        super().__init__(comm, comm.Get_rank(), comm.Get_size())
+        self._errors = (mpi.Exception, TimeoutError)
         self._mpi = mpi
-        self._comm = comm
         self._timeout = timeout
-        self._failed = False
         self._shared = open_store(self, timeout)
         self.store: Store = self._shared
 
-    def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes."""
-        return allgather(self, data)
-
-    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes: first the length."""
-        data = sent(data, root, self)
-        length = array("q", [len(data)])
-        self._run("Ibcast", length, root)
-        found = data if self.rank == root else bytearray(length[0])
-        for start in range(0, length[0], _ROOM_NBYTES):
-            part = memoryview(found)[start : start + _ROOM_NBYTES]
-            self._run("Ibcast", [part, self._mpi.BYTE], root)
-        return bytes(found)
-
-    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """Everyone's block into one buffer, straight from and to the memory given."""
-        self.all_gather_begin(mine, out)()
+    def _broadcast(self, part: memoryview, root: int) -> None:
+        self._begin("Ibcast", [part, self._mpi.BYTE], root)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """The same, which goes on while this or another one is waited for."""
+        """See `Group.all_gather_begin`."""
         check_blocks(mine, out, self.size)
-        byte = self._mpi.BYTE
         here = self.rank * mine.nbytes
         # through its own place in the output: MPI forbids that the two overlap
         out.cast("B")[here : here + mine.nbytes] = mine.cast("B")
-        return self._begin("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, byte])
+        return self._begin("Iallgather", self._mpi.IN_PLACE, [out, mine.nbytes, self._mpi.BYTE])
 
     def close(self, failed: bool = False) -> None:
         """Leave the store, rank 0 last, and give back the communicator."""
         self._shared.close()
         if failed:
-            _unfinished.append(self._comm)
-        elif self._comm is not None and not self._failed:
-            self._comm.Free()  # waits for nobody in Open MPI and MPICH
-        self._comm = None
+            _unfinished.append(self._library)
+        elif self._library is not None and not self._failed:
+            self._library.Free()  # waits for nobody in Open MPI and MPICH
+        self._library = None
 
-    def _run(self, name: str, *arguments: object) -> None:
-        self._begin(name, *arguments)()
-
-    def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
-        if self._comm is None:
-            raise NodeError(f"rank {self.rank}", "the group is closed")
-        if self._failed:
-            raise lost("the group is of no use after a failure")
-        with self._losses():
-            under_way = getattr(self._comm, name)(*arguments), arguments
+    def _start(self, name: str, *arguments: object) -> Callable[[], None]:
+        under_way = getattr(self._library, name)(*arguments), arguments
         _unfinished.append(under_way)
 
         def wait() -> None:
-            with self._losses():
-                _wait(under_way[0], self._timeout)
+            _wait(under_way[0], self._timeout)
             _unfinished[:] = [other for other in _unfinished if other is not under_way]
 
         return wait
 
-    @contextmanager
-    def _losses(self) -> Iterator[None]:
-        try:
-            yield
-        except (self._mpi.Exception, TimeoutError) as error:
-            self._failed = True
-            raise lost(f"MPI: {error}") from error
+    def _told(self, error: Exception) -> str:
+        return f"MPI: {error}"
 
 
 def launched(launch: Launch, timeout: float) -> Group:

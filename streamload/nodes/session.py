@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from streamload.errors import NodeError, PeerFailedError, StreamloadError
@@ -25,21 +24,13 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank, as all know it.
+    """A rank, as all know it."""
 
-    Attributes:
-        rank: its rank in the group.
-        node: its node id, unique in the group.
-        host: the host that it runs on.
-        local_rank: which of the ranks of that host it is, from 0.
-        local_size: how many ranks run there.
-    """
-
-    rank: int
-    node: str
-    host: str
-    local_rank: int
-    local_size: int
+    rank: int  # its rank in the group
+    node: str  # its node id, unique in the group
+    host: str  # the host that it runs on
+    local_rank: int  # which of the ranks of that host it is, from 0
+    local_size: int  # how many ranks run there
 
 
 class Session:
@@ -108,12 +99,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
@@ -173,7 +159,7 @@ class Session:
         return self.together(lambda: self.group.broadcast(mine))
 
     def together(self, call: Callable[[], T]) -> T:
-        """Run a collective; where it fails, raise who was lost."""
+        """Run a collective; where it fails, raise the loss behind it."""
         try:
             return call()
         except PeerFailedError as error:

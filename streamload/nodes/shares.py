@@ -180,25 +180,21 @@ def make_shares(
     for member in members:
         if budgets[member.rank] < 1:
             raise NodeError(member.node, "has no budget left for weights")
-    by_node = {member.node: member for member in members}
     nodes = ordered(Node(m.node, budgets[m.rank]) for m in members)
-    ends: dict[str, tuple[range, bool, bool]] = {}
-    names: Mapping[str, tuple[str, ...]]
+    made = planned(nodes if split == "layers" else [Node("all", 2**62)])
     if split == "layers":
-        made = planned(nodes)
-        owned: dict[str, list[str]] = {node.name: [] for node in nodes}
-        for p in made.placements:
-            owned[p.device].append(p.name)
-        names = {node: tuple(held) for node, held in owned.items()}
+        names = _grouped(nodes, {p.name: p.device for p in made.placements})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
-        made = planned([Node("all", 2**62)])
         names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split)
-    if len(nodes) == 1 or split == "replicate":  # who has everything has all layers and both ends
+        ends = {}
+    if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
-        ends = dict.fromkeys(by_node, (whole.layers, whole.has_embedding, whole.has_head))
+        every = (whole.layers, whole.has_embedding, whole.has_head)
+        ends = {node.name: every for node in nodes}
     placements = {p.name: p for p in made.placements}
-    order = [by_node[node.name].rank for node in nodes]
+    rank_of = {member.node: member.rank for member in members}
+    ranks = [rank_of[node.name] for node in nodes]
     shares = []
     sizes: dict[int, tuple[int, int]] = {}  # of lists of names: replicas have one
     for index, node in enumerate(nodes):
@@ -206,29 +202,23 @@ def make_shares(
         if id(mine) not in sizes:
             held = [placements[name] for name in mine]
             sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
-        layers, embedding, head = ends.get(node.name, (range(0), False, False))
-        shares.append(
-            Share(
-                node=node.name,
-                rank=order[index],
-                index=index,
-                layers=layers,
-                has_embedding=embedding,
-                has_head=head,
-                parameters=mine,
-                nbytes=sizes[id(mine)][0],
-                source_nbytes=sizes[id(mine)][1],
-                budget_nbytes=node.budget,
-                previous_rank=order[index - 1] if index else None,
-                next_rank=order[index + 1] if index + 1 < len(order) else None,
-            )
+        nbytes, source_nbytes = sizes[id(mine)]
+        if nbytes > node.budget:
+            largest = sorted(((name, placements[name].nbytes) for name in mine), key=_by_size)
+            raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
+        share = Share(
+            node.name,
+            ranks[index],
+            index,
+            *ends.get(node.name, (range(0), False, False)),
+            parameters=mine,
+            nbytes=nbytes,
+            source_nbytes=source_nbytes,
+            budget_nbytes=node.budget,
+            previous_rank=ranks[index - 1] if index else None,
+            next_rank=ranks[index + 1] if index + 1 < len(ranks) else None,
         )
-    for share in shares:
-        if share.nbytes > share.budget_nbytes:
-            largest = sorted(((n, placements[n].nbytes) for n in share.parameters), key=_by_size)
-            raise PlanInfeasibleError(
-                share.node, share.nbytes, share.budget_nbytes, largest=largest[:3]
-            )
+        shares.append(share)
     said = split if isinstance(split, str) else getattr(split, "__qualname__", repr(split))
     return ClusterPlan(path, said, tuple(shares), rank, placements)
 
@@ -251,6 +241,14 @@ def _names(
     return _checked(split(nodes, sizes), nodes, sizes)
 
 
+def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
+    """The names of each node, in their order."""
+    names: dict[str, list[str]] = {node.name: [] for node in nodes}
+    for name, node in owner.items():
+        names[node].append(name)
+    return {node: tuple(held) for node, held in names.items()}
+
+
 def _balanced(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
     """The largest first, each to the node that is then the least full of its budget."""
     taken, budgets = np.zeros(len(nodes)), np.array([node.budget for node in nodes], float)
@@ -259,10 +257,7 @@ def _balanced(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Mapping[str, t
         best = int(np.argmin((taken + nbytes) / budgets))  # of equals the first
         owner[name] = nodes[best].name
         taken[best] += nbytes
-    names: dict[str, list[str]] = {node.name: [] for node in nodes}
-    for name in sizes:
-        names[owner[name]].append(name)
-    return {node: tuple(held) for node, held in names.items()}
+    return _grouped(nodes, {name: owner[name] for name in sizes})
 
 
 def _checked(

@@ -136,9 +136,9 @@ class _Keeper(MemoryStore):
                 self._forget(client)
 
     def _drop_strangers(self, most: int) -> None:
-        """Hang up on all but the newest so many of those who have not proved yet to know the key.
+        """Hang up on all but the newest of those that have not proved to know the key.
 
-        One of ours does so within milliseconds: who came first is a stranger.
+        One of ours does so within milliseconds: the oldest are strangers.
         """
         with self._changed:
             for client in list(self._unproven)[: max(len(self._unproven) - most, 0)]:
@@ -183,7 +183,7 @@ class _Keeper(MemoryStore):
         """Stop answering, when the others have left or after a few seconds."""
         with self._changed:
             if not self._closed:
-                # also after a failure: the others may not have read here yet who was lost
+                # also after a failure: the others may not have read here yet which rank was lost
                 self._changed.wait_for(lambda: not self._clients, self._farewell_s)
             self._closed = True
             for client in (*self._clients, *self._unproven):
@@ -192,7 +192,7 @@ class _Keeper(MemoryStore):
         self._listener.close()
 
 
-class _Client:
+class _Client(Store):
     """The store as the other ranks see it."""
 
     def __init__(self, addresses: Sequence[str], port: int, key: bytes, timeout: float) -> None:
@@ -227,10 +227,6 @@ class _Client:
     def set(self, key: str, value: bytes) -> None:
         """Write a value; it is there when this returns."""
         self._ask({"set": key, "value": value.decode("latin-1")})
-
-    def get(self, key: str) -> bytes | None:
-        """A value, or None."""
-        return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """Values of several keys, as they were at one moment, in one message."""

@@ -14,8 +14,8 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,13 +25,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from streamload.errors import NodeError, PeerFailedError
-from streamload.nodes.group import Group, Launch, Store, allgather, check_blocks, lost, sent
+from streamload.nodes.group import Engine, Group, Launch, Store, check_blocks, lost
 from streamload.nodes.store import gloo_interfaces, interface_address, open_store
 
 _NAPS_S = (2e-4, 5e-3)  # between looks at what is under way, the shortest and the longest
 _NAP_SHARE = 0.1  # of the time waited so far
 _LOOK_S = 0.05  # between looks for ranks that are to come
-_FAREWELL_S = 3.0  # at most, for the others to see who did not come
+_FAREWELL_S = 3.0  # at most, for the others to see which ranks did not come
 _AWAY = "away"  # in the place of what a rank says when it comes
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
@@ -39,87 +39,53 @@ _AWAY = "away"  # in the place of what a rank says when it comes
 _launched: dict[tuple[str, int, int], Any] = {}
 
 
-class TorchGroup:
+class TorchGroup(Engine):
     """Gloo collectives on host memory."""
 
+    engine = "torch"
+    _errors = (RuntimeError,)  # gloo's only kind: a timeout, a broken connection
+
     def __init__(self, gloo: Any, timeout: float, address: str = "") -> None:
-        self.rank: int = gloo.rank()
-        self.size: int = gloo.size()
-        self.engine = "torch"
-        self._gloo = gloo
-        self._failed = False
+        super().__init__(gloo, gloo.rank(), gloo.size())
         self._shared = open_store(self, timeout, address)
         self.store: Store = self._shared
 
-    def allgather(self, data: bytes) -> list[bytes]:
-        """Everyone's bytes."""
-        return allgather(self, data)
-
-    def broadcast(self, data: bytes | None, root: int = 0) -> bytes:
-        """The root's bytes: first the length."""
-        data = sent(data, root, self)
-        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        self._run("broadcast", length, root)
-        if not int(length):
-            return b""
-        if self.rank == root:
-            self._run("broadcast", _bytes_of(memoryview(data)), root)
-            return data
-        found = bytearray(int(length))
-        self._run("broadcast", _bytes_of(memoryview(found)), root)
-        return bytes(found)
-
-    def all_gather_into(self, mine: memoryview, out: memoryview) -> None:
-        """Everyone's block into one buffer, straight from and to the memory given."""
-        self.all_gather_begin(mine, out)()
+    def _broadcast(self, part: memoryview, root: int) -> None:
+        self._begin("broadcast", _bytes_of(part), root)()
 
     def all_gather_begin(self, mine: memoryview, out: memoryview) -> Callable[[], None]:
-        """The same, on a thread of gloo's."""
+        """See `Group.all_gather_begin`; a thread of gloo's does it."""
         check_blocks(mine, out, self.size)
         if not mine.nbytes:
             return lambda: None
         newer, older = "all_gather_single", "_allgather_base"
-        name = newer if hasattr(self._gloo, newer) else older
+        name = newer if hasattr(self._library, newer) else older
         return self._begin(name, _bytes_of(out), _bytes_of(mine))
 
     def close(self, failed: bool = False) -> None:
         """Leave the store, rank 0 last, and let go of gloo."""
         self._shared.close()
-        if failed and self._gloo is not None:
+        if failed and self._library is not None:
             # its end would wait for what is under way with the rank that is lost, until the timeout
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
-        self._gloo = None
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._library))
+        self._library = None
 
-    def _run(self, name: str, *arguments: object) -> None:
-        self._begin(name, *arguments)()
-
-    def _begin(self, name: str, *arguments: object) -> Callable[[], None]:
-        if self._gloo is None:
-            raise NodeError(f"rank {self.rank}", "the group is closed")
-        if self._failed:
-            raise lost("the group is of no use after a failure")
-        with self._losses():
-            work = getattr(self._gloo, name)(*arguments)
+    def _start(self, name: str, *arguments: object) -> Callable[[], None]:
+        work = getattr(self._library, name)(*arguments)
 
         def wait() -> None:
-            with self._losses():
-                # Not in gloo: when the program ends, Python ends a thread of its own that comes
-                # back from C++ in a way that C++ takes for a crash.
-                began = time.monotonic()
-                while not work.is_completed():
-                    waited = time.monotonic() - began
-                    time.sleep(min(max(waited * _NAP_SHARE, _NAPS_S[0]), _NAPS_S[1]))
-                work.wait()
+            # Not in gloo: when the program ends, Python ends a thread of its own that comes
+            # back from C++ in a way that C++ takes for a crash.
+            began = time.monotonic()
+            while not work.is_completed():
+                waited = time.monotonic() - began
+                time.sleep(min(max(waited * _NAP_SHARE, _NAPS_S[0]), _NAPS_S[1]))
+            work.wait()
 
         return wait
 
-    @contextmanager
-    def _losses(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # gloo's only kind: a timeout, a broken connection
-            self._failed = True
-            raise lost(f"gloo: {_summary(error)}") from error
+    def _told(self, error: Exception) -> str:
+        return f"gloo: {_summary(error)}"
 
 
 def launched(launch: Launch, timeout: float) -> Group:
@@ -221,20 +187,10 @@ def _group(
     end: float,
     keeper: int | None = None,
 ) -> Group:
-    """Meet in a store.
-
-    Args:
-        store: of all ranks.
-        prefix: of the keys.
-        rank: this one.
-        size: how many there are.
-        timeout: seconds of each collective.
-        end: until when the others are waited for.
-        keeper: the rank that keeps the store, where it is known.
-    """
+    """Meet in a store of all ranks; ``end`` is until when the others are waited for."""
     interfaces = gloo_interfaces()
     try:
-        # first: who cannot take part does not say that it has come
+        # first: a rank that cannot take part does not say that it has come
         devices = [c10d.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     except RuntimeError as error:
         problem = f"GLOO_SOCKET_IFNAME={','.join(interfaces)}: {_summary(error)}"

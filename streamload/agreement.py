@@ -1,0 +1,319 @@
+"""What the ranks of a load agree on before any of them loads: who loads what, and how.
+
+These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from streamload.checkpoint.checkpoint import locate, open_checkpoint
+from streamload.decide import Decision, Options, Place
+from streamload.devices.names import framework, spelled_as, split_name
+from streamload.errors import NodeError, PlanInfeasibleError, PlanMismatchError, StreamloadError
+from streamload.load import split
+from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
+from streamload.nodes.index import Index, check_present, write_index
+from streamload.nodes.session import Member, Session
+from streamload.nodes.shares import ClusterPlan, Split, make_shares
+from streamload.options import NameOptions, WeightOptions
+from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
+from streamload.planning.demand import Wants
+from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
+
+#: The options that decide what a plan is, whatever a rank's budget is.
+_PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
+_REPLANS = 3  # how often nodes may find that a plan does not fit with their staging
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call asks for, the same on every rank but for the path, the budget and the device."""
+
+    path: str | os.PathLike[str]
+    options: Options
+    split: Split
+    given: Mapping[str, Any]  # the options as they were given
+    device: str | None
+    verify: str = "crc32"
+    strict: bool = True
+
+    def __post_init__(self) -> None:
+        """Validate the arguments."""
+        if self.options.room.cache is not None and self.split not in ("layers", "replicate"):
+            raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise ValueError(
+                f"expected the path of a checkpoint, not {type(self.path).__name__}: each rank "
+                "finds its files by it"
+            )
+        if self.device is not None and not isinstance(self.device, str):
+            raise ValueError(
+                f"a rank loads to one device, not {self.device!r}: start a rank for each"
+            )
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What must be the same on every rank, as text, beside what a plan's digest is of."""
+        rules = self.options.policy.rules
+        said = {
+            "dtype": {pattern: dtype or "checkpoint" for pattern, dtype in rules},
+            "out_of_range": self.options.knobs.out_of_range,
+            "context": self.options.room.cache,
+            "split": self.split if isinstance(self.split, str) else "a function",
+            "verify": self.verify,
+            "strict": self.strict,
+        }
+        return {name: str(value) for name, value in said.items()}
+
+
+class Agreement:
+    """What all ranks know before anyone loads.
+
+    Attributes:
+        index: the checkpoint.
+        place: the model and the device of this rank; None where no device was looked at.
+        options: with this rank's part of the host.
+        block_nbytes: most that is exchanged at once, under "replicate".
+        plan: who loads what.
+    """
+
+    def __init__(self, session: Session, asked: Asked, model: Any) -> None:
+        """Go through the stages up to the plan; without a model, of a part without one."""
+        self._session, self._asked = session, asked
+        self.place: Place | None = None
+        data = session.share("the checkpoint", lambda: write_index(open_checkpoint(asked.path)))
+
+        def check() -> tuple[Index, list[str]]:
+            index = Index.read(data, *locate(asked.path))
+            return index, index.check()
+
+        self.index, self._missing = session.step("its files", check)
+        offers = session.exchange("its device", lambda: self._offer(model))
+        self._check_alike(offers)
+        # of each rank, in bytes
+        self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
+        room = min(offered["room"] for offered in offers)
+        self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
+        self.plan = self._planned(self._budgets)
+        self.options = session.step("its options", self._mine)
+
+    def _offer(self, model: Any) -> dict[str, Any]:
+        """What this rank's device may hold, and how it would decide about bfloat16."""
+        options, name = self._asked.options, self._asked.device or "device"
+        checkpoint, sharing = self.index.checkpoint, self._session.me.local_size
+        # what is exchanged is a part of what was stated for the host; else it comes beside what is
+        # staged, 32 MiB of a host for all ranks there or a little more
+        room = BLOCKS * BLOCK_NBYTES // sharing
+        if options.budget.host_stated:
+            room = options.budget.host_nbytes // sharing - MIN_HOST_NBYTES
+        undecided = Wants.every(checkpoint).needs_native_bf16(options.policy)
+        if model is None and not undecided and options.budget.is_stated(name):
+            nbytes = options.budget.resolve(name, None) - options.room.reserve_nbytes
+            return {"room": room, "budget": max(nbytes, 0), "bf16": None}
+        self.place = self._look(model, options)
+        (spec,) = self.place.specs(options, undecided)
+        nbytes, reserved = spec.budget_nbytes, options.room.reserve_nbytes
+        if not options.budget.is_stated(spec.name) and spec.shared_memory:
+            # all ranks of this host found the same memory free, and each keeps some of it so
+            nbytes = max((nbytes + reserved) // sharing - reserved, 0)
+        return {"room": room, "budget": nbytes, "bf16": spec.native_bf16 if undecided else None}
+
+    def _look(self, model: Any, options: Options) -> Place:
+        """The model, and the one device that this rank loads to."""
+        place = Place.look(model, options, self._asked.device)
+        if len(place.devices.opened) != 1:
+            raise ValueError(
+                f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "
+                "each"
+            )
+        return place
+
+    def _check_alike(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse devices that would not hold the same dtypes, where no dtype was asked for."""
+        members = self._session.members
+        runs = {True: "computes in bfloat16", False: "has no bfloat16", None: "was not asked"}
+        for member in members:
+            here, first = offers[member.rank]["bf16"], offers[0]["bf16"]
+            if here != first:
+                raise PlanMismatchError(
+                    member.node,
+                    f"{runs[here]}, and {members[0].node} {runs[first]}: "
+                    "pass the dtype that all should have",
+                )
+
+    def _mine(self) -> Options:
+        """The options with this rank's part of its host."""
+        options, session = self._asked.options, self._session
+        sharing = session.me.local_size
+        opened = self.place.devices.opened if self.place is not None else {}
+        infos = [device.info for device in opened.values()]
+        stated = options.budget.host_stated
+        staging, held = options.budget.host_nbytes // sharing, 0
+        nbytes = max(self._budgets[session.me.rank] + options.room.reserve_nbytes, 1)
+        reader, reserve_nbytes = options.knobs.reader, options.room.reserve_nbytes
+        if self._asked.split == "replicate" and session.group.size > 1:
+            if reader in ("mmap", "direct"):
+                raise ValueError(
+                    'split="replicate" reads files by pread, for all ranks together, and not with '
+                    f'reader="{reader}"'
+                )
+            if options.knobs.page_cache == "drop":
+                raise ValueError(
+                    'split="replicate" leaves the page cache: page_cache="drop" is not'
+                )
+            reader = "pread"  # what is exchanged is read into memory
+            held = held_nbytes(self.index.checkpoint, session.group.size, self.block_nbytes)
+            if any(info.shared_memory for info in infos):
+                reserve_nbytes += held
+        needed = MIN_HOST_NBYTES + held
+        if stated and staging < needed and not all(info.host_visible for info in infos):
+            raise PlanInfeasibleError(
+                STAGING,
+                needed,
+                staging,
+                limit=f"host budget of each of {sharing} ranks" if sharing > 1 else "host budget",
+                would_fit=[f'Budget(..., host="{-(-needed * sharing // 2**20)}MiB")'],
+            )
+        staging = max(staging - held if stated else staging, MIN_HOST_NBYTES)
+        return replace(
+            options,
+            budget=Budget(dict.fromkeys(opened, nbytes) or nbytes, host=staging),
+            knobs=replace(options.knobs, reader=reader),
+            room=replace(options.room, reserve_nbytes=reserve_nbytes),
+            cpus=max(available_cpus() // sharing, 1),
+            host_held_nbytes=held,
+        )
+
+    def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
+        """Plan, and see that all planned the same."""
+        session, asked, checkpoint = self._session, self._asked, self.index.checkpoint
+        given = {name: value for name, value in asked.given.items() if name in _PLANNED}
+        given["out_of_range"] = asked.options.knobs.out_of_range
+
+        def planned(nodes: Sequence[Node]) -> Plan:
+            return split(checkpoint, nodes=nodes, **given)
+
+        made: list[ClusterPlan] = []
+        problems: list[StreamloadError] = []
+
+        def plan() -> list[Any]:
+            rank, path = session.me.rank, str(checkpoint.path)
+            try:
+                made.append(make_shares(path, rank, session.members, budgets, asked.split, planned))
+            except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
+                problems.append(error)
+            return [made[0].digest if made else str(problems[0]), asked.terms]
+
+        plans = session.exchange("its plan", plan)
+        here, (first, wanted) = session.members[0].node, plans[0]
+        for member in session.members:
+            digest, terms = plans[member.rank]
+            for name in (name for name in terms if terms[name] != wanted.get(name)):
+                raise PlanMismatchError(
+                    member.node,
+                    f"was asked for {name}={terms[name]}, and {here} for {wanted.get(name)}: "
+                    "ask for the same on every rank",
+                )
+            if digest != first:
+                raise PlanMismatchError(
+                    member.node,
+                    f"planned another split than {here}: rename, mapping, and the function of a "
+                    "split must give the same on every rank",
+                )
+        if problems:
+            raise problems[0]
+        return made[0]
+
+    def prepare(self) -> Decision:
+        """Plan this rank's own load, and see that all can.
+
+        What a load takes beside weights (scratch, the allocator's rounding) is known to the rank
+        alone. Where it does not fit, all plan again with that node's budget made smaller by as
+        much.
+        """
+        made: list[Decision] = []
+
+        def prepare(last: bool) -> int:
+            place = self.place or self._look(None, self.options)
+            try:
+                made.append(self._own_load(place))
+            except PlanInfeasibleError as error:
+                if last or error.device not in place.devices.opened:
+                    raise
+                return error.needed_nbytes - error.budget_nbytes
+            return 0
+
+        stated = self._budgets
+        again = _REPLANS if self._asked.split in ("layers", "balanced") else 0
+        for left in range(again, -1, -1):
+            made.clear()
+            short = self._session.exchange("its part", partial(prepare, not left))
+            if not any(short):
+                break
+            share = {s.rank: s.nbytes for s in self.plan.shares}
+            self._budgets = tuple(
+                max(min(budget, share[rank]) - by, 1) if by else budget
+                for rank, (budget, by) in enumerate(zip(self._budgets, short, strict=True))
+            )
+            try:
+                self.plan = self._planned(self._budgets)
+            except PlanInfeasibleError as error:
+                members = self._session.members
+                rank = next((m.rank for m in members if m.node == error.device), None)
+                if rank is None:
+                    raise
+                raise PlanInfeasibleError(  # of what was stated, with what else the load takes
+                    error.device,
+                    error.needed_nbytes + stated[rank] - self._budgets[rank],
+                    stated[rank],
+                    largest=error.largest,
+                    would_fit=error.would_fit,
+                ) from None
+        return made[0]
+
+    def _own_load(self, place: Place) -> Decision:
+        """Plan the load of this rank's share."""
+        plan, whole, options = self.plan, self.index.checkpoint, self.options
+        fill = plan.sources(plan.mine)
+        wanted = {r.tensor for source in fill.values() for r in source.rows}
+        tensors = {name: info for name, info in whole.tensors.items() if name in wanted}
+        shards = {info.shard for info in tensors.values()}
+        part = replace(
+            whole,
+            shards=tuple(header for header in whole.shards if header.path in shards),
+            tensors=MappingProxyType(tensors),
+        )
+        check_present(part, self._missing)
+        others = plan.placements.keys() - fill.keys()
+        parameters = [
+            p
+            for p in place.parameters
+            if others.isdisjoint(p.names) or not fill.keys().isdisjoint(p.names)
+        ]
+        if plan.split == "layers" and not plan.mine.layers:
+            # of no layers: the names here tell of none
+            options = replace(options, room=replace(options.room, cache=None))
+        place = replace(place, parameters=parameters)
+        return Decision.make(place, part, options, (fill, [], {}), self._asked.strict)
+
+
+def own_device(device: str | None, me: Member) -> str | None:
+    """A device by its number, where several ranks of a host ask for one without: each has its own.
+
+    tinygrad does not tell how many it has, and where there are fewer than ranks they may share.
+    """
+    if not isinstance(device, str) or me.local_size == 1:
+        return device
+    named, name = split_name(device)
+    if not name or ":" in name or (named or spelled_as(name)) != "torch":
+        return device
+    known = framework("torch").candidates()
+    alike = [other for other in known if other.partition(":")[0] == name.lower()]
+    return alike[me.local_rank] if len(alike) >= me.local_size else device

@@ -1,0 +1,267 @@
+"""What a comparison of loaders found: as figures, as a table, as JSON and as a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from streamload.bench.chart import Bars, draw
+from streamload.bench.loaders import OURS
+from streamload.bench.processes import Memory
+from streamload.units import format_bytes, format_table
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One process of a loader."""
+
+    seconds: float  # of the first load of the checkpoint, until the device was synchronised
+    cpu_s: float  # CPU time of it, of all threads
+    again_s: float | None  # of the loads after it, by the median, or None
+    memory: Memory  # the most that was held during the first, above what was held before
+    says: dict[str, Any]  # what the loader, and its framework, say of themselves
+    import_s: float  # importing the loader's modules
+    open_s: float  # importing the framework, opening the device, and loading a few values
+
+    @property
+    def pinned_nbytes(self) -> int | None:
+        """Page-locked memory, the largest of what the kernel, loader and framework say."""
+        keys = ("pinned_nbytes", "staging_nbytes", "torch_pinned_nbytes")
+        said = [int(self.says[key]) for key in keys if key in self.says]
+        if self.memory.locked_nbytes > 0:
+            said.append(self.memory.locked_nbytes)
+        return max(said, default=None)
+
+
+@dataclass(slots=True)
+class Of:
+    """What was seen of one loader."""
+
+    name: str  # in `LOADERS`
+    what: str  # how it is used
+    versions: dict[str, str] = field(default_factory=dict)  # of its packages
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by state of the page cache
+    # how many of its tensors were compared with the files; None where it failed
+    checked: int | None = None
+
+    def median_s(self, state: str, *, again: bool = False) -> float | None:
+        """Seconds of the whole call."""
+        found = [run.again_s if again else run.seconds for run in self.runs.get(state, ())]
+        return _middle(found)
+
+
+@dataclass(slots=True)
+class Limit:
+    """The most that the machine did, each round."""
+
+    how: str  # in words
+    rates: list[float] = field(default_factory=list)  # GB/s
+
+    @property
+    def median(self) -> float:
+        """GB/s."""
+        return median(self.rates)
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What was found."""
+
+    path: str  # the checkpoint
+    nbytes: int  # of its tensors
+    files: int  # how many
+    tensors: int  # how many
+    device: str  # where to
+    dtype: str  # what floats became
+    cores: int  # how many CPUs each process had
+    machine: dict[str, str]  # what it ran on
+    loaders: dict[str, Of] = field(default_factory=dict)  # what was seen, by name; streamload first
+    limits: dict[str, Limit] = field(default_factory=dict)  # by "state, name" ("warm, cached")
+    # why what was asked for is not there, by name
+    skipped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a reader should know
+
+    def rate(self, name: str, state: str, *, again: bool = False) -> float | None:
+        """GB/s of a loader's whole call, by the median."""
+        of = self.loaders.get(name)
+        seconds = of.median_s(state, again=again) if of else None
+        return self.nbytes / 1e9 / seconds if seconds else None
+
+    def times(self, name: str, state: str, *, again: bool = False) -> float | None:
+        """The rate of streamload over that of a loader, by the medians of the whole calls."""
+        ours, other = (self.rate(n, state, again=again) for n in (OURS, name))
+        return ours / other if ours and other else None
+
+    def transfer(self, state: str, name: str = OURS) -> float | None:
+        """GB/s of streamload's reading, casting and copying alone, by the median."""
+        of = self.loaders.get(name)
+        runs = of.runs.get(state, ()) if of else ()
+        said = [run.says for run in runs if "stream_s" in run.says]
+        return _middle([says["read_nbytes"] / 1e9 / says["stream_s"] for says in said])
+
+    def wire(self, state: str) -> float | None:
+        """GB/s of the slowest part of the way, by the median; None where it was not measured."""
+        found = [limit.median for key, limit in self.limits.items() if key.startswith(state)]
+        return min(found, default=None)
+
+    def share(self, state: str) -> float | None:
+        """The rate of streamload's transfer over that of the slowest part of the way."""
+        transfer, wire = self.transfer(state), self.wire(state)
+        return transfer / wire if transfer and wire else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with each run."""
+        data = asdict(self)
+        for name, of in self.loaders.items():
+            rows: dict[str, Any] = {}
+            for state, runs in of.runs.items():
+                rows[state] = {
+                    "runs": len(runs),
+                    "first": _spread([run.seconds for run in runs], self.nbytes),
+                    "again": _spread([run.again_s for run in runs], self.nbytes),
+                    "times": self.times(name, state),
+                    "times_again": self.times(name, state, again=True),
+                    "host_nbytes": median(run.memory.anon_nbytes for run in runs),
+                    "pinned_nbytes": max((run.pinned_nbytes or 0 for run in runs), default=0),
+                    "device_nbytes": _middle([run.memory.device_nbytes for run in runs]),
+                }
+            data["loaders"][name]["summary"] = rows
+        for key, limit in self.limits.items():
+            data["limits"][key]["median"] = limit.median
+        data["shares"] = {
+            state: {
+                "transfer": self.transfer(state),
+                "limit": self.wire(state),
+                "share": self.share(state),
+            }
+            for state in self.states()
+        }
+        return data
+
+    def states(self) -> list[str]:
+        """The states of the page cache in which something was measured."""
+        return list(dict.fromkeys(state for of in self.loaders.values() for state in of.runs))
+
+    def lines(self) -> list[str]:
+        """For people."""
+        cores = f", {self.cores} CPUs" if self.cores else ""
+        out = [
+            f"{self.path}: {format_bytes(self.nbytes)}, {self.tensors} tensors in {self.files} "
+            f"file{'s' * (self.files != 1)}, to {self.device}, dtype {self.dtype}{cores}"
+        ]
+        for state in self.states():
+            out += ["", *self._table(state)]
+        if self.limits:
+            out.append("")
+        for key, limit in self.limits.items():
+            out.append(f"limit, {key}: {limit.median:.3g} GB/s ({limit.how})")
+        for state in self.states():
+            share, transfer = self.share(state), self.transfer(state)
+            if share and transfer:
+                out.append(
+                    f"{OURS}'s transfer, {state}: {transfer:.3g} GB/s, {share:.0%} of the limit"
+                )
+        out += [f"not compared: {name}: {why}" for name, why in self.skipped.items()]
+        return out + [f"note: {note}" for note in self.notes]
+
+    def rows(self, state: str) -> Iterator[dict[str, Any]]:
+        """What was measured of each loader in a state, by column; None where nothing was."""
+        for name, of in self.loaders.items():
+            runs = of.runs.get(state)
+            if not runs:
+                continue
+            seconds = [run.seconds for run in runs]
+            yield {
+                "loader": f"{name} {next(iter(of.versions.values()), '')}".strip(),
+                "cache": state,
+                "runs": len(runs),
+                "seconds": median(seconds),
+                "from": min(seconds),
+                "to": max(seconds),
+                "GB/s": self.rate(name, state),
+                "again": self.rate(name, state, again=True),
+                "transfer": self.transfer(state, name),
+                "again_s": of.median_s(state, again=True),
+                "streamload is": None if name == OURS else self.times(name, state),
+                "again: streamload is": None
+                if name == OURS
+                else self.times(name, state, again=True),
+                "host": format_bytes(max(run.memory.anon_nbytes for run in runs)),
+                "pinned": _size([run.pinned_nbytes for run in runs]),
+                "machine": format_bytes(max(0, *(run.memory.system_nbytes for run in runs))),
+                "device": _size([run.memory.device_nbytes for run in runs]),
+                "checked": of.checked,
+            }
+
+    def _table(self, state: str) -> Iterator[str]:
+        rows = []
+        for row in self.rows(state):
+            numbers = ("GB/s", "again", "streamload is", "again: streamload is")
+            texts = ("host", "pinned", "machine", "device", "checked")
+            rows.append(
+                (
+                    row["loader"],
+                    f"{row['seconds']:.3g}",
+                    f"{row['from']:.3g}-{row['to']:.3g}",
+                    *("" if row[key] is None else f"{row[key]:.3g}" for key in numbers),
+                    *("" if row[key] is None else str(row[key]) for key in texts),
+                )
+            )
+        titles = (
+            *(f"{state} page cache", "seconds", "from-to", "GB/s", "again"),
+            *("streamload is", "again", "host", "pinned", "machine", "device", "checked"),
+        )
+        return format_table(titles, rows, right=len(titles) - 1)
+
+    def svg(self) -> str:
+        """The rates as bars."""
+        states = self.states()
+        series = [
+            (state, again)
+            for state in states
+            for again in (False, True)
+            if any(self.rate(name, state, again=again) for name in self.loaders)
+        ]
+        rows = [
+            Bars(
+                name,
+                tuple(self.rate(name, state, again=again) for state, again in series),
+                ours=name == OURS,
+            )
+            for name in self.loaders
+        ]
+        return draw(
+            f"{Path(self.path).name}: {format_bytes(self.nbytes)} to {self.device}",
+            f"{self.machine.get('CPU', '')}, {self.machine.get('CPUs of this process', '')} CPUs; "
+            "whole call, medians; higher is better",
+            "GB/s",
+            [f"{state}, {'again' if again else 'first'}" for state, again in series],
+            [row for row in rows if any(row.values)],
+            [(key, limit.median) for key, limit in self.limits.items()],
+        )
+
+
+def _size(sizes: Sequence[int | None]) -> str | None:
+    known = [n for n in sizes if n is not None]
+    return format_bytes(max(known)) if known else None
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [n for n in values if n is not None]
+    return median(known) if known else None
+
+
+def _spread(seconds: Sequence[float | None], nbytes: int) -> dict[str, float] | None:
+    known = [s for s in seconds if s is not None]
+    if not known:
+        return None
+    middle = median(known)
+    return {
+        "median_s": middle,
+        "min_s": min(known),
+        "max_s": max(known),
+        "gigabytes_per_second": nbytes / 1e9 / middle,
+    }
