@@ -193,7 +193,7 @@ print(json.dumps([sorted(set(sys.modules) - before), started]))
 """
 
 
-@pytest.mark.parametrize("device", ["host", "CPU"])
+@pytest.mark.parametrize("device", ["host", pytest.param("CPU", marks=pytest.mark.slow)])
 def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: str) -> None:
     """On a machine where nothing is kept, imports and probes of the device come before the time."""
     if device == "CPU":
