@@ -179,29 +179,30 @@ class Staged:
         """Threads, slots and ledger are in order, and each parameter is what the state says."""
         assert [t.name for t in threading.enumerate() if t.name.startswith("streamload")] == []
         self.device.check_ended()
-        names = [p.name for p in self.plan.placements]
+        placements, found = list(self.plan.placements), entries(self.net)
+        names = [p.name for p in placements]
         assert sorted((*state.loaded, *state.untouched, *state.invalid)) == sorted(names)
         held = 0
         allocated = 0
-        for p in self.plan.placements:
+        for p in placements:
             if p.action == "in_place" or p.name in state.loaded:
                 held += p.resident_nbytes
                 allocated += p.nbytes if p.action != "in_place" else 0
             elif p.name in state.untouched:
                 held += p.released_nbytes
-            self.check_parameter(p.name, state)
+            self.check_parameter(p.name, getattr(torch, p.dst.name), found, state)
         assert self.ledger.held(self.device.name) == held
         assert self.ledger.held(STAGING) == 0
         assert self.device.allocated_nbytes() == allocated
 
-    def check_parameter(self, name: str, state: LoadState) -> None:
+    def check_parameter(
+        self, name: str, dtype: Any, found: Mapping[str, Any], state: LoadState
+    ) -> None:
         """All that is tied under a name is loaded, as it was, or raises when used."""
-        found = entries(self.net)
-        p = next(p for p in self.plan.placements if p.name == name)
         for tied in self.matched.parameters[name].names:
             tensor = found[tied]
             if name in state.loaded:
-                assert same_bits(tensor, self.new[name].to(getattr(torch, p.dst.name))), tied
+                assert same_bits(tensor, self.new[name].to(dtype)), tied
             elif name in state.untouched:
                 old = self.before[tied]
                 assert not isinstance(tensor, (InvalidParameter, InvalidTensor))
