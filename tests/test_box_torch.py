@@ -79,7 +79,11 @@ def _run(
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(META, marks=pytest.mark.slow), "streamload, in place", META_FLOAT16]
+    "way",
+    [
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (META, "streamload, in place")),
+        META_FLOAT16,
+    ],
 )
 def test_streamload_finishes_in_the_weights_and_a_base(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int, checksums: dict[str, int], way: str
@@ -91,6 +95,7 @@ def test_streamload_finishes_in_the_weights_and_a_base(
     assert done.said["crc32"] == checksums[WAYS[way].dtype]
 
 
+@pytest.mark.slow
 def test_what_is_built_before_it_is_loaded_is_killed(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int
 ) -> None:
