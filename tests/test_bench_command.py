@@ -258,6 +258,7 @@ def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> Non
     assert not found.loaders
 
 
+@pytest.mark.slow
 def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> None:
     """The same loader with other arguments, under a name of its own, in the same rounds."""
     path = tmp_checkpoint(2_000_000)

@@ -185,7 +185,7 @@ def test_the_limit_of_a_group_above_counts(cgroup: Boxes, checkpoint: Path) -> N
     assert "does not fit" in done.stderr
 
 
-@pytest.mark.parametrize("reader", ["auto", "mmap"])
+@pytest.mark.parametrize("reader", ["auto", pytest.param("mmap", marks=pytest.mark.slow)])
 def test_a_load_in_place_beside_little_free_memory_is_not_killed(
     cgroup: Boxes, checkpoint: Path, reader: str
 ) -> None:

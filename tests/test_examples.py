@@ -141,6 +141,7 @@ def test_torch_two_devices_plans_without_them(small_checkpoint: Path) -> None:
     assert last.startswith("The plan alone, since it takes two devices to load: device cuda:98: ")
 
 
+@pytest.mark.slow  # the README runs the same
 def test_torch_dispatch_runs_what_accelerate_dispatched(small_checkpoint: Path) -> None:
     """The report's device map is what accelerate takes; one device is enough."""
     needs.module("torch")
