@@ -297,7 +297,9 @@ def test_what_was_resident_before_stays(large: Path, kind: ResolvedKind, share: 
         pass
     assert nothing_else(before, resident(large), len(before) // 50)
     absent = set(range(-(-LARGE // PAGE))) - before
-    assert cache.dropped_nbytes == sum(min(PAGE, LARGE - page * PAGE) for page in absent)
+    absent_nbytes = sum(min(PAGE, LARGE - page * PAGE) for page in absent)
+    # and those few that the kernel took before the load looked
+    assert 0 <= cache.dropped_nbytes - absent_nbytes <= len(before) // 50 * PAGE
 
 
 def test_bytes_that_are_read_again_are_dropped_again(large: Path) -> None:
