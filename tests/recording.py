@@ -379,7 +379,7 @@ class Disk:
 
 
 class RecordedReader:
-    """A real reader, and what its disk makes of it. Who takes its descriptor asks the disk."""
+    """A real reader, and what its disk makes of it. Readers by its descriptor ask the disk."""
 
     def __init__(self, inner: Reader, disk: Disk) -> None:
         self._inner, self._disk = inner, disk

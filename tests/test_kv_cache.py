@@ -185,7 +185,7 @@ def run_on(model: Any, cache: Any, tokens: int) -> Any:
     return cache
 
 
-#: Whose rule another one has, or whose rule is that of no window.
+#: Configurations that share their rule with another one.
 SIMILAR = (
     "a length of heads that the class has",
     "not one head for all",

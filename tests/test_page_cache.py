@@ -171,7 +171,7 @@ def test_stranger_to_a_file() -> None:
     """Who may read a file only is told by mincore that all is resident, and is not misled.
 
     A disk that answers at once, as one whose host has the file in memory, makes cold pages look
-    resident now and then, and the kernel may take pages: of each question one answer is right.
+    resident now and then, and the kernel may take pages: each question is asked several times.
     """
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
