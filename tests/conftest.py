@@ -32,13 +32,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported by now out of what the garbage collector looks at.
+    """Take what is imported by now out of what the garbage collector looks at; tame torch.
 
     With torch, transformers and tinygrad that is half a million objects, and tests and loads ask
-    for hundreds of full collections.
+    for hundreds of full collections. torch computes by one thread: several tests run at a time, and
+    threads that wait for each other on busy cores take 40 ms for what takes microseconds.
     """
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

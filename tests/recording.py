@@ -1,4 +1,8 @@
-"""Devices that record what a stream does to them, finish copies late, and fail on demand."""
+"""Devices and files that record what a stream does to them, and fail on demand.
+
+`RecordingDevice` has memory of its own; `recorded_torch.RecordedTorchDevice` is the same over
+torch's memory. Copies end late, and in any order. `Disk` is to files what they are to memory.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from streamload.devices.base import DeviceInfo, Staging, Ticket
+import numpy as np
+import pytest
+
+from streamload import reading
+from streamload.checkpoint.readers import Reader
+from streamload.checkpoint.url import Location
+from streamload.devices.base import DeviceInfo, Staging
 from streamload.dtypes import DType
+from streamload.errors import CheckpointError, DeviceError
 
 FILL = 0xA5  # what fresh memory holds
+_ONE_MORE = bytes(min(count + 1, 255) for count in range(256))
 
 
 class Faults:
@@ -55,12 +68,14 @@ class RecordedBuffer:
 
 
 @dataclass(eq=False)
-class _Copy:
+class Copy:
+    """A copy that was asked for, and what staging held then."""
+
     staging: RecordedStaging
     start: int
     stop: int
-    seen: bytes  # what staging held when the copy was asked for
-    buffer: RecordedBuffer
+    seen: bytes
+    buffer: Any
     offset: int
     done: bool = False
 
@@ -86,19 +101,24 @@ class RecordedStaging:
 
 
 @dataclass(eq=False)
-class _Ticket:
+class RecordedTicket:
+    """Of some copies of one slot, none of them lost; all of them end when it is waited for."""
+
     device: RecordingDevice
-    copy: _Copy
+    copies: tuple[Copy, ...]
 
     def wait(self) -> None:
-        """Finish some other copies first, in any order, then this one."""
+        """Finish some other copies first, in any order, then these; raises where one was lost."""
+        if not self.copies:
+            return
         device = self.device
         with device.lock:
-            others = [copy for copy in device.pending if copy is not self.copy]
-            for copy in device.random.sample(others, device.random.randint(0, len(others))):
+            others = [copy for copy in device.pending if copy not in self.copies]
+            for copy in (*device.some_of(others), *self.copies):
                 device.finish(copy)
-            device.finish(self.copy)
         device.faults.pass_by("wait")
+        if any(copy in device.lost for copy in self.copies):
+            raise DeviceError(device.name, "a copy was lost")
 
 
 @dataclass(eq=False)
@@ -107,12 +127,18 @@ class RecordingDevice:
 
     A copy reads its staging only when some ticket is waited for, so that bytes which are
     overwritten too early arrive wrong; and it is checked that staging still holds what it held.
+    Other kinds of memory override `_make`, `_bytes`, `_key` and `_free`.
 
     Attributes:
         wrongs: breaches of the protocol, one sentence each.
         events: (operation, detail), in order.
-        buffers: all that were allocated.
+        buffers: all that were allocated of this device's own memory.
+        live: bytes of each allocation that was not released, by key.
+        written_nbytes: bytes that windows, copies and casts wrote.
         stagings: all that were given out.
+        pending: copies that were asked for and not made.
+        lost: copies that failed when they were waited for: they were not made, and never will be.
+        in_order: the copies of a slot are made in their order.
         watch: called at each operation, with its name.
     """
 
@@ -123,11 +149,15 @@ class RecordingDevice:
     faults: Faults = field(default_factory=Faults)
     seed: int = 0
     watch: Callable[[str], None] = lambda operation: None
+    in_order: bool = False
     wrongs: list[str] = field(default_factory=list)
     events: list[tuple[str, object]] = field(default_factory=list)
     buffers: list[RecordedBuffer] = field(default_factory=list)
+    live: dict[int, int] = field(default_factory=dict)
+    written_nbytes: int = 0
     stagings: list[RecordedStaging] = field(default_factory=list)
-    pending: list[_Copy] = field(default_factory=list)
+    pending: list[Copy] = field(default_factory=list)
+    lost: set[Copy] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -144,54 +174,85 @@ class RecordingDevice:
             threads=self.threads,
         )
 
-    def _note(self, operation: str, detail: object) -> None:
+    # --- its memory ---
+
+    def _make(self, dtype: DType, shape: tuple[int, ...]) -> Any:
+        nbytes = dtype.nbytes(math.prod(shape))
+        self.buffers.append(RecordedBuffer(dtype, shape, bytearray(nbytes), bytearray(nbytes)))
+        return self.buffers[-1]
+
+    @contextmanager
+    def _bytes(self, buffer: Any) -> Iterator[memoryview]:
+        """All bytes of a buffer, without a record."""
+        with memoryview(buffer.data) as view:
+            yield view
+
+    def _key(self, buffer: Any) -> int:
+        """The same number for all that share a buffer's memory."""
+        return id(buffer)
+
+    def _free(self, buffer: Any) -> None:
+        buffer.released = True
+
+    def _write(self, buffer: Any, start: int, data: bytes) -> None:
+        """Put bytes into a buffer, and note that; the caller holds the lock."""
+        with self._bytes(buffer) as view:
+            stop = start + len(data)
+            if not 0 <= start < stop <= len(view):
+                self.wrongs.append(f"bytes {start} to {stop} of a buffer of {len(view)}")
+                return
+            view[start:stop] = data
+        self.written_nbytes += len(data)
+        if isinstance(buffer, RecordedBuffer):
+            if buffer.released:
+                self.wrongs.append("a released buffer was written")
+            buffer.writes[start:stop] = buffer.writes[start:stop].translate(_ONE_MORE)
+
+    # --- what a stream asks of it ---
+
+    def note(self, operation: str, detail: object) -> None:
+        """Record an operation, and raise if it is to fail."""
         with self.lock:
             self.events.append((operation, detail))
         self.watch(operation)
         self.faults.pass_by(operation)
 
-    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> RecordedBuffer:
+    def allocate(self, dtype: DType, shape: tuple[int, ...]) -> Any:
         """Allocate memory that holds `FILL`."""
         nbytes = dtype.nbytes(math.prod(shape))
-        self._note("allocate", nbytes)
-        buffer = RecordedBuffer(dtype, shape, bytearray([FILL]) * nbytes, bytearray(nbytes))
-        self.buffers.append(buffer)
+        self.note("allocate", nbytes)
+        buffer = self._make(dtype, shape)
+        if nbytes:
+            with self._bytes(buffer) as view:
+                view[:] = bytes([FILL]) * nbytes
+            self.live[self._key(buffer)] = nbytes
         return buffer
 
-    def _write(self, buffer: RecordedBuffer, start: int, stop: int) -> None:
-        if not 0 <= start < stop <= len(buffer.data):
-            self.wrongs.append(f"bytes {start} to {stop} of a buffer of {len(buffer.data)}")
-        if buffer.released:
-            self.wrongs.append("a released buffer was written")
-        for at in range(start, stop):
-            buffer.writes[at] = min(buffer.writes[at] + 1, 255)
-
     @contextmanager
-    def window(self, buffer: RecordedBuffer, start: int, stop: int) -> Iterator[memoryview]:
+    def window(self, buffer: Any, start: int, stop: int) -> Iterator[memoryview]:
         """The memory itself; its old bytes are lost."""
         if not self.host_visible:
             self.wrongs.append("a window on a staged device")
-        self._note("window", (start, stop))
+        self.note("window", (start, stop))
         with self.lock:
-            self._write(buffer, start, stop)
-        with memoryview(buffer.data)[start:stop] as view:
-            view[:] = bytes([FILL]) * (stop - start)
-            yield view
+            self._write(buffer, start, bytes([FILL]) * (stop - start))
+        with self._bytes(buffer) as view, view[start:stop] as part:
+            yield part
 
     def staging(self, nbytes: int) -> Staging:
         """Host memory."""
-        self._note("staging", nbytes)
+        self.note("staging", nbytes)
         staging = RecordedStaging(self, memoryview(bytearray(nbytes)))
         with self.lock:
             self.stagings.append(staging)
         return staging
 
     def copy(
-        self, staging: Staging, start: int, nbytes: int, buffer: RecordedBuffer, offset: int
-    ) -> Ticket:
+        self, staging: Staging, start: int, nbytes: int, buffer: Any, offset: int
+    ) -> RecordedTicket:
         """Remember the copy; it is made when a ticket is waited for."""
         assert isinstance(staging, RecordedStaging)
-        self._note("copy", (start, nbytes, offset))
+        self.note("copy", (start, nbytes, offset))
         with self.lock:
             if staging.closed:
                 self.wrongs.append("a copy from closed staging")
@@ -199,19 +260,27 @@ class RecordingDevice:
                 if other.staging is staging and other.start < start + nbytes and start < other.stop:
                     self.wrongs.append("staging was filled again under a copy")
             seen = bytes(staging.view[start : start + nbytes])
-            copy = _Copy(staging, start, start + nbytes, seen, buffer, offset)
+            copy = Copy(staging, start, start + nbytes, seen, buffer, offset)
             self.pending.append(copy)
-        return _Ticket(self, copy)
+        return RecordedTicket(self, (copy,))
 
-    def finish(self, copy: _Copy) -> None:
+    def some_of(self, copies: list[Copy]) -> list[Copy]:
+        """A few of them, in any order."""
+        return self.random.sample(copies, self.random.randint(0, len(copies)))
+
+    def finish(self, copy: Copy) -> None:
         """Make a copy now; the caller holds the lock."""
         if copy.done:
             return
+        if self.in_order:
+            for other in [other for other in self.pending if other.staging is copy.staging]:
+                if other is copy:
+                    break
+                self.finish(other)
         now = bytes(copy.staging.view[copy.start : copy.stop])
         if now != copy.seen:
             self.wrongs.append("staging was written under a copy")
-        self._write(copy.buffer, copy.offset, copy.offset + len(now))
-        copy.buffer.data[copy.offset : copy.offset + len(now)] = now
+        self._write(copy.buffer, copy.offset, now)
         copy.done = True
         self.pending.remove(copy)
 
@@ -226,31 +295,31 @@ class RecordingDevice:
         start: int,
         nbytes: int,
         src: DType,
-        buffer: RecordedBuffer,
+        buffer: Any,
         offset: int,
         dst: DType,
     ) -> None:
         """Widen and narrow with numpy."""
-        import numpy as np
-
-        self._note("cast_copy", (start, nbytes, offset))
+        self.note("cast_copy", (start, nbytes, offset))
         with np.errstate(all="ignore"):
             raw = np.frombuffer(staging.view[start : start + nbytes], src.numpy)
             data = raw.astype(np.float32).astype(dst.numpy).tobytes()
         with self.lock:
-            self._write(buffer, offset, offset + len(data))
-            buffer.data[offset : offset + len(data)] = data
+            self._write(buffer, offset, data)
 
-    def read(self, buffer: RecordedBuffer, start: int, stop: int) -> bytes:
+    def read(self, buffer: Any, start: int, stop: int) -> bytes:
         """Read back."""
-        return bytes(buffer.data[start:stop])
+        with self._bytes(buffer) as view:
+            return bytes(view[start:stop])
 
-    def release(self, buffer: RecordedBuffer) -> None:
-        """Mark it."""
-        if any(copy.buffer is buffer for copy in self.pending):
+    def release(self, buffer: Any) -> None:
+        """Let go of the memory."""
+        key = self._key(buffer)
+        if any(self._key(copy.buffer) == key for copy in self.pending):
             self.wrongs.append("a buffer was released under a copy")
-        buffer.released = True
-        self._note("release", len(buffer.data))
+        self.live.pop(key, None)
+        self._free(buffer)
+        self.note("release", key)
 
     def trim(self) -> None:
         """Nothing is kept."""
@@ -259,8 +328,8 @@ class RecordingDevice:
         """Copies are made by their tickets."""
 
     def allocated_nbytes(self) -> int | None:
-        """Bytes of the buffers that were not released."""
-        return sum(len(b.data) for b in self.buffers if not b.released)
+        """Bytes of what was allocated here and not released."""
+        return sum(self.live.values())
 
     def counters(self) -> Mapping[str, int]:
         """None."""
@@ -281,3 +350,84 @@ class RecordingFramework:
     def tensor(self, device: Any, buffer: RecordedBuffer, dtype: DType, shape: Any) -> Any:
         """The buffer itself."""
         return buffer
+
+
+@dataclass(eq=False)
+class Disk:
+    """What the files of a stream do: what is read of them, and where they fail.
+
+    Attributes:
+        reads: file bytes that were asked for, (file name, first, stop), in order.
+        bad: file bytes that cannot be read.
+        forgiving: the bad bytes fail once, and can be read from then on.
+        faults: for the operation "read".
+    """
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    bad: range = range(0)
+    forgiving: bool = False
+    faults: Faults = field(default_factory=Faults)
+
+    def touch(self, path: Path, start: int, stop: int) -> None:
+        """Note a read; raises what the storage gives."""
+        self.reads.append((path.name, start, stop))
+        self.faults.pass_by("read")
+        if start < self.bad.stop and self.bad.start < stop:
+            if self.forgiving:
+                self.bad = range(0)
+            raise CheckpointError(path, "cannot be read", found="[Errno 5] Input/output error")
+
+
+class RecordedReader:
+    """A real reader, and what its disk makes of it. Readers by its descriptor ask the disk."""
+
+    def __init__(self, inner: Reader, disk: Disk) -> None:
+        self._inner, self._disk = inner, disk
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
+        """The real one's, if the disk gives it."""
+        self._disk.touch(self.path, start, stop)
+        return self._inner.read_aligned(start, stop, out)
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[memoryview]:
+        """The real one's, if the disk gives it."""
+        self._disk.touch(self.path, start, stop)
+        with self._inner.view(start, stop) as view:
+            yield view
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """The bytes before the bad ones arrive."""
+        stop = start + out.nbytes
+        bad = self._disk.bad
+        good = min(max(bad.start, start), stop) if bad else stop
+        self._inner.read_into(start, out[: good - start])
+        self._disk.touch(self.path, start, stop)
+        self._inner.read_into(good, out[good - start :])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.close()
+
+
+@contextmanager
+def recorded(folder: Path | None = None) -> Iterator[Disk]:
+    """The files are real; what this process can read of them is what the disk says.
+
+    Args:
+        folder: only of the files in there; None for all.
+    """
+    disk, real = Disk(), reading.open_reader
+
+    def open_recorded(path: Location, *arguments: Any) -> Any:
+        reader = real(path, *arguments)
+        return RecordedReader(reader, disk) if folder in (None, path.parent) else reader
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "open_reader", open_recorded)
+        yield disk

@@ -193,7 +193,7 @@ print(json.dumps([sorted(set(sys.modules) - before), started]))
 """
 
 
-@pytest.mark.parametrize("device", ["host", "CPU"])
+@pytest.mark.parametrize("device", ["host", pytest.param("CPU", marks=pytest.mark.slow)])
 def test_only_the_load_is_timed(small_checkpoint: Path, tmp_path: Path, device: str) -> None:
     """On a machine where nothing is kept, imports and probes of the device come before the time."""
     if device == "CPU":
@@ -258,6 +258,7 @@ def test_what_cannot_be_cold_is_said(tmp_checkpoint: Callable[..., Path]) -> Non
     assert not found.loaders
 
 
+@pytest.mark.slow
 def test_variants_are_measured_beside(tmp_checkpoint: Callable[..., Path]) -> None:
     """The same loader with other arguments, under a name of its own, in the same rounds."""
     path = tmp_checkpoint(2_000_000)

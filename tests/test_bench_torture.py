@@ -16,7 +16,6 @@ from bench_parts.torture_section import FAILURES, STATES, draw, run_boxed
 from boxes import Boxes
 from make_checkpoint import ManyTensors, make_checkpoint
 
-RUNS = 6
 SCRIPT = Path(__file__).parent.parent / "scripts" / "bench"
 
 
@@ -44,13 +43,14 @@ def test_a_run_is_the_same_by_itself() -> None:
     assert drawn == {(device, state) for device in STATES for state in STATES[device]}
 
 
-def test_few_random_loads_end_well(cgroup: Boxes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_few_random_loads_end_well(cgroup: Boxes, tmp_path: Path, count: int) -> None:
     """The short form of ``scripts/bench torture``: loaded right, refused or stopped, no more."""
     needs.module("torch")
     needs.device("CL")
     needs.device("CPU")
     out = tmp_path / "runs.json"
-    options = ("--runs", str(RUNS), "--size", "20MB", "--seed", "439", "--json", str(out))
+    options = ("--runs", str(count), "--size", "20MB", "--seed", "439", "--json", str(out))
     done = subprocess.run(
         [sys.executable, SCRIPT, "torture", *options, "--work", tmp_path],
         capture_output=True,
@@ -59,7 +59,7 @@ def test_few_random_loads_end_well(cgroup: Boxes, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     runs = json.loads(out.read_text())["sections"]["torture"]["raw"]
-    assert [run["case"]["number"] for run in runs] == list(range(RUNS))
+    assert [run["case"]["number"] for run in runs] == list(range(count))
     assert not any(run["outcome"] in FAILURES for run in runs)
     assert any(run["outcome"] == "loaded" for run in runs)
 

@@ -14,6 +14,7 @@ import pytest
 from bench_parts.section import forget
 from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
+from parameters import product
 
 import streamload
 from streamload.bench.processes import call, command
@@ -110,8 +111,16 @@ def test_the_box_kills_the_usual_load(cgroup: Boxes, checkpoint: Path) -> None:
     assert done.returncode == -9
 
 
-@pytest.mark.parametrize("reader", ["mmap", "pread"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "reader"),
+    product(
+        DEVICES,
+        ["mmap", "pread"],
+        fast=lambda device, reader: (
+            device == "CL" or (device, reader) in {("CPU", "mmap"), ("host", "pread")}
+        ),
+    ),
+)
 def test_streamload_finishes_in_the_box(
     cgroup: Boxes, checkpoint: Path, device: str, reader: str
 ) -> None:
@@ -122,7 +131,7 @@ def test_streamload_finishes_in_the_box(
     assert "verified:" in done.stdout
 
 
-@pytest.mark.parametrize("reader", ["mmap", "pread"])
+@pytest.mark.parametrize("reader", ["mmap", pytest.param("pread", marks=pytest.mark.slow)])
 def test_a_file_that_is_not_cached_is_no_burden(
     cgroup: Boxes, checkpoint: Path, reader: str
 ) -> None:
@@ -135,8 +144,14 @@ def test_a_file_that_is_not_cached_is_no_burden(
     assert "verified:" in done.stdout
 
 
-@pytest.mark.parametrize("budget", [None, "1GB"], ids=["no budget", "a budget beyond the box"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "budget"),
+    product(
+        DEVICES,
+        [None, "1GB"],
+        fast=lambda device, budget: device == "CL" or (device == "CPU") == (budget is None),
+    ),
+)
 def test_twice_the_box_is_refused(
     cgroup: Boxes, checkpoint: Path, device: str, budget: str | None
 ) -> None:
@@ -170,7 +185,7 @@ def test_the_limit_of_a_group_above_counts(cgroup: Boxes, checkpoint: Path) -> N
     assert "does not fit" in done.stderr
 
 
-@pytest.mark.parametrize("reader", ["auto", "mmap"])
+@pytest.mark.parametrize("reader", ["auto", pytest.param("mmap", marks=pytest.mark.slow)])
 def test_a_load_in_place_beside_little_free_memory_is_not_killed(
     cgroup: Boxes, checkpoint: Path, reader: str
 ) -> None:
@@ -287,8 +302,19 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
     assert codes[-2:] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "rooms_nbytes",
+    [
+        (8_500_000, 14_000_000, 30_000_000),
+        pytest.param(
+            (8_500_000, 11_000_000, 14_000_000, 18_000_000, 30_000_000), marks=pytest.mark.slow
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", ["digests", "conversion", "differences"])
-def test_a_check_is_done_or_refused(cgroup: Boxes, tmp_path: Path, name: str) -> None:
+def test_a_check_is_done_or_refused(
+    cgroup: Boxes, tmp_path: Path, name: str, rooms_nbytes: Sequence[int]
+) -> None:
     """So are a check of digests, of a conversion, and a comparison."""
     source, out = tmp_path / "source", tmp_path / "out"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
@@ -300,7 +326,7 @@ def test_a_check_is_done_or_refused(cgroup: Boxes, tmp_path: Path, name: str) ->
     }[name]
     held = int(_run(cgroup, [sys.executable, "-c", HELD], 2**30).stdout) * 1024
     codes = []
-    for room_nbytes in (8_500_000, 11_000_000, 14_000_000, 18_000_000, 30_000_000):
+    for room_nbytes in rooms_nbytes:
         forget(source)
         forget(out)
         done = _run(cgroup, command, held + room_nbytes)

@@ -78,7 +78,13 @@ def _run(
     return cgroup.run(command(job, at_once=True), limit_nbytes)
 
 
-@pytest.mark.parametrize("way", [META, "streamload, in place", META_FLOAT16])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (META, "streamload, in place")),
+        META_FLOAT16,
+    ],
+)
 def test_streamload_finishes_in_the_weights_and_a_base(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int, checksums: dict[str, int], way: str
 ) -> None:
@@ -89,6 +95,7 @@ def test_streamload_finishes_in_the_weights_and_a_base(
     assert done.said["crc32"] == checksums[WAYS[way].dtype]
 
 
+@pytest.mark.slow
 def test_what_is_built_before_it_is_loaded_is_killed(
     cgroup: Boxes, checkpoint: Path, base_nbytes: int
 ) -> None:
@@ -110,7 +117,7 @@ def test_streamload_holds_once_what_transformers_holds_twice(
 
 @pytest.mark.parametrize(
     ("way", "budget_nbytes"),
-    [(META, 10**9), (f"{META}, no budget", 10**9)],
+    [pytest.param(META, 10**9, marks=pytest.mark.slow), (f"{META}, no budget", 10**9)],
     ids=["a budget beyond the box", "no budget"],
 )
 def test_twice_of_what_is_left_is_refused(

@@ -459,6 +459,13 @@ RACE = """
     data = Path(path).read_bytes()
     rng = random.Random(seed)
     parent = os.getppid()
+
+    def put(data):
+        # as if written before: clocks of files may stand still from one write to the next
+        Path(path + ".new").write_bytes(data)
+        os.utime(path + ".new", (time.time() - 10,) * 2)
+        os.replace(path + ".new", path)
+
     while os.getppid() == parent:
         time.sleep(rng.random() * rng.choice((0.5, 5)) * load_s)
         act = rng.randrange(4)
@@ -466,22 +473,24 @@ RACE = """
             os.truncate(path, rng.randrange(len(data)))
         elif act == 1:
             with open(path, "r+b", buffering=0) as file:
-                os.pwrite(file.fileno(), b"\\xee" * 4096, len(data) - 4096)  # of t31
+                # the other way round than it is read: half of it is not what a torn read sees
                 os.pwrite(file.fileno(), b"\\xee" * 4096, len(data) - 32 * 2**18)  # of t00
+                os.pwrite(file.fileno(), b"\\xee" * 4096, len(data) - 4096)  # of t31
         elif act == 2:
             with open(path, "wb", buffering=0) as file:
                 file.write(b"\\xee" * len(data))
         else:
-            Path(path + ".new").write_bytes(data[: 16 - 2**22] + b"\\xee" + data[17 - 2**22 :])
-            os.replace(path + ".new", path)
+            put(data[: 16 - 2**22] + b"\\xee" + data[17 - 2**22 :])
         time.sleep(rng.random() * 0.01)
-        Path(path + ".new").write_bytes(data)
-        os.replace(path + ".new", path)
+        put(data)
 """
 
 
-def race(path: Path, seconds: float, runs: int, seed: int) -> dict[str, int]:
-    """Load a file again and again that another process changes and mends all the time."""
+def race(path: Path, runs: int, seed: int) -> None:
+    """Load a file again and again that another process changes and mends all the time.
+
+    It goes on until there were so many loads and both ends were seen, however slow the machine.
+    """
     random.seed(seed)
     begun = time.monotonic()
     load(model("host"), path, "host", progress=False)
@@ -491,8 +500,8 @@ def race(path: Path, seconds: float, runs: int, seed: int) -> dict[str, int]:
     )
     seen = {"right": 0, "error": 0}
     try:
-        until = time.monotonic() + seconds
-        while sum(seen.values()) < runs and time.monotonic() < until:
+        until = time.monotonic() + 120
+        while (sum(seen.values()) < runs or not all(seen.values())) and time.monotonic() < until:
             into = model("host")
             reader = random.choice(READERS)
             try:
@@ -507,25 +516,23 @@ def race(path: Path, seconds: float, runs: int, seed: int) -> dict[str, int]:
                 seen["right"] += 1
                 # as the file was before the load, or as the other that took its name
                 wrong = [name for name in VALUES if not is_right(name, into[name])]
-                assert wrong in ([], ["t00", "t31"], ["t16"]), wrong
+                assert wrong in ([], ["t00"], ["t00", "t31"], ["t16"]), wrong
     finally:
         child.kill()
         child.wait()
-    return seen
+    assert all(seen.values()), seen
 
 
 def test_a_few_races(path: Path) -> None:
     """Loads with every reader, with and without a lease, of a file that changes at any moment."""
-    seen = race(path, seconds=4, runs=60, seed=1)
-    assert min(seen.values()) > 0, seen
+    race(path, runs=40, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_many_races(path: Path, seed: int) -> None:
     """Hundreds of them."""
-    seen = race(path, seconds=120, runs=300, seed=seed)
-    assert min(seen.values()) > 0, seen
+    race(path, runs=300, seed=seed)
 
 
 @pytest.mark.slow

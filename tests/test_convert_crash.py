@@ -11,18 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
+from recording import recorded
 
-from streamload import reading
 from streamload.checkpoint.header import TensorInfo
-from streamload.checkpoint.readers import Reader
-from streamload.checkpoint.url import Location
 from streamload.conversion import convert as conversion
 from streamload.conversion.disk import WORK
 from streamload.dtypes import BF16
@@ -95,7 +92,6 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
 
 
 Start = Callable[[Path, Path, dict[str, object]], tuple[int, Callable[[], int]]]
-Reads = list[tuple[str, int, int]]  # file, first byte, last byte exclusive
 
 
 def await_beginning(out: Path) -> None:
@@ -113,47 +109,7 @@ def journaled(out: Path) -> list[int]:
     return [json.loads(line)["tensor"][0] for line in lines if '"tensor"' in line]
 
 
-@contextmanager
-def recorded(source: Path) -> Iterator[Reads]:
-    """Notes each range that a conversion of this process reads of its source, not of its output."""
-    reads: Reads = []
-    real = reading.open_reader
-
-    def recording(path: Location, *arguments: Any) -> Reader:
-        reader = real(path, *arguments)
-        return RecordingReader(reader, reads) if path.parent == source else reader
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reading, "open_reader", recording)
-        yield reads
-
-
-class RecordingReader:
-    """A reader, and what is asked of it."""
-
-    def __init__(self, reader: Reader, reads: Reads) -> None:
-        self._reader, self._reads = reader, reads
-
-    def view(self, start: int, stop: int) -> AbstractContextManager[memoryview]:
-        """See `Reader.view`."""
-        self._reads.append((self._reader.path.name, start, stop))
-        return self._reader.view(start, stop)
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """See `Reader.read_into`."""
-        self._reads.append((self._reader.path.name, start, start + out.nbytes))
-        self._reader.read_into(start, out)
-
-    def read_aligned(self, start: int, stop: int, out: memoryview) -> int:
-        """See `Reader.read_aligned`."""
-        self._reads.append((self._reader.path.name, start, stop))
-        return self._reader.read_aligned(start, stop, out)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-
-def read_again(reads: Reads, infos: Iterable[TensorInfo]) -> list[str]:
+def read_again(reads: list[tuple[str, int, int]], infos: Iterable[TensorInfo]) -> list[str]:
     """Which of these tensors have bytes in what was read."""
     return [
         info.name
@@ -190,9 +146,9 @@ def kill_and_resume(
     plan = quiet(source, out.with_name("nowhere"), **OPTIONS, dry_run=True).plan
     tensors = [t.info for file in plan.files for t in file.tensors]
     finished = [tensors[index] for index in journaled(out)]
-    with recorded(source) as reads:
+    with recorded(source) as disk:
         report = quiet(source, out, **OPTIONS, resume=True)
-    assert not read_again(reads, finished)
+    assert not read_again(disk.reads, finished)
     assert files_of(out) == whole
     assert report.digests.keys() == {info.name for info in tensors}
 
@@ -253,9 +209,9 @@ def test_an_error_of_the_caller_keeps_what_is_finished(
     out = tmp_path / "out"
     unfinished(source, out)
     assert not visible(out)
-    with recorded(source) as reads:
+    with recorded(source) as disk:
         report = quiet(source, out, **OPTIONS, resume=True)
-    assert not reads
+    assert not disk.reads
     assert (report.resumed, report.read_nbytes) == (60, 0)
     assert files_of(out) == whole
 
@@ -333,9 +289,9 @@ def test_killed_while_files_get_their_names(
             (out / name).rename(work / name)
         with pytest.raises(CheckpointError, match="unfinished"):
             quiet(source, out, **OPTIONS)
-        with recorded(source) as reads:
+        with recorded(source) as disk:
             quiet(source, out, **OPTIONS, resume=True)
-        assert not reads
+        assert not disk.reads
         assert files_of(out) == whole
 
 

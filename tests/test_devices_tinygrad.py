@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from parameters import product
 from safetensors_files import write_safetensors
 from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.device import Buffer
@@ -24,6 +25,7 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import UOp
 
 import streamload
+from streamload._pages import reusable_nbytes
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.devices import tinygrad as ours
 from streamload.devices import tinygrad_tensors
@@ -671,8 +673,14 @@ print(json.dumps([peak - base, predicted, report.resident_nbytes]))
 """
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    product(
+        DEVICES,
+        ["BF16", "F16"],
+        fast=lambda device, dtype: (device == "CL") == (dtype == "BF16"),
+    ),
+)
 def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: str) -> None:
     """By the kernel's own count: weights, staging and scratch, and a few MB for all the rest."""
     small = save(tmp_path / "small", {"w": floats(1, 1000)}, dtype)
@@ -693,7 +701,11 @@ def test_memory_stays_at_what_the_plan_says(tmp_path: Path, device: str, dtype: 
 
 
 def test_memory_is_not_resident_before_it_is_written() -> None:
-    """A byte in each of many buffers makes at most those buffers resident, no neighbour."""
+    """A byte in each of many buffers makes at most those buffers resident, no neighbour.
+
+    Whatever else takes memory meanwhile is not in the buffers, and what an earlier test left in
+    them is not new: the lesser of both counts.
+    """
     device = ours._OpenCLDevice("CL", mapped=True)
     size = 2 * 2**20 + 12345
     code = "RssAnon:"
@@ -705,10 +717,13 @@ def test_memory_is_not_resident_before_it_is_written() -> None:
     device.trim()
     before = now()
     buffers = [device.allocate(BY_NAME["uint8"], (size,)) for _ in range(16)]
+    ranges = []
     for buffer in buffers:
         with device.window(buffer, size - 1, size) as view:
             view[0] = 1
-    assert now() - before <= 16 * 65536 + 2**20
+            ranges.append((np.frombuffer(view, np.uint8).ctypes.data - (size - 1), size))
+    resident_nbytes = sum(reusable_nbytes(ranges) or [16 * size])
+    assert min(now() - before, resident_nbytes) <= 16 * 65536 + 2**20
     for buffer in buffers:
         device.release(buffer)
 

@@ -453,30 +453,28 @@ def test_freed_memory_ties_nothing(tmp_path: Path) -> None:
 FREED = """
 import sys, torch, streamload
 from streamload.errors import StateDictMismatchError
-module = torch.nn.Linear(4, 4, bias=False)
-if sys.argv[2] == "freed":
-    module.weight.untyped_storage().resize_(0)
-else:
-    module = {"weight": torch._efficientzerotensor((4, 4))}
-try:
-    streamload.load_state_dict(module, sys.argv[1], progress=False)
-except StateDictMismatchError as error:
-    print("refused" if "weight" in str(error) else error)
-else:
-    weight = module["weight"] if isinstance(module, dict) else module.weight
-    print("loaded" if weight.sum().item() == 16 else weight)
+freed = torch.nn.Linear(4, 4, bias=False)
+freed.weight.untyped_storage().resize_(0)
+for module in (freed, {"weight": torch._efficientzerotensor((4, 4))}):
+    try:
+        streamload.load_state_dict(module, sys.argv[1], progress=False)
+    except StateDictMismatchError as error:
+        print("refused" if "weight" in str(error) else error, flush=True)
+    else:
+        weight = module["weight"] if isinstance(module, dict) else module.weight
+        print("loaded" if weight.sum().item() == 16 else weight, flush=True)
 """
 
 
-@pytest.mark.parametrize("kind", ["freed", "zero"])
-def test_tensors_without_memory_are_not_written_through(tmp_path: Path, kind: str) -> None:
+def test_tensors_without_memory_are_not_written_through(tmp_path: Path) -> None:
     """A tensor with elements and no storage is loaded anew or refused; nothing is at address 0."""
     path = save(tmp_path, {"weight": torch.ones(4, 4)})
     done = subprocess.run(
-        [sys.executable, "-c", FREED, path, kind], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", FREED, path], capture_output=True, text=True, timeout=120
     )
-    assert done.returncode != -signal.SIGSEGV
-    assert done.stdout.strip() in ("loaded", "refused"), done.stderr
+    assert done.returncode != -signal.SIGSEGV, done.stdout
+    said = done.stdout.splitlines()
+    assert len(said) == 2 and set(said) <= {"loaded", "refused"}, (said, done.stderr)
 
 
 # --- refused --------------------------------------------------------------------------------------

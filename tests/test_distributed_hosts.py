@@ -98,7 +98,7 @@ def files(path: Path) -> tuple[int, int]:
 # --- what arrives --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", launchers("mpirun", "env"))
+@pytest.mark.parametrize("launcher", launchers("mpirun"))
 def test_the_same_body_under_every_launcher(launcher: str, tmp_path: Path) -> None:
     """Two hosts load a checkpoint from a server: bit for bit, each byte of it sent once."""
     need(launcher)

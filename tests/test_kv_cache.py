@@ -185,7 +185,25 @@ def run_on(model: Any, cache: Any, tokens: int) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+#: Configurations that share their rule with another one.
+SIMILAR = (
+    "a length of heads that the class has",
+    "not one head for all",
+    "Falcon, second architecture",
+    "no window",
+    "windows that are not used",
+    "every other layer",
+    "latent attention without experts",
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=[pytest.mark.slow] * (name in SIMILAR))
+        for name, config in CONFIGS.items()
+    ],
+)
 def test_the_bytes_are_those_of_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     """Layer by layer, exactly: after a prompt of the whole context, and nothing takes more."""
     model = model_of(config, tmp_path)

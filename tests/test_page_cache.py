@@ -171,7 +171,7 @@ def test_stranger_to_a_file() -> None:
     """Who may read a file only is told by mincore that all is resident, and is not misled.
 
     A disk that answers at once, as one whose host has the file in memory, makes cold pages look
-    resident now and then: the answers are right at one of several attempts.
+    resident now and then, and the kernel may take pages: each question is asked several times.
     """
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
@@ -188,25 +188,38 @@ def test_stranger_to_a_file() -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
-    def attempt(path: Path) -> tuple[object, ...]:
+    def file() -> Path:
+        path = write(folder / "f", 20 * MIB)
         path.chmod(0o644)
-        # the first question leaves nothing behind that misleads the second, or the load
-        cold = ask(path, "nothing"), len(resident(path)), ask(path, "load"), len(resident(path))
-        path.read_bytes()
+        return path
+
+    def asked() -> object:
+        # the question leaves nothing behind that misleads the next, or a load
+        return ask(path := file(), "nothing"), len(resident(path))
+
+    def loaded() -> object:
+        return ask(path := file(), "load"), len(resident(path))
+
+    def loaded_warm() -> object:
+        (path := file()).read_bytes()
         _, by_path, by_fd, dropped = ask(path, "load")
         warm = min(float(by_path), float(by_fd)) > 0.95 and dropped == "0"
-        return *cold, warm, len(resident(path)) > 0.98 * 20 * MIB // PAGE
+        return warm, len(resident(path)) > 0.98 * 20 * MIB // PAGE
 
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
         if filesystem_of(os.path.realpath(folder), mounts) in ("tmpfs", "ramfs"):
             pytest.skip("the folder for temporary files is in memory")
         told = ["False", "0.0", "0.0"]
-        right = (told, 0, [*told, str(20 * MIB)], 0, True, True)
-        seen: list[tuple[object, ...]] = []
-        while right not in seen:
-            assert len(seen) < 20, seen
-            seen.append(attempt(write(folder / f"f{len(seen)}", 20 * MIB)))
+        for attempt, right in (
+            (asked, (told, 0)),
+            (loaded, ([*told, str(20 * MIB)], 0)),
+            (loaded_warm, (True, True)),
+        ):
+            seen: list[object] = []
+            while right not in seen:
+                assert len(seen) < 20, seen
+                seen.append(attempt())
     finally:
         shutil.rmtree(folder)
 
@@ -284,7 +297,9 @@ def test_what_was_resident_before_stays(large: Path, kind: ResolvedKind, share: 
         pass
     assert nothing_else(before, resident(large), len(before) // 50)
     absent = set(range(-(-LARGE // PAGE))) - before
-    assert cache.dropped_nbytes == sum(min(PAGE, LARGE - page * PAGE) for page in absent)
+    absent_nbytes = sum(min(PAGE, LARGE - page * PAGE) for page in absent)
+    # and those few that the kernel took before the load looked
+    assert 0 <= cache.dropped_nbytes - absent_nbytes <= len(before) // 50 * PAGE
 
 
 def test_bytes_that_are_read_again_are_dropped_again(large: Path) -> None:

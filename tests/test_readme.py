@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "scripts").symlink_to(_ROOT / "scripts")
     make = [sys.executable, str(_ROOT / "scripts/make_checkpoint.py"), ".cache/demo"]
     (folder / ".cache").mkdir()
-    subprocess.run([*make, "--size", "200MB"], cwd=folder, check=True, capture_output=True)
+    subprocess.run([*make, "--size", "110MB"], cwd=folder, check=True, capture_output=True)
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import needs
 import numpy as np
 import pytest
+from parameters import product
 
 import streamload
 
@@ -74,8 +75,8 @@ def _loaded_bert(minilm: Path, device: str, dtype: str) -> tuple[Any, Any]:
     ("dtype", "device"),
     [
         ("float16", "CL"),
-        ("float32", "CPU"),
         # each takes half a minute of a compiler
+        pytest.param("float32", "CPU", marks=pytest.mark.slow),
         pytest.param("float32", "CL", marks=pytest.mark.slow),
         pytest.param("float16", "CPU", marks=pytest.mark.slow),
     ],
@@ -100,8 +101,14 @@ def test_a_thousand_sentences_in_batches(minilm: Path, reference: Any) -> None:
     assert (found * expected).sum(1).min() >= DTYPES["float16"][1]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "tied"),
+    product(
+        ["float16", "float32"],
+        [False, True],
+        fast=lambda dtype, tied: tied == (dtype == "float32"),
+    ),
+)
 def test_llama_by_transformers(dtype: str, tied: bool, tmp_path: Path) -> None:
     """A Llama saved by transformers gives the same logits through ``mapping="hf-llama"``.
 

@@ -20,11 +20,10 @@ from streamload.checkpoint.checkpoint import open_checkpoint  # noqa: E402
 from streamload.errors import CheckpointError  # noqa: E402
 
 
-@pytest.mark.parametrize("way", ["python", "compiled"])
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("cast", ["llvm", "device"])
 def test_staged_devices_are_loaded_without_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Any, threads: int, cast: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, cast: str
 ) -> None:
     """There is no file to hand over: bytes come by the reader, through the slots; an error ends it.
 
@@ -39,11 +38,11 @@ def test_staged_devices_are_loaded_without_a_file(
     with serve(made.path) as site:
         there = Made(site.url, made.tensors)  # type: ignore[arg-type]
         options: Any = {"threads": threads, "reader": "http", "cast": cast, "chunk_nbytes": 200}
-        first = prepare(make("meta"), there, RecordedTorchDevice(seed=1, way=way), **options)
+        first = prepare(make("meta"), there, RecordedTorchDevice(seed=1, in_bulk=True), **options)
         site.always["/" + first.checkpoint.shards[1].path.name] = Answer(503, body=b"later")
         with pytest.raises(CheckpointError, match="503 Service Unavailable"):
             first.go()
         site.always.clear()
-        again = prepare(first.net, there, RecordedTorchDevice(seed=2, way=way), **options)
+        again = prepare(first.net, there, RecordedTorchDevice(seed=2, in_bulk=True), **options)
         again.go()
         again.check_loaded()

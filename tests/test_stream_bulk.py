@@ -1,12 +1,11 @@
 """Many reads and copies in one call, as the stream uses it, without a GPU.
 
 The device keeps copies for as long as the protocol allows and checks who fills what under them;
-its loop is one in Python, or the compiled one with functions of the device as its driver.
+its loop is the compiled one, with functions of the device as its driver.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import warnings
@@ -19,12 +18,10 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recording import Faults
+from recording import Disk, Faults, recorded
 
 import streamload
-from streamload import reading
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import open_reader
 from streamload.errors import (
     CheckpointError,
     DeviceError,
@@ -42,7 +39,7 @@ from streamload.target import ModelTarget
 torch = needs.module("torch")
 
 import test_torch_staged as staged  # noqa: E402
-from recorded_torch import Disk, RecordedTorchDevice  # noqa: E402
+from recorded_torch import RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from test_torch_staged import Made, OddError, Staged, make, same_bits, write  # noqa: E402
 
@@ -50,7 +47,6 @@ from streamload.devices import torch as devices_torch  # noqa: E402
 from streamload.devices.torch import FRAMEWORK  # noqa: E402
 
 CUT = (TruncatedFileError, FileChangedError)  # the time changes before the length
-WAYS = ("python", "compiled")
 KINDS = staged.KINDS
 _DTYPES = {"replace": "checkpoint"}  # of a double, which would keep its dtype
 
@@ -68,13 +64,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk() -> Iterator[Disk]:
     """The files are real; what can be read of them is what this disk says."""
-    made = Disk()
-    monkeypatch.setattr(
-        reading, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
-    )
-    yield made
+    with recorded() as made:
+        yield made
 
 
 def prepare(net: Any, made: Made, device: RecordedTorchDevice, **arguments: Any) -> Staged:
@@ -84,7 +77,7 @@ def prepare(net: Any, made: Made, device: RecordedTorchDevice, **arguments: Any)
 
 def completes(failed: Staged, made: Made, **arguments: Any) -> None:
     """Calling again completes the load, in bulk as well."""
-    device = RecordedTorchDevice(seed=7, way="python")
+    device = RecordedTorchDevice(seed=7, in_bulk=True)
     again = prepare(failed.net, made, device, **arguments)
     again.go()
     again.check_loaded()
@@ -107,7 +100,6 @@ def in_bulk(device: RecordedTorchDevice) -> int:
     threads=st.integers(1, 4),
     reader=st.sampled_from(["mmap", "pread", "direct"]),
     cast=st.sampled_from(["llvm", "device"]),
-    way=st.sampled_from(WAYS),
     seed=st.integers(0, 99),
 )
 def test_late_copies_fill_modules_right(
@@ -120,12 +112,11 @@ def test_late_copies_fill_modules_right(
     threads: int,
     reader: str,
     cast: str,
-    way: Any,
     seed: int,
 ) -> None:
     """Whatever the module holds, and whatever is cast between: each byte arrives once, right."""
     made = sharded if narrow else raw
-    device = RecordedTorchDevice(threads=threads, seed=seed, way=way)
+    device = RecordedTorchDevice(threads=threads, seed=seed, in_bulk=True)
     run = prepare(
         make(kind),
         made,
@@ -140,31 +131,29 @@ def test_late_copies_fill_modules_right(
     run.check_loaded()
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_most_is_handed_over_in_bulk(raw: Made, disk: Disk, way: Any, threads: int) -> None:
+def test_most_is_handed_over_in_bulk(raw: Made, disk: Disk, threads: int) -> None:
     """What is read in bulk is read once, and the rest one by one: every byte once in all."""
-    device = RecordedTorchDevice(threads=threads, way=way, disk=disk)
+    device = RecordedTorchDevice(threads=threads, in_bulk=True, disk=disk)
     run = prepare(make("meta"), raw, device, threads=threads)
     run.go()
     run.check_loaded()
     assert in_bulk(device) >= 20
     done: set[int] = set()
-    for start, stop in disk.reads:
+    for _, start, stop in disk.reads:
         assert done.isdisjoint(range(start, stop))
         done.update(range(start, stop))
     spans = [range(info.start, info.stop) for info in run.checkpoint.tensors.values()]
     assert done == {at for span in spans for at in span}
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_left_out_is_not_read(raw: Made, disk: Disk, way: Any, threads: int) -> None:
+def test_what_is_left_out_is_not_read(raw: Made, disk: Disk, threads: int) -> None:
     """Tensors that the module lacks part what is read at once; what is around them is right."""
     for chunk_nbytes in (64, 200, 1000):
         net = make("real")
         net.layers[1] = net.layers[3][1] = torch.nn.Identity()
-        device = RecordedTorchDevice(threads=threads, way=way, disk=disk)
+        device = RecordedTorchDevice(threads=threads, in_bulk=True, disk=disk)
         disk.reads.clear()
         run = prepare(net, raw, device, threads=threads, strict=False, chunk_nbytes=chunk_nbytes)
         run.go()
@@ -173,7 +162,7 @@ def test_what_is_left_out_is_not_read(raw: Made, disk: Disk, way: Any, threads: 
         left_out = [i for n, i in infos.items() if n.startswith(("layers.1.", "layers.3.1."))]
         assert len(left_out) == 12
         for info in left_out:
-            assert not any(a < info.stop and info.start < b for a, b in disk.reads)
+            assert not any(a < info.stop and info.start < b for _, a, b in disk.reads)
 
 
 # --- several devices ------------------------------------------------------------------------------
@@ -275,17 +264,16 @@ _TURNS: dict[str, Callable[[int], int]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("other", ["", "python", "host-visible"])
+@pytest.mark.parametrize("other", ["one by one", "bulk", "host-visible"])
 @pytest.mark.parametrize("turn", _TURNS)
-def test_each_device_gets_its_own(tmp_path: Path, way: Any, other: Any, turn: str) -> None:
+def test_each_device_gets_its_own(tmp_path: Path, other: Any, turn: str) -> None:
     """Two that take in bulk, or one beside one that does not, in one file: none gets another's."""
     for threads in (1, 3):
         for seed in range(2):
-            one = RecordedTorchDevice(name="ONE", way=way, seed=seed)
+            one = RecordedTorchDevice(name="ONE", in_bulk=True, seed=seed)
             visible = other == "host-visible"
             two = RecordedTorchDevice(
-                name="TWO", way="" if visible else other, seed=seed, host_visible=visible
+                name="TWO", in_bulk=other == "bulk", seed=seed, host_visible=visible
             )
             folder = tmp_path / f"{threads} {seed}"
             folder.mkdir()
@@ -299,16 +287,15 @@ def test_each_device_gets_its_own(tmp_path: Path, way: Any, other: Any, turn: st
                 assert in_bulk(one) > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_device_that_fails_beside_another(tmp_path: Path, way: Any) -> None:
+def test_a_device_that_fails_beside_another(tmp_path: Path) -> None:
     """The error names the device; what is loaded on the other one is right, the rest is gone."""
     happened = 0
     for seed in range(16):
-        generator = random.Random(f"{way} {seed}")
+        generator = random.Random(seed)
         operation = generator.choice(("copy", "wait", "record"))
         faults = Faults({operation: generator.randint(1, 20)}, DeviceError("TWO", "injected"))
-        one = RecordedTorchDevice(name="ONE", way=generator.choice(("", way)), seed=seed)
-        two = RecordedTorchDevice(name="TWO", way=way, seed=seed, faults=faults)
+        one = RecordedTorchDevice(name="ONE", in_bulk=generator.random() < 0.5, seed=seed)
+        two = RecordedTorchDevice(name="TWO", in_bulk=True, seed=seed, faults=faults)
         folder = tmp_path / str(seed)
         folder.mkdir()
         turn = _TURNS[generator.choice(("halves", "by fives"))]
@@ -343,13 +330,14 @@ def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
     happened = by_bulk = 0
     for seed in range(12):
         generator = random.Random(f"{kind} {operation} {seed}")
-        way: Any = generator.choice(WAYS)
         threads = generator.choice((1, 1, 2, 4))
         most = {"allocate": 20, "staging": 2, "close": 2, "run": 4, "ran": 4}.get(operation, 30)
         error = staged.fault(operation, odd=seed % 2 == 0)
         at = generator.randint(1, most)
         faults = Faults({operation: at}, error)
-        device = RecordedTorchDevice(threads=threads, seed=seed, way=way, disk=disk, faults=faults)
+        device = RecordedTorchDevice(
+            threads=threads, seed=seed, in_bulk=True, disk=disk, faults=faults
+        )
         disk.faults = faults
         chunk_nbytes = generator.choice((64, 200, 1000))
         run = prepare(
@@ -374,17 +362,14 @@ def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
     assert happened >= 2 or operation == "read" or (kind, operation) == ("real", "allocate")
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("operation", ["copy", "record", "wait", "ran"])
 @pytest.mark.parametrize("at", range(1, 7))
-def test_the_first_calls_of_a_driver_that_fail(
-    raw: Made, way: Any, operation: str, at: int
-) -> None:
+def test_the_first_calls_of_a_driver_that_fail(raw: Made, operation: str, at: int) -> None:
     """Copies of slots that no unit was told to be in have ended too, before memory goes."""
     for chunk_nbytes in (200, 640):
         for odd in (False, True):
             faults = Faults({operation: at}, staged.fault(operation, odd=odd))
-            device = RecordedTorchDevice(seed=at, way=way, faults=faults)
+            device = RecordedTorchDevice(seed=at, in_bulk=True, faults=faults)
             run = prepare(make("meta"), raw, device, threads=1, chunk_nbytes=chunk_nbytes)
             caught: Exception | None = None
             try:
@@ -400,20 +385,19 @@ def test_the_first_calls_of_a_driver_that_fail(
             completes(run, raw)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reader", ["mmap", "pread"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_tensor_that_cannot_be_read_is_named(
-    raw: Made, disk: Disk, way: Any, reader: str, threads: int
+    raw: Made, disk: Disk, reader: str, threads: int
 ) -> None:
     """Among many in one call the one with the bad bytes is named; other slots are right."""
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
-    generator = random.Random(f"{reader} {threads} {way}")
+    generator = random.Random(f"{reader} {threads}")
     for chunk_nbytes in (64, 200, 1000):
         for info in generator.sample(infos, 5):
             at = generator.randrange(info.start, info.stop)
             disk.bad = range(at, at + 1)
-            device = RecordedTorchDevice(threads=threads, seed=at, way=way, disk=disk)
+            device = RecordedTorchDevice(threads=threads, seed=at, in_bulk=True, disk=disk)
             kind = generator.choice(("meta", "real"))
             run = prepare(
                 make(kind), raw, device, threads=threads, reader=reader, chunk_nbytes=chunk_nbytes
@@ -428,17 +412,14 @@ def test_a_tensor_that_cannot_be_read_is_named(
             completes(run, raw)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_bytes_that_come_at_the_second_time_are_right(
-    raw: Made, disk: Disk, way: Any, threads: int
-) -> None:
+def test_bytes_that_come_at_the_second_time_are_right(raw: Made, disk: Disk, threads: int) -> None:
     """Storage that fails once: what was read in bulk is read again, and all is loaded right."""
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     again = 0
     for seed, info in enumerate(infos):
         disk.bad, disk.forgiving = range(info.stop - 1, info.stop), True
-        device = RecordedTorchDevice(threads=threads, seed=seed, way=way, disk=disk)
+        device = RecordedTorchDevice(threads=threads, seed=seed, in_bulk=True, disk=disk)
         run = prepare(make("real"), raw, device, threads=threads)
         try:
             run.go()
@@ -452,9 +433,8 @@ def test_bytes_that_come_at_the_second_time_are_right(
     assert again >= 8
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: int) -> None:
+def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, threads: int) -> None:
     """A real truncation before the first read: the file is named, and a tensor that is not read."""
     made = write(tmp_path / "x")
     path = made.path / "0.safetensors"
@@ -464,14 +444,8 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: 
     )
     names = [info.name for info in infos]
     for info in infos[1::4]:
-        sent: list[str] = []
-
-        def cut(operation: str, at: int = info.stop - 1, sent: list[str] = sent) -> None:
-            if not sent and operation != "staging":  # the headers were read, the file is open
-                sent.append(operation)
-                os.truncate(path, at)
-
-        device = RecordedTorchDevice(threads=threads, watch=cut, way=way)
+        cut = staged.cutter(path, info.stop - 1, passing="staging")
+        device = RecordedTorchDevice(threads=threads, watch=cut, in_bulk=True)
         run = prepare(make("meta"), made, device, threads=threads)
         with open(path, "r+b"), pytest.raises(CUT) as caught:  # so without a lease
             run.go()
@@ -484,19 +458,18 @@ def test_a_file_that_is_cut_names_the_tensor(tmp_path: Path, way: Any, threads: 
         completes(run, made)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_load_says_in_its_error_what_is_what(
-    raw: Made, monkeypatch: pytest.MonkeyPatch, way: Any, kind: str
+    raw: Made, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """`load_state_dict` over such a device: the error's state and note are true, and it mends."""
     dtype = _DTYPES.get(kind)
     happened = 0
     for seed in range(8):
-        generator = random.Random(f"{kind} {way} {seed}")
+        generator = random.Random(f"{kind} {seed}")
         operation = generator.choice(("copy", "wait", "record"))
         faults = Faults({operation: generator.randint(1, 20)}, staged.fault(operation, odd=False))
-        device = RecordedTorchDevice(faults=faults, seed=seed, way=way)
+        device = RecordedTorchDevice(faults=faults, seed=seed, in_bulk=True)
         monkeypatch.setitem(devices_torch._WAYS, "cpu", lambda name, device=device: device)
         net = make(kind)
         arguments: dict[str, Any] = {
@@ -540,10 +513,11 @@ def test_an_interrupt_at_any_operation_leaves_a_stated_condition(
     interrupted = 0
     for seed in range(8):
         generator = random.Random(f"{kind} {threads} {seed}")
-        way: Any = generator.choice(WAYS)
         shots = staged._Shots(generator.randint(1, 120))
         disk.faults = shots
-        device = RecordedTorchDevice(threads=threads, faults=shots, seed=seed, way=way, disk=disk)
+        device = RecordedTorchDevice(
+            threads=threads, faults=shots, seed=seed, in_bulk=True, disk=disk
+        )
         dtype = _DTYPES.get(kind)
         run = prepare(make(kind), raw, device, threads=threads, dtype=dtype)
         try:

@@ -359,18 +359,21 @@ def test_ranges_of_a_unit() -> None:
 @pytest.mark.parametrize(("limit_mib", "dropping"), [(420, True), (2000, False)])
 def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, dropping: bool) -> None:
     """In a cgroup too small for weights and file, the command drops, and its report says so."""
-    path = cool(write(disk / "c", 60 * MIB, 60 * MIB))
+    path = write(disk / "c", 60 * MIB, 60 * MIB)
     command = [sys.executable, "-m", "streamload", "load", path, "--device", "host", "--json"]
-    done = cgroup.run(
-        [*command, "--dtype", "checkpoint", "--no-progress"], limit_mib * MIB, env=os.environ
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["page_cache"].startswith("dropped" if dropping else "kept")
-    assert (report["dropped_nbytes"] > 100 * MIB) == dropping
-    left = resident_fraction(files(path)[1]) or 0
+    left: list[float] = []
     # its header was read before; the kernel may take some of what is kept whenever it likes
-    assert left < 0.1 if dropping else left > 0.9, left
+    while not left or not (left[-1] < 0.1 if dropping else left[-1] > 0.9):
+        assert len(left) < 5, left
+        cool(path)
+        done = cgroup.run(
+            [*command, "--dtype", "checkpoint", "--no-progress"], limit_mib * MIB, env=os.environ
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["page_cache"].startswith("dropped" if dropping else "kept")
+        assert (report["dropped_nbytes"] > 100 * MIB) == dropping
+        left.append(resident_fraction(files(path)[1]) or 0)
 
 
 # --- the commands ---------------------------------------------------------------------------------

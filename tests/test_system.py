@@ -79,38 +79,39 @@ import hashlib, json
 import streamload
 import torch
 
-path, device, dtype, budget = sys.argv[1:]
-options = {"dtype": dtype, "budget": None if budget == "None" else budget, "progress": False}
-
-def raw(value):
+def raw(value, device):
     value = value.view(torch.uint8).numpy() if device == "cpu" else value
     return hashlib.sha256(value.tobytes()).hexdigest()
 
-first = streamload.load_state_dict(None, path, device=device, **options)
-again = streamload.load_state_dict(first.state_dict, path, **options)
-assert {p.action for p in again.plan.placements} == {"in_place"}
-assert set(first.plan.readers) == {"pread"}
-streamload.convert(path, f"{path}.out", dtype=dtype, overwrite=True, progress=False)
-other = streamload.load_state_dict(None, f"{path}.out", device=device, budget=None, progress=False)
-for report in (first, other):
-    print(json.dumps({name: raw(value) for name, value in report.state_dict.items()}))
+path, cases = sys.argv[1:]
+for device, dtype, budget in json.loads(cases):
+    options = {"dtype": dtype, "budget": budget, "progress": False}
+    first = streamload.load_state_dict(None, path, device=device, **options)
+    again = streamload.load_state_dict(first.state_dict, path, **options)
+    assert {p.action for p in again.plan.placements} == {"in_place"}
+    assert set(first.plan.readers) == {"pread"}
+    streamload.convert(path, f"{path}.out", dtype=dtype, overwrite=True, progress=False)
+    other = streamload.load_state_dict(
+        None, f"{path}.out", device=device, budget=None, progress=False
+    )
+    for report in (first, other):
+        print(json.dumps({name: raw(value, device) for name, value in report.state_dict.items()}))
 """
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "budget"), [("host", "float16", None), ("cpu", "checkpoint", "80%")]
-)
-def test_loads_without_what_only_linux_has(
-    checkpoint: Path, device: str, dtype: str, budget: str | None
-) -> None:
+def test_loads_without_what_only_linux_has(checkpoint: Path) -> None:
     """macOS: the right bytes reach the host and torch, and a converted file, with no budget too."""
     needs.module("torch")
-    done = child(MACOS + LOAD, checkpoint, device, dtype, budget)
+    cases = [("host", "float16", None), ("cpu", "checkpoint", "80%")]
+    done = child(MACOS + LOAD, checkpoint, json.dumps(cases))
     assert done.returncode == 0, done.stderr
-    large = TENSORS["large"] if dtype == "checkpoint" else TENSORS["large"].astype(dtype)
-    expected = {"large": large, "small": TENSORS["small"]}
-    hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in expected.items()}
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [hashes, hashes]
+    expected = []
+    for _, dtype, _ in cases:
+        large = TENSORS["large"] if dtype == "checkpoint" else TENSORS["large"].astype(dtype)
+        found = {"large": large, "small": TENSORS["small"]}
+        hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in found.items()}
+        expected += [hashes, hashes]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == expected
 
 
 def test_the_commands_without_what_only_linux_has(checkpoint: Path) -> None:

@@ -18,12 +18,10 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from recording import Faults
+from recording import Disk, Faults, recorded
 
 import streamload
-from streamload import reading
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from streamload.checkpoint.readers import open_reader
 from streamload.errors import (
     AllocationError,
     CheckpointError,
@@ -46,7 +44,7 @@ from streamload.target import ModelTarget
 torch = needs.module("torch")
 nn = torch.nn
 
-from recorded_torch import Disk, RecordedTorchDevice  # noqa: E402
+from recorded_torch import RecordedTorchDevice  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from streamload.devices import torch as devices_torch  # noqa: E402
@@ -181,29 +179,30 @@ class Staged:
         """Threads, slots and ledger are in order, and each parameter is what the state says."""
         assert [t.name for t in threading.enumerate() if t.name.startswith("streamload")] == []
         self.device.check_ended()
-        names = [p.name for p in self.plan.placements]
+        placements, found = list(self.plan.placements), entries(self.net)
+        names = [p.name for p in placements]
         assert sorted((*state.loaded, *state.untouched, *state.invalid)) == sorted(names)
         held = 0
         allocated = 0
-        for p in self.plan.placements:
+        for p in placements:
             if p.action == "in_place" or p.name in state.loaded:
                 held += p.resident_nbytes
                 allocated += p.nbytes if p.action != "in_place" else 0
             elif p.name in state.untouched:
                 held += p.released_nbytes
-            self.check_parameter(p.name, state)
+            self.check_parameter(p.name, getattr(torch, p.dst.name), found, state)
         assert self.ledger.held(self.device.name) == held
         assert self.ledger.held(STAGING) == 0
         assert self.device.allocated_nbytes() == allocated
 
-    def check_parameter(self, name: str, state: LoadState) -> None:
+    def check_parameter(
+        self, name: str, dtype: Any, found: Mapping[str, Any], state: LoadState
+    ) -> None:
         """All that is tied under a name is loaded, as it was, or raises when used."""
-        found = entries(self.net)
-        p = next(p for p in self.plan.placements if p.name == name)
         for tied in self.matched.parameters[name].names:
             tensor = found[tied]
             if name in state.loaded:
-                assert same_bits(tensor, self.new[name].to(getattr(torch, p.dst.name))), tied
+                assert same_bits(tensor, self.new[name].to(dtype)), tied
             elif name in state.untouched:
                 old = self.before[tied]
                 assert not isinstance(tensor, (InvalidParameter, InvalidTensor))
@@ -288,13 +287,10 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+def disk() -> Iterator[Disk]:
     """The files are real; what can be read of them is what this disk says."""
-    made = Disk()
-    monkeypatch.setattr(
-        reading, "open_reader", lambda *arguments: made.open(open_reader(*arguments))
-    )
-    yield made
+    with recorded() as made:
+        yield made
 
 
 # --- right bytes ----------------------------------------------------------------------------------
@@ -355,11 +351,11 @@ def test_what_lies_together_is_read_at_once(
     copies = [detail for operation, detail in device.events if operation == "copy"]
     assert len(disk.reads) < len(copies)
     spans = [(info.start, info.stop) for info in run.checkpoint.tensors.values()]
-    inside = [sum(a <= s and t <= b and s < t for s, t in spans) for a, b in disk.reads]
+    inside = [sum(a <= s and t <= b and s < t for s, t in spans) for _, a, b in disk.reads]
     assert max(inside) >= 5
-    assert all(b - a <= run.plan.slot_nbytes for a, b in disk.reads)
+    assert all(b - a <= run.plan.slot_nbytes for _, a, b in disk.reads)
     # every byte was read once
-    assert sum(b - a for a, b in disk.reads) == sum(b - a for a, b in spans)
+    assert sum(b - a for _, a, b in disk.reads) == sum(b - a for a, b in spans)
 
 
 @pytest.mark.parametrize("threads", [0, 3])
@@ -375,8 +371,8 @@ def test_what_is_left_out_is_not_read(raw: Made, disk: Disk, kind: str, threads:
     left_out = [i for n, i in infos.items() if n.startswith(("layers.1.", "layers.3.1."))]
     assert len(left_out) == 12
     for info in left_out:
-        assert not any(a < info.stop and info.start < b for a, b in disk.reads)
-    assert sum(b - a for a, b in disk.reads) == sum(p.nbytes for p in run.plan.placements)
+        assert not any(a < info.stop and info.start < b for _, a, b in disk.reads)
+    assert sum(b - a for _, a, b in disk.reads) == sum(p.nbytes for p in run.plan.placements)
 
 
 def test_a_cast_between_raw_tensors_is_read_one_by_one(raw: Made, disk: Disk) -> None:
@@ -520,6 +516,26 @@ def test_bytes_that_come_at_the_second_time_are_right_or_an_error(
             run.check_loaded()
 
 
+def cutter(path: Path, nbytes: int, *, passing: str = "") -> Callable[[str], None]:
+    """A `watch` that cuts a file at the first operation; every thread waits until that is done.
+
+    The headers were read by then, and the file is open.
+
+    Args:
+        path: the file.
+        nbytes: what it is cut to.
+        passing: an operation that does not count.
+    """
+    lock, left = threading.Lock(), [nbytes]
+
+    def cut(operation: str) -> None:
+        with lock:
+            if left and operation != passing:
+                os.truncate(path, left.pop())
+
+    return cut
+
+
 @pytest.mark.parametrize("reader", ["mmap", "pread"])
 @pytest.mark.parametrize("threads", [0, 3])
 @pytest.mark.parametrize("dtype", [None, "float16"])
@@ -533,14 +549,7 @@ def test_a_file_cut_in_the_middle_of_a_slot_names_the_tensor(
     checkpoint = open_checkpoint(made.path)
     infos = sorted((i for i in checkpoint.tensors.values() if i.nbytes), key=lambda i: i.start)
     for info in infos[1::3]:
-        sent: list[str] = []
-
-        def cut(operation: str, at: int = info.stop - 1, sent: list[str] = sent) -> None:
-            if not sent:  # the headers were read, the file is open
-                sent.append(operation)
-                os.truncate(path, at)
-
-        device = RecordedTorchDevice(threads=threads, watch=cut)
+        device = RecordedTorchDevice(threads=threads, watch=cutter(path, info.stop - 1))
         run = prepare(
             make("meta"),
             made,
