@@ -127,7 +127,7 @@ class Agreement:
 
     def _look(self, model: Any, options: Options) -> Place:
         """The model, and the one device that this rank loads to."""
-        place = Place.look(model, options, self._asked.device)
+        place = Place.look(model, self.index.checkpoint, options, self._asked.device)
         if len(place.devices.opened) != 1:
             raise ValueError(
                 f"a rank loads to one device, not {len(place.devices.opened)}: start a rank for "

@@ -192,11 +192,22 @@ class Place:
     devices: Devices
 
     @classmethod
-    def look(cls, model: Any, options: Options, device: str | Sequence[str] | None) -> Place:
-        """Look at a model, and open the devices."""
+    def look(
+        cls,
+        model: Any,
+        checkpoint: Checkpoint,
+        options: Options,
+        device: str | Sequence[str] | None,
+    ) -> Place:
+        """Look at a model, and open the devices.
+
+        Raises:
+            PlanInfeasibleError: the host has too little memory to match and to plan.
+        """
         owner = None
         parameters: Sequence[Parameter] = ()
         if model is not None:
+            host_room_nbytes(len(checkpoint.tensors))  # before any memory is taken
             owner = framework(framework_of(model) or "tinygrad")
             parameters = owner.parameters(model)
         where = {p.device for p in parameters if p.device is not None}

@@ -15,7 +15,7 @@ from streamload.errors import LoadState, StreamloadError
 from streamload.headroom import Headroom
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
-from streamload.lookup import host_room_nbytes, open_devices, unseen_spec
+from streamload.lookup import open_devices, unseen_spec
 from streamload.mapping import sources
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, SplitOptions, takes
 from streamload.planning.budget import STAGING, Ledger, canonical_device
@@ -77,9 +77,7 @@ def load_state_dict(
     with uncollected():
         checkpoint = opened_checkpoint(path)
         found = sources(checkpoint, options["mapping"], options["rename"])
-        if model is not None:
-            host_room_nbytes(len(checkpoint.tensors))  # a short look, before memory is taken
-        place = Place.look(model, read, options["device"])
+        place = Place.look(model, checkpoint, read, options["device"])
         decided = Decision.make(place, checkpoint, read, found, strict)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
