@@ -149,7 +149,8 @@ def test_many_tensors_take_what_was_predicted(
     predicted, grew = (found["said"][f"{what}_nbytes"] for what in ("predicted", "reported"))
     beside = 6000 * 8192 if state != "resident" else 0
     assert grew <= predicted, found
-    assert predicted - grew < 0.5 * (predicted - beside) + MiB, found
+    # less is taken where the heap had freed memory: torch's parameters took 250 to 430 bytes
+    assert predicted - grew < 0.7 * (predicted - beside) + MiB, found
     # and with the kernel's part it loads in that much
     room_nbytes = found["charged_nbytes"] + ROOM_NBYTES
     found = _load(cgroup, folder / "tiny", device, state, room_nbytes, budget="1GB")
