@@ -19,6 +19,7 @@ import ctypes
 import mmap
 import sys
 from functools import cache
+from io import FileIO
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,18 @@ def scatter(
         return False
     places = np.column_stack((addresses, sizes))  # struct iovec: an address and a size
     return bool(preadv(fd, places.ctypes.data, len(places), offset) == sizes.sum())
+
+
+def map_privately(file: FileIO) -> mmap.mmap:
+    """Map a file so that what is written stays in this process, in pages of its own.
+
+    The map outlives the file's descriptor. No memory is set aside for the pages that may be
+    written: a file may be longer than memory.
+    """
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    more = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # it keeps no descriptor
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(file.fileno(), 0, flags=flags, prot=access, **more)
 
 
 def system_free_nbytes() -> int:

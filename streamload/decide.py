@@ -9,15 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 from streamload._pages import reusable_nbytes
 from streamload.cast.table import cast_engine, supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
+from streamload.checkpoint.url import Location, Url
 from streamload.devices.base import Framework, Parameter
 from streamload.devices.names import environment_fp16_cast, framework, framework_of
-from streamload.errors import PlanInfeasibleError, StateDictMismatchError
+from streamload.errors import PlanInfeasibleError, ResidenceError, StateDictMismatchError
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
 from streamload.mapping import Source, Unchanged
@@ -28,7 +29,7 @@ from streamload.planning.budget import Budget, available_cpus, canonical_device
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
-from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, make_plan
+from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -52,6 +53,7 @@ class Options:
     policy: DTypePolicy
     knobs: Knobs
     room: Room
+    residence: Residence = "memory"
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
@@ -59,11 +61,15 @@ class Options:
     def read(cls, **given: Unpack[LoadOptions]) -> Options:
         """Read the options; raises ValueError for one that is invalid."""
         options: LoadOptions = {**DEFAULTS, **given}
+        if options["residence"] not in get_args(Residence):
+            names = ", ".join(get_args(Residence))
+            raise ValueError(f"residence is one of {names}, not {options['residence']!r}")
         return cls(
             room=Room.read(options),
             knobs=Knobs.read(options),
             budget=Budget.parse(options["budget"]),
             policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
+            residence=options["residence"],
         )
 
     def check_names(self, names: Iterable[str], device: object) -> None:
@@ -157,7 +163,15 @@ class Options:
             reader_reasons=[choice.reason for choice in choices],
             threads=self.knobs.threads or threads,
             cache=cache,
+            residence=self.residence,
+            mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
         )
+
+    def _is_mappable(self, path: Location) -> bool:
+        """Whether views on a file may stay when the load is done."""
+        if self.residence == "auto":  # as for a map that is gone after the load
+            return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
+        return self.residence == "mapped" and not isinstance(path, Url)
 
 
 def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
@@ -329,8 +343,8 @@ class Decision:
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
-            wider = demand.wider()
-            raise error.suggesting([wider] if wider is not None else ()) from None
+            instead = [demand.mapped(), demand.wider()]
+            raise error.suggesting([line for line in instead if line is not None]) from None
         place.devices.check_buffers(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
@@ -351,7 +365,8 @@ class Decision:
     @property
     def read_nbytes(self) -> int:
         """File bytes that it will read."""
-        return sum(p.src_nbytes * count for p, count in self.plan.placements.counted)
+        counted = self.plan.placements.counted
+        return sum(p.src_nbytes * count for p, count in counted if p.cast != "mapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +395,18 @@ class _Demand:
         free = None if free is None else max(free - options.host_held_nbytes, 0)
         made = options.plan(self.checkpoint, self.wants, specs, self.tied, engine, free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
+
+    def mapped(self) -> str | None:
+        """What to ask for so that it fits, with weights that stay in their files."""
+        maps = any(device.info.maps for device in self.place.devices.opened.values())
+        if not maps or self.options.residence != "memory":
+            return None
+        for residence in ("mapped", "auto"):
+            with suppress(PlanInfeasibleError, ResidenceError):
+                options = replace(self.options, residence=residence)
+                replace(self, options=options).planned(self.place.devices)
+                return f'residence="{residence}"'
+        return None
 
     def wider(self) -> str | None:
         """What to ask for so that it fits, with more of this machine's devices.

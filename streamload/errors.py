@@ -9,6 +9,7 @@ StreamloadError
 ├─ CheckpointError (ValueError): HeaderError, TruncatedFileError, FileChangedError,
 │                                ShardNotFoundError
 ├─ StateDictMismatchError (ValueError)
+├─ ResidenceError (ValueError)
 ├─ BudgetError (MemoryError): PlanInfeasibleError, BudgetExceededError, MemoryTakenError
 ├─ CastError (ValueError): UnsupportedCastError, OutOfRangeError
 ├─ DeviceError (RuntimeError): DeviceNotFoundError, AllocationError
@@ -223,6 +224,29 @@ class StateDictMismatchError(StreamloadError, ValueError):
             unexpected=tuple(unexpected),
             wrong_shape=tuple(wrong_shape),
             problems=tuple(problems),
+        )
+
+
+class ResidenceError(StreamloadError, ValueError):
+    """A parameter that ``residence="mapped"`` cannot leave in its file.
+
+    Attributes:
+        parameter: its name.
+        path: the file.
+        reason: what keeps it from being a view.
+    """
+
+    parameter: str
+    path: str
+    reason: str
+
+    def __init__(self, parameter: str, path: str | PathLike[str], reason: str) -> None:
+        super().__init__(
+            f"{fspath(path)}: parameter {parameter!r} cannot be a view on the mapped file: "
+            f'{reason}; residence="auto" loads it',
+            parameter=parameter,
+            path=fspath(path),
+            reason=reason,
         )
 
 

@@ -41,7 +41,9 @@ class Headroom:
         self._promised_nbytes = sum(d.fresh_nbytes for d in on_host)
         self._scratch_nbytes = sum(d.scratch_nbytes for d in on_host)
         self._staging_nbytes = plan.host_nbytes
-        self._nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
+        self._nbytes = sum(
+            p.nbytes * count for p, count in plan.placements.counted if p.cast != "mapped"
+        )
         self._handed_out_nbytes = self._done_nbytes = 0
         self._held_nbytes = process_nbytes()
         self._memory = HostMemory()

@@ -252,6 +252,7 @@ def run(
             for device in devices.values():
                 device.synchronize()  # nothing may be computing on what is written in place
             target.begin_all()
+            target.map_all(decided.checkpoint)
             stats = stream(
                 made, decided.checkpoint, target, devices, ledger, told, opener, headroom
             )
@@ -316,6 +317,11 @@ def _report(
         page_cache=stats.page_cache,
         dropped_nbytes=stats.dropped_nbytes,
         state_dict={name: tensors[name] for name in made.placements.names} if tensors else {},
+        files={
+            str(header.path): header.state
+            for header in decided.checkpoint.shards
+            if header.state is not None
+        },
     )
 
 

@@ -133,6 +133,7 @@ class Devices:
                     native_bf16=bf16_undecided and self._native_bf16(name),
                     unsupported=info.unsupported,
                     device_casts=casts,
+                    maps=info.maps,
                     casts=info.casts,
                     object_nbytes=info.costs.parameter_nbytes
                     if of_model
@@ -235,7 +236,7 @@ def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:
             threads=16,
             casts=True,
         )
-    return DeviceSpec(name, budget_nbytes)
+    return DeviceSpec(name, budget_nbytes, maps=rest in ("cpu", "host"))
 
 
 def host_room_nbytes(parameters: int = 0) -> int | None:

@@ -17,6 +17,7 @@ from streamload.dtypes import DTypeArgument, DTypeLike
 from streamload.mapping import MappingArgument, Rename
 from streamload.planning.budget import BudgetLike
 from streamload.planning.kv_cache import CacheRequest
+from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.units import parse_bytes
 
@@ -64,6 +65,7 @@ class PlanOptions(SplitOptions, total=False):
 
     budget: BudgetLike
     device: str | Sequence[str] | None
+    residence: Residence
 
 
 class LoadOptions(PlanOptions, total=False):
@@ -79,6 +81,12 @@ class LoadOptions(PlanOptions, total=False):
             for the first that works. None: where the model's parameters are, else
             ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
             tinygrad's.
+        residence: where the CPU computes (torch's CPU, the host), "mapped" makes the weights
+            private views on the mapped files, which take no memory until they are written, and
+            refuses those that a cast, a device of its own or their alignment in the file keeps
+            from it; "auto" maps the others, of files on a local disk that nobody can truncate, and
+            loads these. "memory" loads all. Whatever rewrites a mapped file changes the weights,
+            and whatever truncates it ends the process: see `LoadReport.check_files`.
         dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
             deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
             unchanged. None: what holds memory in a torch model keeps its dtype; otherwise bfloat16
@@ -122,6 +130,7 @@ class LoadOptions(PlanOptions, total=False):
 DEFAULTS: LoadOptions = {
     "budget": None,
     "device": None,
+    "residence": "memory",
     "dtype": None,
     "out_of_range": "inf",
     "cast": "auto",

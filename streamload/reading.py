@@ -6,6 +6,7 @@ map, or it is read into a `Room` of the thread that asks for it: memory is bound
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from streamload._system import direct_memory
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload._system import direct_memory, map_privately
+from streamload.checkpoint.guard import FileState
+from streamload.checkpoint.header import Header, TensorInfo, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCache, PageCacheKind, ShardCache
 from streamload.checkpoint.readers import (
     Reader,
@@ -43,6 +45,25 @@ Opener = Callable[[Header, ResolvedKind], Reader]
 def open_shard(header: Header, kind: ResolvedKind) -> Reader:
     """Open a shard's file by itself."""
     return open_reader(header.path, header.file_nbytes, kind, header.state)
+
+
+def map_shard(header: Header) -> mmap.mmap:
+    """Map a shard's file for views that stay: private, and writable page by page.
+
+    Raises:
+        FileChangedError: it is not what it was when its header was read.
+        CheckpointError: it cannot be opened or mapped.
+    """
+    assert isinstance(header.path, Path), header.path
+    with open_regular(header.path) as file:
+        try:
+            if header.state is not None:
+                header.state.check(FileState.of(file.fileno()), header.path)
+            return map_privately(file)
+        except (OSError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise unreadable(header.path, error) from error
 
 
 def file_kind(shard: Location, kind: ReaderKind) -> ResolvedKind:

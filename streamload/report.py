@@ -8,9 +8,12 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from streamload.cast.table import CastCounts, OutOfRange
+from streamload.checkpoint.guard import FileState
+from streamload.checkpoint.header import open_regular
 from streamload.devices.base import Device
 from streamload.headroom import process_nbytes
 from streamload.planning.plan import Plan
@@ -72,6 +75,7 @@ class LoadReport:
         dropped_nbytes: file bytes that were dropped from it.
         nodes: of a load across nodes, what each did, by rank.
         state_dict: with ``model=None``, the tensors by name.
+        files: the files of the checkpoint that are on this machine, and what each was.
     """
 
     path: str
@@ -95,6 +99,21 @@ class LoadReport:
     dropped_nbytes: int = 0
     nodes: tuple[NodeReport, ...] = ()
     state_dict: dict[str, Any] = field(default_factory=dict, repr=False)
+    files: Mapping[str, FileState] = field(default_factory=dict, repr=False)
+
+    def check_files(self) -> None:
+        """See that the checkpoint's files are what they were when they were loaded.
+
+        Weights that are views on mapped files change with these.
+
+        Raises:
+            FileChangedError: one was written, or is another file.
+            TruncatedFileError: one is shorter.
+            ShardNotFoundError: one is gone.
+        """
+        for path, state in self.files.items():
+            with open_regular(Path(path)) as file:
+                state.check(FileState.of(file.fileno()), Path(path))
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -116,6 +135,7 @@ class LoadReport:
             "tensors": len(self.plan.placements),
             "read_nbytes": self.read_nbytes,
             "resident_nbytes": self.resident_nbytes,
+            "mapped_nbytes": sum(d.mapped_nbytes for d in self.plan.devices),
             "seconds": self.seconds,
             "stream_seconds": self.stream_seconds,
             "transfer_seconds": self.transfer_seconds,
@@ -165,6 +185,11 @@ class LoadReport:
                     f"{format_bytes(d.budget_nbytes)}",
                 )
             )
+            if d.mapped_nbytes:
+                said = (
+                    f"{format_bytes(d.mapped_nbytes)} stay in the files, which the kernel can drop"
+                )
+                rows.append((f"{d.device} maps", said))
             counters = self.allocators.get(d.device)
             if counters:
                 said = ", ".join(f"{key} {format_bytes(n)}" for key, n in counters.items())

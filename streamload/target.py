@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,11 +11,14 @@ from typing import Any
 import numpy as np
 
 from streamload._pages import reusable_nbytes
-from streamload.devices.base import Addressed, Buffer, Device, Framework, Parameter
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.url import Location
+from streamload.devices.base import Addressed, Buffer, Device, Framework, OnFiles, Parameter
 from streamload.errors import AllocationError, LoadState
 from streamload.planning.allocators import TRIM_NBYTES
 from streamload.planning.budget import Ledger
 from streamload.planning.plan import Plan
+from streamload.reading import map_shard
 
 _POISON_NBYTES = 2**24
 
@@ -77,6 +81,31 @@ class ModelTarget:
         for d in made.devices:
             if d.release_first:
                 self._devices[d.device].trim()
+
+    def map_all(self, checkpoint: Checkpoint) -> None:
+        """Make what stays in its file a view on that; nothing of it is read.
+
+        Raises:
+            FileChangedError: a file is not what it was when its header was read.
+            CheckpointError: a file cannot be opened or mapped.
+        """
+        placements = self._plan.placements
+        headers = {header.path: header for header in checkpoint.shards}
+        maps: dict[Location, mmap.mmap] = {}
+        for index, kind in enumerate(placements.kinds):
+            if kind.cast != "mapped":
+                continue
+            (row,) = placements.sources[index]
+            info = checkpoint.tensors[row.tensor]
+            if info.shard not in maps:
+                maps[info.shard] = map_shard(headers[info.shard])
+            device = self._devices[kind.device]
+            assert isinstance(device, OnFiles), kind.device
+            if kind.action == "replace":
+                self._release(index)
+            start = info.start + row.start * (info.nbytes // info.shape[0] if row.start else 0)
+            self._buffers[index] = device.view(maps[info.shard], start, kind.dst, kind.shape)
+            self.finish([index])
 
     def _release(self, index: int) -> str:
         if index in self._released:

@@ -28,6 +28,7 @@ from streamload.errors import (
     PeerFailedError,
     PlanInfeasibleError,
     PlanMismatchError,
+    ResidenceError,
     ShapeMismatch,
     ShardNotFoundError,
     StateDictMismatchError,
@@ -43,6 +44,7 @@ TREE = {
     FileChangedError: (CheckpointError,),
     ShardNotFoundError: (CheckpointError,),
     StateDictMismatchError: (StreamloadError, ValueError),
+    ResidenceError: (StreamloadError, ValueError),
     BudgetError: (StreamloadError, MemoryError),
     PlanInfeasibleError: (BudgetError,),
     BudgetExceededError: (BudgetError,),
@@ -141,6 +143,11 @@ EXAMPLES += [
         OutOfRangeError("w", Path("f"), "bfloat16", "float16", 3),
         {"tensor": "w", "path": "f", "src": "bfloat16", "dst": "float16", "overflowed": 3},
         ("f", "'w'", "3", "bfloat16", "float16"),
+    ),
+    (
+        ResidenceError("w", "/m.safetensors", "it is cast"),
+        {"parameter": "w", "path": "/m.safetensors", "reason": "it is cast"},
+        ("/m.safetensors", "'w'", "it is cast", 'residence="auto"'),
     ),
     (DeviceError("CL", "lost"), {"device": "CL", "problem": "lost"}, ("CL: lost",)),
     (

@@ -18,8 +18,8 @@ from streamload.options import DEFAULTS, LoadOptions, takes
 ENTRANCES = {
     "load_state_dict": DEFAULTS.keys(),
     "plan": DEFAULTS.keys() - {"strict", "progress"},
-    "split": DEFAULTS.keys() - {"strict", "progress", "budget", "device"},
-    "distributed.load_state_dict": DEFAULTS.keys(),
+    "split": DEFAULTS.keys() - {"strict", "progress", "budget", "device", "residence"},
+    "distributed.load_state_dict": DEFAULTS.keys() - {"residence"},
     "distributed.plan": {
         *("budget", "device", "dtype", "rename", "mapping"),
         *("reserve", "context", "batch", "cache_dtype"),

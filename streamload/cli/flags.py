@@ -14,6 +14,7 @@ from streamload.conversion.planning import RenamePatterns
 from streamload.mapping import MAPPINGS, Rename
 from streamload.options import CastArgument
 from streamload.planning.partition import Node
+from streamload.planning.planner import Residence
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:
@@ -72,6 +73,14 @@ class LoadFlags(TypedDict, total=False):
             "STREAMLOAD_DEVICE, or tinygrad's own choice.",
         ),
     ]
+    residence: Annotated[
+        Residence,
+        option(
+            "WHERE",
+            "memory, mapped (weights stay in the files, where the CPU computes), or auto (those "
+            "that can).",
+        ),
+    ]
     dtype: Annotated[
         list[str] | None,
         option(
@@ -124,15 +133,17 @@ class LoadFlags(TypedDict, total=False):
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
     """The options of a load but for its budget and device."""
     options: dict[str, Any] = {**flags, "dtype": read_dtype(flags["dtype"])}
-    del options["budget"], options["device"]
+    for name in ("budget", "device", "residence"):
+        del options[name]
     return options
 
 
 def read_place(flags: LoadFlags) -> dict[str, Any]:
-    """The device of a load, or its devices, and the budget."""
+    """The device of a load, or its devices, the budget, and where the weights are there."""
     names = read_names(flags["device"])
     device = names if len(names) > 1 else flags["device"]
-    return {"device": device, "budget": _read_budget(flags["budget"], names)}
+    budget = _read_budget(flags["budget"], names)
+    return {"device": device, "budget": budget, "residence": flags["residence"]}
 
 
 def read_names(device: str | None) -> list[str]:

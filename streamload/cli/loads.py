@@ -183,6 +183,8 @@ def load(
     if launch is not None and launch.size != 1:
         if isinstance(asked["device"], list):
             raise ValueError("over nodes, each rank loads to one device: start a rank for each")
+        if asked.pop("residence") != "memory":
+            raise ValueError("over nodes, weights are loaded to memory: leave --residence away")
         from streamload import distributed  # its engines are not always installed
 
         report = distributed.load_state_dict(

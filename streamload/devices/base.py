@@ -47,6 +47,7 @@ class DeviceInfo:
         threads: how many threads may write at once; 0 for the calling thread only.
         native_bf16: computes in bfloat16 natively, or in float16 no better.
         casts: casts what it was sent where that lies, exactly, and counts what changes.
+        maps: it computes on memory of this process as it is: on a mapped file, see `OnFiles`.
         unsupported: names of dtypes that it cannot hold.
         caveat: what a plan cannot know of it, one sentence, or "".
     """
@@ -67,6 +68,7 @@ class DeviceInfo:
     threads: int = 16
     native_bf16: bool = False
     casts: bool = False
+    maps: bool = False
     unsupported: frozenset[str] = frozenset()
     caveat: str = ""
 
@@ -342,6 +344,21 @@ class Addressed(Protocol):
 
         Raises:
             AllocationError: one cannot be had; those before it have been given back.
+        """
+
+
+@runtime_checkable
+class OnFiles(Protocol):
+    """A device that computes on mapped files as they are."""
+
+    def view(self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]) -> Buffer:
+        """A buffer over mapped bytes from ``start`` on; it keeps the map open.
+
+        Args:
+            memory: a private, writable map: what is written is copied, page by page.
+            start: first byte, a multiple of the dtype's size.
+            dtype: of whole bytes.
+            shape: with at least one element.
         """
 
 

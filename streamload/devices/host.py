@@ -44,6 +44,7 @@ class HostDevice(HeapDevice):
             unsupported=_UNSUPPORTED,
             granularity_nbytes=16,
             costs=_COSTS,
+            maps=True,
         )
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -55,6 +56,12 @@ class HostDevice(HeapDevice):
             return np.ndarray(shape, dtype.numpy, _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE))
         except (MemoryError, ValueError, OverflowError, OSError) as error:
             raise AllocationError("host", str(error), nbytes=nbytes) from error
+
+    def view(
+        self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]
+    ) -> np.ndarray[Any, Any]:
+        """An array over mapped bytes."""
+        return np.ndarray(shape, dtype.numpy, memory, start)
 
     def address(self, buffer: np.ndarray[Any, Any]) -> int:
         """Where its memory begins."""

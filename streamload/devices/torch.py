@@ -7,6 +7,7 @@ through plain memory and torch's own blocking copies.
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -270,7 +271,18 @@ class CPUDevice(TorchDevice, HeapDevice):
             granularity_nbytes=_CPU_ALIGNMENT_NBYTES,
             costs=replace(_COSTS, left_nbytes=_LEFT_NBYTES),
             native_bf16=_cpu_multiplies("bfloat16") or not _cpu_multiplies("float16"),
+            maps=True,
         )
+
+    def view(
+        self, memory: mmap.mmap, start: int, dtype: DType, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor over mapped bytes; torch keeps a reference to the map, and nobody closes it."""
+        with torch.inference_mode(False):  # as in `allocate`
+            flat = torch.frombuffer(
+                memory, dtype=TO_TORCH[dtype.name], count=math.prod(shape), offset=start
+            )
+            return flat.view(shape)
 
     def trim(self) -> None:
         """Hand freed heap memory back to the kernel, where the C library can."""

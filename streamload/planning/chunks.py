@@ -196,7 +196,10 @@ class Cut:
         self._plan = plan
         self._checkpoint = checkpoint
         self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
-        self._extents = _extents(plan.placements, checkpoint, self._shard_of)
+        found = _extents(plan.placements, checkpoint, self._shard_of)
+        mapped = np.array([kind.cast == "mapped" for kind in plan.placements.kinds], bool)
+        read = ~mapped[found.placements]  # what stays in its file is not
+        self._extents = _Extents(*(column[read] for column in found)) if mapped.any() else found
 
     def read_nbytes(self, shards: Collection[int]) -> int:
         """File bytes that are read of some shards."""

@@ -38,6 +38,7 @@ class DeviceSpec:
         native_bf16: it computes in bfloat16 natively.
         unsupported: names of dtypes that it cannot hold.
         device_casts: (src, dst) names of the dtype pairs that its own cast gets exactly right.
+        maps: it computes on mapped files as they are.
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
@@ -62,6 +63,7 @@ class DeviceSpec:
     native_bf16: bool = False
     unsupported: frozenset[str] = frozenset()
     device_casts: frozenset[tuple[str, str]] = frozenset()
+    maps: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
     object_nbytes: int = 0

@@ -122,6 +122,7 @@ class Share:
             object_nbytes=len(placements) * spec.object_nbytes,
             kernel_nbytes=len(placements) * spec.kernel_nbytes,
             shared_memory=spec.shared_memory,
+            mapped_nbytes=sum(p.nbytes * n for p, n in placements.counted if p.cast == "mapped"),
         )
 
 
@@ -142,7 +143,7 @@ def fit(
     most = (share.spec.max_transfer_nbytes for share in shares)
     longest = min([draft.chunk_nbytes, *(nbytes for nbytes in most if nbytes)])
     whole = 0
-    for p in draft.placements.kinds:
+    for p in (kind for kind in draft.placements.kinds if kind.cast != "mapped"):
         whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
         if whole >= slot_nbytes(longest):  # no slot is larger
             break

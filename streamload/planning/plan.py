@@ -96,7 +96,7 @@ class Placement:
         transpose: a permutation of those rows, or None.
         action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
             holds is released first).
-        cast: "copy", "llvm", "numpy" or "device".
+        cast: "copy", "llvm", "numpy", "device", or "mapped": a view on the file, which is not read.
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
             fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
@@ -281,6 +281,7 @@ class DevicePlan:
         object_nbytes: what the process takes for tensors beside their bytes.
         kernel_nbytes: what the kernel takes for them.
         shared_memory: its memory is the host's.
+        mapped_nbytes: what stays in the mapped files: the kernel can take its pages back.
     """
 
     device: str
@@ -300,6 +301,7 @@ class DevicePlan:
     object_nbytes: int = 0
     kernel_nbytes: int = 0
     shared_memory: bool = True
+    mapped_nbytes: int = 0
 
     @property
     def run_nbytes(self) -> int:
@@ -419,6 +421,7 @@ class Plan:
         split = len(self.devices) > 1
         cached = any(d.cache_nbytes for d in self.devices)
         reserved = any(d.reserve_nbytes for d in self.devices)
+        mapped = sum(d.mapped_nbytes for d in self.devices)
         count: Counter[str] = Counter()
         casts: Counter[tuple[str, str, str]] = Counter()
         for p, n in self.placements.counted:
@@ -452,6 +455,7 @@ class Plan:
                     for (src, dst, by), n in casts.items()
                     if src != dst
                 ),
+                *([f"{format_bytes(mapped)} stay in the mapped files"] if mapped else []),
                 f"{format_bytes(self.resident_nbytes)} in all; {self.threads} threads, chunks of "
                 f"{format_bytes(self.chunk_nbytes)}, host staging "
                 f"{format_bytes(self.host_nbytes)}",

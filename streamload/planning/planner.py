@@ -18,7 +18,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BF16, F16, DType
-from streamload.errors import UnsupportedCastError
+from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
 from streamload.planning.budget import DEFAULT_HOST_NBYTES
 from streamload.planning.cache_room import CacheRoom
@@ -31,6 +31,8 @@ from streamload.planning.plan import Action, Placement, Placements, Plan
 from streamload.units import round_up
 
 CastChoice = Literal["llvm", "numpy", "device"]
+#: Where weights are: in memory of their own, in the mapped file, or whichever can be.
+Residence = Literal["memory", "mapped", "auto"]
 _Key = TypeVar("_Key")
 
 DEFAULT_CHUNK_NBYTES = 8 * 2**20
@@ -59,6 +61,8 @@ def make_plan(
     page_cache: PageCacheKind = "auto",
     reader_reasons: Sequence[str] = (),
     cache: KvCache | None = None,
+    residence: Residence = "memory",
+    mappable: Sequence[bool] = (),
 ) -> Plan:
     """Decide a load.
 
@@ -80,9 +84,13 @@ def make_plan(
         reader_reasons: why each shard is read so; for `Plan.reader_reasons`.
         cache: the KV cache that each device is to have room for when the load is done, for the
             layers that it holds.
+        residence: whether parameters are views on mapped files: "mapped" all, "auto" those that
+            can be.
+        mappable: which shards can be mapped; asked for under these two.
 
     Raises:
         PlanInfeasibleError: the parameters do not fit, or not with the cache.
+        ResidenceError: under "mapped", a parameter cannot be a view.
         UnsupportedCastError: a dtype cannot be had, or a device cannot hold it.
         CheckpointError: there is a cache, and it is not known in which dtype or of which tensors.
     """
@@ -97,7 +105,12 @@ def make_plan(
     by_layer = room.layers if room is not None else ()
     parts, wants, where = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
     room = room.placed(checkpoint, wants, where, dtype) if room is not None else None
-    placements = _place(checkpoint, wants, [specs[name] for name in where], dtype, engine)
+    on = [specs[name] for name in where]
+    dsts = _dsts(wants, on, dtype)
+    mapped = [False] * len(wants)
+    if residence != "memory":
+        mapped = _mapped(checkpoint, wants, on, dsts, mappable, strict=residence == "mapped")
+    placements = _place(checkpoint, wants, on, dsts, mapped, engine)
     placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
@@ -125,30 +138,26 @@ def _place(
     checkpoint: Checkpoint,
     wants: Wants,
     specs: Sequence[DeviceSpec],
-    policy: DTypePolicy,
+    dsts: Sequence[DType],
+    mapped: Sequence[bool],
     engine: _EngineChoice,
 ) -> Placements:
     """Place wants on a device each, in the order of the files, so that each is read once.
 
     Those of one kind are alike in all that a kind says: it is made once.
     """
-    natives = {spec.native_bf16 for spec in specs}
-    dsts = {native: wants.dsts(policy, native) for native in natives}
-    if len(natives) == 1:
-        (column,) = dsts.values()
-    else:
-        column = [dsts[spec.native_bf16][at] for at, spec in enumerate(specs)]
     keys = list(
         zip(
-            *(map(attrgetter("name"), each) for each in (wants.srcs, column, specs)),
-            *(wants.shapes, wants.transposes, wants.held),
+            *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
+            *(wants.shapes, wants.transposes, wants.held, mapped),
             strict=True,
         )
     )
     kinds: dict[Any, Placement] = {}
     doubtful = set()
     for key, at in _firsts(keys).items():
-        kind = kinds[key] = _kind(wants[at], wants.srcs[at], column[at], specs[at], engine)
+        kind = _kind(wants[at], wants.srcs[at], dsts[at], specs[at], engine, mapped=mapped[at])
+        kinds[key] = kind
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
         if kind.dst.name in specs[at].unsupported or (kind.src is not kind.dst and small):
             doubtful.add(key)
@@ -172,20 +181,74 @@ def _place(
     )
 
 
-def _kind(want: Want, src: DType, dst: DType, spec: DeviceSpec, engine: _EngineChoice) -> Placement:
+def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Sequence[DType]:
+    """The dtype of each on its device."""
+    natives = {spec.native_bf16 for spec in specs}
+    if len(natives) == 1:
+        return wants.dsts(policy, natives.pop())
+    dsts = {native: wants.dsts(policy, native) for native in natives}
+    return [dsts[spec.native_bf16][at] for at, spec in enumerate(specs)]
+
+
+def _mapped(
+    checkpoint: Checkpoint,
+    wants: Wants,
+    specs: Sequence[DeviceSpec],
+    dsts: Sequence[DType],
+    mappable: Sequence[bool],
+    *,
+    strict: bool,
+) -> list[bool]:
+    """Which wants become views on their mapped files; under ``strict``, all that are not empty.
+
+    Raises:
+        ResidenceError: one of these cannot.
+    """
+    out = []
+    shards = checkpoint.shard_numbers(wants.infos).tolist()
+    for at, (info, dst, spec) in enumerate(zip(wants.infos, dsts, specs, strict=True)):
+        row, *others = wants.sources[at]
+        start = info.start + row.start * (info.nbytes // info.shape[0] if row.start else 0)
+        why = ""
+        if not spec.maps:
+            why = f"{spec.name} does not compute on mapped files"
+        elif not mappable[shards[at]]:
+            why = "the file is not on this machine"
+        elif others or wants.transposes[at] is not None:
+            why = "its rows do not follow each other in the file"
+        elif info.dtype is not dst:
+            why = f"{info.dtype} becomes {dst}"
+        elif dst.bits < 8 or start % dst.itemsize:
+            why = f"its bytes begin at {start}, no multiple of the {dst.bits} bits of {dst}"
+        empty = not math.prod(wants.shapes[at])
+        if why and strict and not empty:
+            raise ResidenceError(wants.names[at], info.shard, why)
+        out.append(not why and not empty)
+    return out
+
+
+def _kind(
+    want: Want,
+    src: DType,
+    dst: DType,
+    spec: DeviceSpec,
+    engine: _EngineChoice,
+    *,
+    mapped: bool,
+) -> Placement:
     """What wants of a kind have in common, with all of what they hold as reusable."""
     dst_nbytes = dst.nbytes(math.prod(want.shape))
-    resident = spec.resident(dst_nbytes)
+    resident = 0 if mapped else spec.resident(dst_nbytes)
     action: Action = "new"
     released = reusable = 0
     if want.held is not None:
         where, what, nbytes = want.held
         reusable = nbytes if where == spec.name else 0
-        if (where, what, nbytes) == (spec.name, dst.name, dst_nbytes):
+        if (where, what, nbytes) == (spec.name, dst.name, dst_nbytes) and not mapped:
             action, resident = "in_place", _as_given(resident, spec)
         else:
             action, released = "replace", _as_given(reusable, spec)
-    cast = engine(src, dst, spec)
+    cast = "mapped" if mapped else engine(src, dst, spec)
     return Placement(
         *("", spec.name, want.shape, src, dst, (), want.transpose),
         *(action, cast, resident, released, reusable),

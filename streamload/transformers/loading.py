@@ -17,6 +17,7 @@ from streamload.load import load_state_dict
 from streamload.lookup import open_devices
 from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
+from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.transformers.configuration import configuration_of, on_meta
@@ -38,6 +39,7 @@ class ModelOptions(WeightOptions, StreamOptions, total=False):
 
     budget: BudgetLike
     device: str | Sequence[str] | None
+    residence: Residence
     strict: bool
     progress: Progress
 
