@@ -44,8 +44,8 @@ def _run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_readme_has_the_examples_that_it_should() -> None:
-    """Models of tinygrad, torch and transformers, a state dict, devices, and the commands."""
-    assert len(_PYTHON) == 9
+    """Models of three kinds, a state dict, files, devices, and the commands."""
+    assert len(_PYTHON) == 10
     commands = {"inspect", "plan", "load", "devices", "bench", "convert", "verify", "diff"}
     assert {shlex.split(c)[1] for c in _COMMANDS} == commands
 
