@@ -172,6 +172,8 @@ class Comparison:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
+    __repr__ = __str__
+
 
 def diff(
     a: CheckpointLike,

@@ -1,4 +1,4 @@
-"""Telling how far something is: a bar on a terminal, log lines elsewhere, or a callable."""
+"""Telling how far something is: a bar on a terminal or in a notebook, log lines, or a callable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from streamload.units import format_bytes
 
@@ -25,9 +25,10 @@ def reporting(
     """Yield a function that takes the bytes done so far.
 
     Args:
-        progress: "auto" is a bar on a terminal and a log line every 10 s elsewhere; True is a bar
-            wherever stderr goes, and log lines where there is none; False is silence; a callable
-            gets (bytes done, bytes in all), at most ten times a second and at the end.
+        progress: "auto" is a bar on a terminal or in a notebook, and a log line every 10 s
+            elsewhere; True is a bar wherever stderr goes, and log lines where there is none; False
+            is silence; a callable gets (bytes done, bytes in all), at most ten times a second and
+            at the end.
         total_nbytes: bytes in all.
         done_word: what has been done to them, for the log.
 
@@ -36,33 +37,54 @@ def reporting(
     """
     if progress is False:
         yield lambda done: None
-    elif callable(progress):
+        return
+    if callable(progress):
         tell = progress
         yield _limited(lambda done: tell(done, total_nbytes), _TELL_EVERY_S, total_nbytes)
-    elif progress is not True and progress != "auto":
+        return
+    if progress is not True and progress != "auto":
         raise ValueError(f"progress is auto, True, False or a callable, not {progress!r}")
+    display, begun = _notebook_display(), time.monotonic()
+
+    def said(done: int) -> str:
+        seconds = max(time.monotonic() - begun, 1e-9)
+        rate = done / seconds
+        left = (total_nbytes - done) / rate if rate else 0.0
+        return (
+            f"{done_word} {format_bytes(done)} of {format_bytes(total_nbytes)}, "
+            f"{format_bytes(rate)}/s, {left:.0f} s left"
+        )
+
+    if display is not None:
+        shown = display(_notebook_bar(0, total_nbytes, said(0)), raw=True, display_id=True)
+
+        def draw(done: int) -> None:
+            shown.update(_notebook_bar(done, total_nbytes, said(done)), raw=True)
+
+        yield _limited(draw, _TELL_EVERY_S, total_nbytes)
     elif sys.stderr is not None and (progress is True or sys.stderr.isatty()):
         with _bar(total_nbytes) as update:
             yield _limited(update, _TELL_EVERY_S, total_nbytes)
     else:
-        begun = time.monotonic()
 
         def line(done: int) -> None:
-            seconds = max(time.monotonic() - begun, 1e-9)
-            if seconds < _LOG_EVERY_S:
-                return
-            rate = done / seconds
-            left = (total_nbytes - done) / rate if rate else 0.0
-            _log.info(
-                "%s %s of %s, %s/s, %.0f s left",
-                done_word,
-                format_bytes(done),
-                format_bytes(total_nbytes),
-                format_bytes(rate),
-                left,
-            )
+            if time.monotonic() - begun >= _LOG_EVERY_S:
+                _log.info(said(done))
 
         yield _limited(line, _LOG_EVERY_S, total_nbytes)
+
+
+def _notebook_display() -> Any:
+    """IPython's ``display`` where this runs in a notebook's kernel, else None; imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return ipython.display.display if ipython is not None and hasattr(shell, "kernel") else None
+
+
+def _notebook_bar(done: int, total_nbytes: int, said: str) -> dict[str, str]:
+    """A bar of the browser's own, which needs no widgets, and the same as text."""
+    bar = f'<progress value="{done}" max="{max(total_nbytes, 1)}"></progress>'
+    return {"text/html": f"{bar} {said}", "text/plain": said}
 
 
 def _limited(

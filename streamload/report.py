@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from streamload.cast.table import CastCounts, OutOfRange
+from streamload.chart import as_html
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import open_regular
 from streamload.devices.base import Device
 from streamload.headroom import process_nbytes
-from streamload.planning.plan import Plan
+from streamload.planning.plan import PARTS, Plan
 from streamload.units import format_bytes
 
 _SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds
@@ -128,7 +129,7 @@ class LoadReport:
         return None if measured is None or not predicted else measured / predicted
 
     def to_json(self) -> str:
-        """Write everything but the tensors and the plan's placements as JSON."""
+        """Write everything but the tensors as JSON; "plan" is what `Plan.from_json` reads."""
         data = {
             "path": self.path,
             "digest": self.plan.digest,
@@ -156,6 +157,7 @@ class LoadReport:
             "page_cache": self.page_cache,
             "dropped_nbytes": self.dropped_nbytes,
             "nodes": [asdict(node) for node in self.nodes],
+            "plan": json.loads(self.plan.to_json()),
         }
         return json.dumps(data)
 
@@ -222,6 +224,12 @@ class LoadReport:
         rows += [("note", note) for note in self.notes]
         width = max(len(key) for key, _ in rows)
         return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+
+    __repr__ = __str__  # a prompt shows the table, not each tensor
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, and the bars of the plan."""
+        return as_html(str(self), PARTS, self.plan.bars)
 
 
 def _also(report: LoadReport) -> str:

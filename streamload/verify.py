@@ -317,6 +317,8 @@ class Verification:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
+    __repr__ = __str__
+
 
 def verify_checkpoint(
     path: CheckpointLike,

@@ -18,7 +18,7 @@ import needs
 import pytest
 
 from streamload.bench import limits
-from streamload.bench.chart import Bars, draw
+from streamload.chart import Bars, draw
 from streamload.bench.compare import Options, choose, compare, cuda_index, forget, warm
 from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
 from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages", "_kept"),
+    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages", "_kept", "chart"),
     # their __init__.py: a docstring
     ("bench", "cast", "checkpoint", "conversion", "devices", "nodes", "planning"),
     ("nodes.group",),
@@ -83,7 +83,7 @@ LAYERS = (
     ("conversion.journal", "conversion.destination"),
     ("conversion.writing",),
     ("conversion.convert",),
-    ("bench.machine", "bench.chart", "bench.limits", "bench.processes", "bench.loaders"),
+    ("bench.machine", "bench.limits", "bench.processes", "bench.loaders"),
     ("bench.worker", "bench.results"),
     ("bench.compare",),
     ("",),  # streamload/__init__.py

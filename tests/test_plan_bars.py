@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
+from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 
 SERIES = ("weights", "cache", "free")
 

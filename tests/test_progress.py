@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors_files import write_safetensors
 
 from streamload import progress as module
 from streamload.progress import reporting
@@ -129,3 +131,28 @@ def test_what_is_no_progress(progress: Any) -> None:
         reporting(progress, 10),
     ):
         pytest.fail("was let in")
+
+
+def test_a_notebook_shows_a_bar_without_widgets(tmp_path: Path) -> None:
+    """A real kernel: one output that is drawn anew, and no log line, and no word of ipywidgets."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    tensors = {f"layers.{n}.w": ("F32", (64, 64), bytes(4 * 64 * 64)) for n in range(500)}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    source = (
+        "import streamload\n"
+        f"report = streamload.load_state_dict(None, {str(path)!r}, device='host')\n"
+        "report"
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(book, kernel_name="python3", timeout=120).execute()
+    bar, table = book.cells[0].outputs
+    total = 500 * 4 * 64 * 64
+    assert bar.output_type == "display_data"
+    assert f'<progress value="{total}" max="{total}"></progress>' in bar.data["text/html"]
+    assert bar.data["text/plain"].startswith("loaded 8.19 MB of 8.19 MB, ")
+    assert table.output_type == "execute_result"
+    assert table.data["text/plain"].startswith("checkpoint ")
+    assert len(table.data["text/plain"]) < 1000
+    assert "<svg" in table.data["text/html"]

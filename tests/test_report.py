@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from html import escape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import needs
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload import CastCounts
+from streamload import CastCounts, Plan
 from streamload.report import device_map
 from streamload.units import format_bytes
 
@@ -70,7 +72,7 @@ def test_the_table_is_short(path: Path) -> None:
 
 
 def test_json(path: Path) -> None:
-    """All but the tensors and the placements; numbers are numbers."""
+    """All but the tensors; numbers are numbers."""
     report = load(path)
     data = json.loads(report.to_json())
     assert data["digest"] == report.plan.digest
@@ -108,6 +110,26 @@ def test_what_the_process_grew_by_stands_beside_what_was_predicted(tmp_path: Pat
 def test_a_report_does_not_print_its_tensors(path: Path) -> None:
     """The repr of a report leaves the state dict out."""
     assert "array" not in repr(load(path))
+
+
+def test_a_prompt_and_a_notebook_show_the_table(tmp_path: Path) -> None:
+    """Report and plan print alike however many tensors there are; a notebook has bars below."""
+    tensors = {f"layers.{n}.<w>": ("F32", (2,), bytes(8)) for n in range(300)}
+    report = load(write_safetensors(tmp_path / "m.safetensors", tensors))
+    for shown in (report, report.plan):
+        assert repr(shown) == str(shown)
+        assert len(repr(shown)) < 1000
+        html = shown._repr_html_()
+        assert html.startswith(f"<pre>{escape(str(shown))}</pre>")
+        assert ElementTree.fromstring(html[html.index("<svg") :]).tag.endswith("svg")
+        assert "1.00 MB" in html[html.index("<svg") :]
+
+
+def test_json_holds_the_plan(path: Path) -> None:
+    """What the table leaves out is in the JSON, placements too."""
+    report = load(path)
+    data = json.loads(report.to_json())
+    assert Plan.from_json(json.dumps(data["plan"])) == report.plan
 
 
 def test_what_was_left_out_is_in_the_table(path: Path) -> None:

@@ -7,13 +7,13 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
 
 import typer
 
-from streamload.bench.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
+from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines, printable
@@ -25,7 +25,7 @@ from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
-from streamload.planning.plan import Plan
+from streamload.planning.plan import PARTS, Plan
 from streamload.units import format_bytes, format_table
 
 
@@ -115,7 +115,7 @@ def plan(
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
-        drawn = draw_stacks(title, printable(total), _PARTS, _stacks(made))
+        drawn = draw_stacks(title, printable(total), PARTS, _stacks(made))
         Path(plot).write_text(drawn, encoding="utf-8")
     if as_json:
         print_lines(made.to_json())
@@ -123,23 +123,12 @@ def plan(
     print_lines(*str(made).splitlines())
     if bars if bars is not None else sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-        print_lines("", *draw_text(_PARTS, _stacks(made), width=width, marks=_marks()))
-
-
-#: The parts of a device's budget, from left to right.
-_PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
+        print_lines("", *draw_text(PARTS, _stacks(made), width=width, marks=_marks()))
 
 
 def _stacks(made: Plan) -> list[Stack]:
-    """What becomes of the budget of each device; what a load takes meanwhile may be the cache's."""
-    stacks = []
-    for d in made.devices:
-        loading = d.needed_nbytes - d.run_nbytes
-        free = d.budget_nbytes - d.needed_nbytes
-        parts = (d.resident_nbytes, d.cache_nbytes, loading, d.reserve_nbytes, free)
-        label = f"{format_bytes(d.stated_nbytes - free)} of {format_bytes(d.stated_nbytes)}"
-        stacks.append(Stack(printable(d.device), parts, label))
-    return stacks
+    """The bars of a plan, with names that are safe to print."""
+    return [replace(stack, name=printable(stack.name)) for stack in made.bars]
 
 
 def _marks() -> str:

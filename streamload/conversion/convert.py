@@ -131,6 +131,8 @@ class ConvertReport:
         rows += [("note", note) for note in self.plan.notes]
         return "\n".join(format_table(rows[0], rows[1:], right=0))
 
+    __repr__ = __str__
+
 
 def convert(
     source: str | os.PathLike[str],

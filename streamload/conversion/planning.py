@@ -300,6 +300,8 @@ class ConvertPlan:
             ]
         )
 
+    __repr__ = __str__
+
 
 def plan_conversion(
     checkpoint: Checkpoint, destination: Path, options: ConvertOptions

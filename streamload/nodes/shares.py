@@ -146,6 +146,8 @@ class ClusterPlan:
         titles = ("node", "rank", "holds", "tensors", "weights", "budget", "share")
         return "\n".join(format_table(titles, rows, right=4))
 
+    __repr__ = __str__
+
 
 def _holds(share: Share) -> str:
     layers = share.layers

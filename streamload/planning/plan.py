@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, Literal, overload
 
 from streamload.cast.table import OutOfRange
+from streamload.chart import Stack, as_html
 from streamload.checkpoint.header import TensorInfo, records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
@@ -28,6 +29,9 @@ from streamload.planning.kv_cache import CacheRequest
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
+
+#: The parts of a device's budget, from left to right.
+PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
 
 STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
 SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
@@ -464,6 +468,24 @@ class Plan:
                 *(f"note: {note}" for note in self.notes),
             ]
         )
+
+    __repr__ = __str__  # a prompt shows the table: all placements are 100 characters a tensor
+
+    @property
+    def bars(self) -> list[Stack]:
+        """What becomes of each device's budget, in `PARTS`; a load may use the cache's part."""
+        stacks = []
+        for d in self.devices:
+            free = d.budget_nbytes - d.needed_nbytes
+            loading = d.needed_nbytes - d.run_nbytes
+            parts = (d.resident_nbytes, d.cache_nbytes, loading, d.reserve_nbytes, free)
+            label = f"{format_bytes(d.stated_nbytes - free)} of {format_bytes(d.stated_nbytes)}"
+            stacks.append(Stack(d.device, parts, label))
+        return stacks
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, and the bars."""
+        return as_html(str(self), PARTS, self.bars)
 
     def _cache_line(self, cache: CacheRequest) -> str:
         nbytes = sum(d.cache_nbytes for d in self.devices)

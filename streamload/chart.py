@@ -76,6 +76,12 @@ def draw_stacks(title: str, subtitle: str, series: Sequence[str], rows: Sequence
     return _file(out, _TOP + (_BAR + _GAP) * len(rows) + 16)
 
 
+def as_html(text: str, series: Sequence[str], rows: Sequence[Stack]) -> str:
+    """Text and bars of parts below it, as a notebook shows them."""
+    bars = draw_stacks("What each device or node holds", "", series, rows)
+    return f"<pre>{escape(text)}</pre>\n{bars}"
+
+
 def draw(
     title: str,
     subtitle: str,
