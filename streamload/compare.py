@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_args
@@ -31,7 +31,7 @@ from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy
 from streamload.progress import Progress, reporting
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
-from streamload.selection import Patterns, Selection
+from streamload.selection import Patterns, Selection, check_names
 from streamload.units import format_bytes, format_table
 
 #: (bytes looked at at once, how files are read): the first that memory is enough for.
@@ -225,6 +225,8 @@ def diff(
     block_nbytes, kind = way([first, second])
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*first.tensors, *second.tensors])
+    if isinstance(rename, Mapping):
+        check_names("rename", rename, first.tensors)
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
     only_b = [name for name in second.tensors if name not in infos and name in chosen]

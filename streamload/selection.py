@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Self
 
@@ -16,6 +17,20 @@ def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -
     for pattern in patterns:
         if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
+
+
+def check_names(what: str, given: Iterable[str], names: Collection[str]) -> None:
+    """Raise ValueError for a name that is none of ``names``, with the nearest that is."""
+    for name in given:
+        if name not in names:
+            said = f"{what}: no tensor's name matches {name!r}"
+            raise ValueError(said + did_you_mean(name, names))
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The nearest of some names, as the end of a sentence; "" where none is near."""
+    near = get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)

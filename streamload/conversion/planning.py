@@ -43,7 +43,7 @@ from streamload.load import split
 from streamload.mapping import Rename, sources
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
-from streamload.selection import Selection, check_patterns
+from streamload.selection import Selection, check_names, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
 _ALIGNMENT = 64
@@ -388,12 +388,12 @@ def _rules(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
 
 def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
     """Raise ValueError for the first rule that renames nothing, as far as rules are known."""
-    for before, _ in _rules(rename) or ():
-        found = before in names
-        if isinstance(rename, RenamePatterns):
-            found = any(rename.match(before, name) for name in names)
-        if not found:
-            raise ValueError(f"rename: no tensor's name matches {before!r}")
+    if isinstance(rename, Mapping):
+        check_names("rename", rename, names)
+    if isinstance(rename, RenamePatterns):
+        for before, _ in rename.rules:
+            if not any(rename.match(before, name) for name in names):
+                raise ValueError(f"rename: no tensor's name matches {before!r}")
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
