@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +16,13 @@ from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.decide import Decision, Options, Place
 from streamload.devices.names import framework, spelled_as, split_name
 from streamload.errors import NodeError, PlanInfeasibleError, PlanMismatchError, StreamloadError
+from streamload.hints import Wanted
 from streamload.load import split
 from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.nodes.index import Index, check_present, write_index
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Split, make_shares
-from streamload.options import NameOptions, WeightOptions
+from streamload.options import NameOptions, Strictness, WeightOptions
 from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
 from streamload.planning.demand import Wants
 from streamload.planning.partition import Node
@@ -42,7 +43,7 @@ class Asked:
     given: Mapping[str, Any]  # the options as they were given
     device: str | None
     verify: str = "crc32"
-    strict: bool = True
+    strictness: Strictness = field(default_factory=Strictness)
 
     def __post_init__(self) -> None:
         """Validate the arguments."""
@@ -68,7 +69,8 @@ class Asked:
             "context": self.options.room.cache,
             "split": self.split if isinstance(self.split, str) else "a function",
             "verify": self.verify,
-            "strict": self.strict,
+            "strict": self.strictness.strict,
+            "shapes": self.strictness.shapes,
         }
         return {name: str(value) for name, value in said.items()}
 
@@ -295,13 +297,16 @@ class Agreement:
         parameters = [
             p
             for p in place.parameters
-            if others.isdisjoint(p.names) or not fill.keys().isdisjoint(p.names)
+            for names in [(*p.names, *p.wrapped)]
+            if others.isdisjoint(names) or not fill.keys().isdisjoint(names)
         ]
         if plan.split == "layers" and not plan.mine.layers:
             # of no layers: the names here tell of none
             options = replace(options, room=replace(options.room, cache=None))
-        place = replace(place, parameters=parameters)
-        return Decision.make(place, part, options, (fill, [], {}), self._asked.strict)
+        given = self._asked.given
+        asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
+        place, strictness = replace(place, parameters=parameters), self._asked.strictness
+        return Decision.make(place, part, options, (fill, [], {}), strictness, asked.suggestions)
 
 
 def own_device(device: str | None, me: Member) -> str | None:

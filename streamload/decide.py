@@ -5,7 +5,7 @@ Nothing is moved, and nothing of the model is touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,13 +18,18 @@ from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.devices.base import Framework, Parameter
 from streamload.devices.names import environment_fp16_cast, framework, framework_of
-from streamload.errors import PlanInfeasibleError, ResidenceError, StateDictMismatchError
+from streamload.errors import (
+    PlanInfeasibleError,
+    ResidenceError,
+    StateDictMismatchError,
+    Suggestion,
+)
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
 from streamload.mapping import Source, Unchanged
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
-from streamload.options import DEFAULTS, Knobs, LoadOptions, Room
+from streamload.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
 from streamload.planning.budget import Budget, available_cpus, canonical_device
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
@@ -309,7 +314,8 @@ class Decision:
         checkpoint: Checkpoint,
         options: Options,
         found: tuple[Mapping[str, Source], list[str], Mapping[str, str]],
-        strict: bool,
+        strictness: Strictness,
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> Decision:
         """Match and plan.
 
@@ -318,9 +324,10 @@ class Decision:
             checkpoint: the headers.
             options: those of the load.
             found: what fills each parameter; see `sources`.
-            strict: whether model and checkpoint must have the same names and shapes.
+            strictness: whether model and checkpoint must have the same names and shapes.
+            suggest: says what to write where they have not.
         """
-        fill, _, tied = found
+        fill, skipped, tied = found
         match = None
         if place.owner is None:
             wants = wants_of(checkpoint, fill)
@@ -334,7 +341,9 @@ class Decision:
                 options.policy,
                 place.reusable,
             )
-            match.check(checkpoint.path, strict)
+            match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
+            if fill or skipped:  # a rank may have nothing to load
+                match.warn_of_little(checkpoint.path, suggest)
             wants = Wants.of(checkpoint, match.wants)
             tied = {}  # the model says what is tied
         demand = _Demand(place, checkpoint, options, wants, tied)
@@ -350,7 +359,8 @@ class Decision:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
         notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes]
-        notes += on_unstored(place.unstored, made)
+        unstored = {**place.unstored, **(match.computed if match else {})}
+        notes += on_unstored(unstored, made)
         loaded = {r.tensor for source in wants.sources for r in source}
         return cls(
             checkpoint,

@@ -40,7 +40,7 @@ from streamload.nodes.group import Group
 from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, Share, Split
-from streamload.options import NameOptions, SplitOptions, WeightOptions, takes
+from streamload.options import NameOptions, Shapes, SplitOptions, Strictness, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
 from streamload.progress import Progress, reporting
 from streamload.reading import open_shard
@@ -65,6 +65,7 @@ class ClusterLoadOptions(SplitOptions, total=False):
 
     budget: BudgetLike
     strict: bool
+    shapes: Shapes
     progress: Progress
 
 
@@ -174,13 +175,10 @@ def load_state_dict(
     clock = Clock()
 
     def read(me: Member) -> Asked:
-        strict = options["strict"]
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
-        if strict not in (True, False):
-            raise ValueError(f"strict is True or False, not {strict!r}")
-        own = own_device(device, me)
-        return Asked(path, Options.read(**options), split, options, own, verify, strict)
+        own, strictness = own_device(device, me), Strictness.read(options)
+        return Asked(path, Options.read(**options), split, options, own, verify, strictness)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
@@ -299,6 +297,7 @@ def _verified(
 
     Digests are compared, of names and of checksums: what differs is looked for only where they do.
     """
+    complete = asked.strictness == Strictness()
     replicas = plan.replicas()
     sums: dict[str, int | None] = {}
     dtypes = {p.name: p.dst.name for p in load.plan.placements}
@@ -306,7 +305,7 @@ def _verified(
     def found() -> dict[str, Any]:
         mine = plan.mine.parameters
         wrong = sorted(dtypes.keys() - set(mine))
-        wrong += [name for name in mine if asked.strict and name not in dtypes]
+        wrong += [name for name in mine if complete and name not in dtypes]
         if wrong:
             said = f"did not load what was planned: {', '.join(wrong[:_LISTED])}"
             raise NodeError(session.me.node, said)
@@ -328,7 +327,7 @@ def _verified(
     planned: dict[int, str] = {}  # replicas have one list
     for share in plan.shares:
         digest = planned.setdefault(id(share.parameters), _digest(share.parameters))
-        if asked.strict and answers[share.rank]["names"] != digest:
+        if complete and answers[share.rank]["names"] != digest:
             raise NodeError(share.node, "did not load what was planned")
     for which, (owners, names) in enumerate(replicas):
         first = answers[owners[0]]

@@ -58,6 +58,24 @@ class ShapeMismatch:
         return f"{self.name}: expected {list(self.expected)}, found {list(self.found)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """What to write in a call, so that a model and a checkpoint match.
+
+    Attributes:
+        arguments: the arguments as source text: ``rename=lambda name: ...``, ``mapping="..."``.
+        filled: how many of the model's parameters they fill.
+        parameters: how many the model has.
+    """
+
+    arguments: str
+    filled: int
+    parameters: int
+
+    def __str__(self) -> str:
+        return f"{self.arguments} fills {self.filled} of {self.parameters} parameters"
+
+
 def _listed(names: Sequence[object]) -> str:
     if not names:
         return ""
@@ -190,6 +208,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
         unexpected: names that the checkpoint has and the model lacks.
         wrong_shape: names in both, with both shapes.
         problems: anything else that stands between a parameter and its tensor, one sentence each.
+        suggestions: what to write in the call instead.
     """
 
     path: str
@@ -197,6 +216,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
     unexpected: tuple[str, ...]
     wrong_shape: tuple[ShapeMismatch, ...]
     problems: tuple[str, ...]
+    suggestions: tuple[Suggestion, ...]
 
     def __init__(
         self,
@@ -206,6 +226,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
         unexpected: Sequence[str] = (),
         wrong_shape: Sequence[ShapeMismatch] = (),
         problems: Sequence[str] = (),
+        suggestions: Sequence[Suggestion] = (),
     ) -> None:
         found = [
             f"{len(names)} {kind}{_listed(names)}"
@@ -218,12 +239,14 @@ class StateDictMismatchError(StreamloadError, ValueError):
             if names
         ]
         super().__init__(
-            f"{fspath(path)}: the model and the checkpoint do not match: " + "; ".join(found),
+            f"{fspath(path)}: the model and the checkpoint do not match: "
+            + "; ".join([*found, *(f"write {each}" for each in suggestions)]),
             path=fspath(path),
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             wrong_shape=tuple(wrong_shape),
             problems=tuple(problems),
+            suggestions=tuple(suggestions),
         )
 
 

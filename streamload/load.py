@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Unpack
@@ -13,11 +13,20 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.errors import LoadState, StreamloadError
 from streamload.headroom import Headroom
+from streamload.hints import Wanted
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.lookup import open_devices, unseen_spec
-from streamload.mapping import sources
-from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, SplitOptions, takes
+from streamload.mapping import Source, Unchanged, sources
+from streamload.options import (
+    NO_TRANSFER,
+    LoadOptions,
+    NameOptions,
+    PlanOptions,
+    SplitOptions,
+    Strictness,
+    takes,
+)
 from streamload.planning.budget import STAGING, Ledger, canonical_device
 from streamload.planning.demand import DeviceSpec
 from streamload.planning.partition import Node
@@ -26,6 +35,7 @@ from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
+from streamload.selection import check_names, check_patterns
 from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes
@@ -71,14 +81,13 @@ def load_state_dict(
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    read, strict = Options.read(**options), options["strict"]
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict is True or False, not {strict!r}")
+    read, strictness = Options.read(**options), Strictness.read(options)
     with uncollected():
         checkpoint = opened_checkpoint(path)
-        found = sources(checkpoint, options["mapping"], options["rename"])
+        found = _sources(checkpoint, read, options)
         place = Place.look(model, checkpoint, read, options["device"])
-        decided = Decision.make(place, checkpoint, read, found, strict)
+        wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
+        decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return run(decided, options["progress"], clock)
@@ -211,11 +220,26 @@ def _planned(
     options: SplitOptions,
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
-    fill, _, tied = sources(checkpoint, options["mapping"], options["rename"])
+    fill, _, tied = _sources(checkpoint, read, options)
     wants = wants_of(checkpoint, fill)
     engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
     casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
     return read.plan(checkpoint, wants, casting, tied, engine)
+
+
+def _sources(
+    checkpoint: Checkpoint, read: Options, options: NameOptions
+) -> tuple[Mapping[str, Source], list[str], dict[str, str]]:
+    """What fills each parameter; a key or a pattern that matches nothing is an error."""
+    mapping, rename = options["mapping"], options["rename"]
+    check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), checkpoint.tensors)
+    if isinstance(mapping, str) or isinstance(rename, Mapping):
+        named, _, tied = sources(checkpoint, mapping, None)
+        if isinstance(mapping, str) and named and named == dict(Unchanged(checkpoint)):
+            raise ValueError(f"mapping {mapping!r} matches no tensor of {checkpoint.path}")
+        if isinstance(rename, Mapping):
+            check_names("rename", rename, {**named, **tied})
+    return sources(checkpoint, mapping, rename)
 
 
 def opened_checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:

@@ -17,6 +17,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import records
 from streamload.errors import CheckpointError
 from streamload.planning.plan import RowRange, RowTranspose, all_rows, whole
+from streamload.selection import did_you_mean
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -62,10 +63,6 @@ _FAMILIES = {
 
 #: Names that ``mapping=`` takes.
 MAPPINGS = tuple(_FAMILIES)
-
-# Buffers that frameworks compute themselves and no longer load: an older checkpoint that has them
-# is not at fault, nor is a model that lacks them.
-DROPPED = re.compile(r"(?:.*\.)?rotary_emb\.inv_freq|(?:.*\.)?rope\.freqs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +229,7 @@ def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tup
             if name not in checkpoint.tensors:
                 raise ValueError(
                     f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
+                    + did_you_mean(name, checkpoint.tensors)
                 )
             used.add(name)
             rows.append(whole(checkpoint.tensors[name]) if isinstance(part, str) else part)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
@@ -12,21 +13,24 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
+from streamload.computed import is_computed
 from streamload.devices.base import Parameter
-from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.mapping import DROPPED, Source
+from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
+from streamload.mapping import Source
+from streamload.options import Shapes
 from streamload.planning.demand import DTypePolicy, Want
 from streamload.planning.plan import Placements
+from streamload.report import callers_level
 
 _BLOCK_NBYTES = 2**20
 
 
 def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
     """Ask for one parameter as the checkpoint has it."""
-    return Want(name, _shape(checkpoint, source), source.rows, source.transpose)
+    return Want(name, shape_of(checkpoint, source), source.rows, source.transpose)
 
 
-def _shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
+def shape_of(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
     """The shape that a source gives, or that of its rows put together."""
     whole = _whole(checkpoint, source)
     if whole is not None:
@@ -91,6 +95,8 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[ShapeMismatch] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)  # all names of what is not loaded
+    # what the model computes and the checkpoint lacks, to the device that holds it
+    computed: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
@@ -100,21 +106,43 @@ class Match:
         """Parameters that are not loaded: they are missing, or have another shape."""
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
 
-    def check(self, path: Location, strict: bool) -> None:
+    def check(
+        self,
+        path: Location,
+        strict: bool,
+        shapes: Shapes = "error",
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+    ) -> None:
         """Raise StateDictMismatchError for all that is wrong, in one go.
 
         Args:
             path: the checkpoint.
-            strict: whether missing and unexpected names and other shapes are wrong.
+            strict: whether missing and unexpected names are wrong.
+            shapes: whether other shapes are wrong.
+            suggest: says what to write instead; called where something is wrong.
         """
-        if self.problems or (strict and (self.missing or self.unexpected or self.wrong_shape)):
-            raise StateDictMismatchError(
-                path,
-                missing=self.missing if strict else (),
-                unexpected=self.unexpected if strict else (),
-                wrong_shape=self.wrong_shape if strict else (),
-                problems=self.problems,
-            )
+        wrong_shape = self.wrong_shape if shapes == "error" else []
+        missing = self.missing if strict else []
+        unexpected = self.unexpected if strict else []
+        if not (self.problems or wrong_shape or missing or unexpected):
+            return
+        suggestions = suggest()
+        if not (suggestions or self.problems or missing or unexpected):
+            suggestions = skipping_shapes(len(self.wants), len(self.left_out))
+        raise StateDictMismatchError(
+            path,
+            missing=missing,
+            unexpected=unexpected,
+            wrong_shape=wrong_shape,
+            problems=self.problems,
+            suggestions=suggestions,
+        )
+
+    def warn_of_little(self, path: Location, suggest: Callable[[], Sequence[Suggestion]]) -> None:
+        """Warn where nothing matches, or little; see `warn_of_little`."""
+        filled = len(self.wants)
+        tensors = filled + len(self.unexpected) + len(self.wrong_shape)
+        warn_of_little(path, filled, filled + len(self.left_out), tensors, suggest)
 
     def check_ties(self, checkpoint: Checkpoint) -> None:
         """Raise StateDictMismatchError for tied names that the checkpoint stores differently.
@@ -147,6 +175,40 @@ class Match:
             raise StateDictMismatchError(path, problems=problems)
 
 
+def skipping_shapes(filled: int, left_out: int) -> tuple[Suggestion, ...]:
+    """What to write where shapes alone are wrong."""
+    return (Suggestion('shapes="skip"', filled, filled + left_out),)
+
+
+def warn_of_little(
+    path: Location,
+    filled: int,
+    parameters: int,
+    tensors: int,
+    suggest: Callable[[], Sequence[Suggestion]] = tuple,
+) -> None:
+    """Warn of a load that fills less than half of the model, from less than half of the tensors.
+
+    Part of a model from all tensors is usual (an adapter), and so is all of it from some of them.
+
+    Args:
+        path: the checkpoint.
+        filled: how many parameters it fills.
+        parameters: how many the model has.
+        tensors: how many the checkpoint has for it.
+        suggest: says what to write instead.
+    """
+    if not parameters or (filled and 2 * filled >= min(parameters, tensors)):
+        return
+    warnings.warn(
+        f"{path}: strict=False: the checkpoint fills {filled} of the model's {parameters} "
+        f"parameters, and {tensors - filled} of its {tensors} tensors are in no parameter"
+        + "".join(f"; write {each}" for each in suggest()),
+        UserWarning,
+        stacklevel=callers_level(),
+    )
+
+
 def match(
     checkpoint: Checkpoint,
     parameters: Sequence[Parameter],
@@ -171,11 +233,14 @@ def match(
     out = Match()
     used: set[str] = set()
     for number, parameter in enumerate(parameters):
-        found = [name for name in parameter.names if name in fill]
+        found = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
         head = None if found else next((name for name in parameter.names if name in tied), None)
         if not found and head is None:
-            out.missing.append(parameter.names[0])
             out.unfilled += parameter.names
+            if not parameter.is_computed():
+                out.missing.append(parameter.names[0])
+            elif parameter.device is not None:
+                out.computed[parameter.names[0]] = parameter.device
             continue
         used.update(found)
         name = found[0] if found else parameter.names[0]
@@ -188,8 +253,10 @@ def match(
         if problem:
             out.problems.append(f"{name}: {problem}")
             continue
-        shape = stored.shape if stored is not None else _shape(checkpoint, source)
-        if shape != parameter.shape:
+        shape = stored.shape if stored is not None else shape_of(checkpoint, source)
+        if fits(shape, parameter.shape):
+            shape = parameter.shape
+        else:
             out.wrong_shape.append(ShapeMismatch(name, parameter.shape, shape))
             out.unfilled += parameter.names
             continue
@@ -199,7 +266,8 @@ def match(
                 out.problems.append(f"{other}: {why}")
             else:
                 out.ties.append((name, source, other, fill[other]))
-        out.tied += [other for other in parameter.names if other != name]
+        own = name if name in parameter.names else parameter.names[0]  # or a wrapper's
+        out.tied += [other for other in parameter.names if other != own]
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
             held = (parameter.device, parameter.dtype, parameter.nbytes)
@@ -217,8 +285,17 @@ def match(
             f"channels_last is lost): {', '.join(scattered[:8])}"
         )
     out.problems += _overlaps(out.parameters)
-    out.unexpected = [name for name in fill if name not in used and not DROPPED.fullmatch(name)]
+    out.unexpected = [
+        name
+        for name in fill
+        if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
+    ]
     return out
+
+
+def fits(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor has a parameter's shape; a scalar may be stored as one element."""
+    return stored == wanted or {stored, wanted} == {(), (1,)}
 
 
 def _overlaps(parameters: Mapping[str, Parameter]) -> list[str]:
@@ -238,7 +315,7 @@ def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
     """Whether two sources of one tied parameter hold the same bytes."""
     if a == b:
         return True
-    if a.transpose != b.transpose or _shape(checkpoint, a) != _shape(checkpoint, b):
+    if a.transpose != b.transpose or shape_of(checkpoint, a) != shape_of(checkpoint, b):
         return False
     if checkpoint.tensors[a.rows[0].tensor].dtype != checkpoint.tensors[b.rows[0].tensor].dtype:
         return False

@@ -24,6 +24,7 @@ from streamload.units import parse_bytes
 #: What stands in place of an option that is gone.
 NO_TRANSFER = "nothing in its place: all bytes reach a GPU through staging"
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
+Shapes = Literal["error", "skip"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -106,8 +107,11 @@ class LoadOptions(PlanOptions, total=False):
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
             or a dict from parameter names to the tensors or `RowRange` s that they consist of.
-        strict: every parameter must be in the checkpoint and the other way round. With False,
-            what matches is loaded and the report names the rest.
+        strict: every parameter must be in the checkpoint and the other way round, but for what
+            models compute (positions, masks, rotary frequencies). With False, what matches is
+            loaded and the report names the rest; a warning says if that is little.
+        shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to leave
+            it as it is and name it in the report.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).
         reserve: bytes, or a size, that stay free on each device or node beside what is loaded: for
             activations, other parameters. Taken off its budget and of what is free.
@@ -123,6 +127,7 @@ class LoadOptions(PlanOptions, total=False):
     """
 
     strict: bool
+    shapes: Shapes
     progress: Progress
 
 
@@ -139,6 +144,7 @@ DEFAULTS: LoadOptions = {
     "rename": None,
     "mapping": None,
     "strict": True,
+    "shapes": "error",
     "progress": "auto",
     "reserve": 0,
     "context": None,
@@ -245,6 +251,24 @@ class Room:
         """Read those of all options; raises ValueError for one that is invalid."""
         cache = CacheRequest.read(options["context"], options["batch"], options["cache_dtype"])
         return cls(parse_bytes(options["reserve"]), cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """What of a mismatch between a model and a checkpoint is an error."""
+
+    strict: bool = True
+    shapes: Shapes = "error"
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> "Strictness":
+        """Read those of all options; raises ValueError for one that is invalid."""
+        strict, shapes = options["strict"], options["shapes"]
+        if not isinstance(strict, bool):
+            raise ValueError(f"strict is True or False, not {strict!r}")
+        if shapes not in get_args(Shapes):
+            raise ValueError(f"shapes is one of {', '.join(get_args(Shapes))}, not {shapes!r}")
+        return cls(strict, shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,12 +301,12 @@ def warn_of_overflow(
             f"{path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
             f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
             RuntimeWarning,
-            stacklevel=_callers_level(),
+            stacklevel=callers_level(),
         )
 
 
-def _callers_level() -> int:
-    """The ``stacklevel`` at which `warn_of_overflow` names the line that called streamload."""
+def callers_level() -> int:
+    """The ``stacklevel`` at which a function that warns names the line that called streamload."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
         level, frame = level + 1, frame.f_back

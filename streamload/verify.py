@@ -146,7 +146,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
     if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
         found = {name: owner.parameters({"it": t})[0] for name, t in loaded.items()}
     else:
-        found = {name: p for p in owner.parameters(loaded) for name in p.names}
+        found = {name: p for p in owner.parameters(loaded) for name in (*p.names, *p.wrapped)}
     for placement in report.plan.placements:
         buffer = found[placement.name].buffer() if placement.nbytes else None
         yield placement, owner.device(placement.device), buffer

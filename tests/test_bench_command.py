@@ -18,11 +18,11 @@ import needs
 import pytest
 
 from streamload.bench import limits
-from streamload.chart import Bars, draw
 from streamload.bench.compare import Options, choose, compare, cuda_index, forget, warm
 from streamload.bench.loaders import CHECKED_TENSORS, LOADERS, OURS, sample
 from streamload.bench.processes import Child, MeasurementError, call, measure, process_memory
 from streamload.bench.worker import _Load
+from streamload.chart import Bars, draw
 from streamload.checkpoint.page_cache import resident_fraction
 
 MIB = 2**20

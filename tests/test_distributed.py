@@ -469,6 +469,39 @@ def test_names_that_do_not_match(path: Path) -> None:
     succeeded(run(World(2), load(path, model=more, device=None, strict=False)))
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_names_that_differ_are_judged_by_the_whole_checkpoint(part: bool, path: Path) -> None:
+    """Whatever part a rank loads, and a model has, every rank is told the same line."""
+    expected = alone(path)
+
+    def model(rank: int) -> dict[str, Any]:
+        names = [n for n in expected if not part or f"layers.{rank}." in n]
+        return {n.removeprefix("model."): np.zeros_like(expected[n]) for n in names}
+
+    found = run(World(2), load(path, model=model, device=None, shapes="skip"))
+    assert kinds(found) == ["StateDictMismatchError"] * 2
+    lines = {each.arguments for error in found for each in error.suggestions}
+    assert lines == {'rename=lambda name: name.removeprefix("model.")'}
+    if not part:
+        rename = eval(f"dict({lines.pop()})", {})
+        reports = succeeded(run(World(2), load(path, model=model, device=None, **rename)))
+        assert sum(len(r.plan.placements) for r in reports) == len(expected)
+
+
+def test_shapes_that_differ(path: Path) -> None:
+    """An error, or left as they are where that is asked for; what is computed is not missing."""
+    expected = alone(path)
+
+    def model(rank: int) -> dict[str, Any]:
+        arrays = {n: np.zeros_like(a) for n, a in expected.items()}
+        return arrays | {"lm_head.weight": np.zeros((3, WIDTH), np.float32)}
+
+    found = run(World(2), load(path, model=model, device=None, strict=False))
+    assert sorted(kinds(found)) == ["NodeError", "StateDictMismatchError"]
+    reports = succeeded(run(World(2), load(path, model=model, device=None, shapes="skip")))
+    assert sorted(name for r in reports for name in r.missing) == ["lm_head.weight"]
+
+
 def test_a_tied_module_is_filled_on_both_ends(tmp_path: Path) -> None:
     """One parameter for embedding and head: each end has it under its own name."""
     needs.module("torch")
@@ -626,6 +659,7 @@ def test_another_file_on_one_rank(split: str, path: Path, tmp_path: Path) -> Non
         pytest.param({"split": everything}, id="a function"),
         {"verify": "none"},
         {"strict": False},
+        {"shapes": "skip"},
         {"rename": {"model.norm.weight": "norm"}},
         {"mapping": "hf-llama"},
     ],
@@ -673,6 +707,7 @@ def test_devices_that_differ_in_bfloat16(tmp_path: Path) -> None:
         {"split": "rows"},
         {"verify": "md5"},
         {"strict": "yes"},
+        {"shapes": "ignore"},
         {"reader": "tape"},
         {"device": ["host", "host"]},
         pytest.param({"device": "NOSUCH"}, marks=pytest.mark.slow),

@@ -14,7 +14,18 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
-    ("errors", "units", "_system", "dtypes", "selection", "nesting", "_pages", "_kept", "chart"),
+    (
+        "errors",
+        "units",
+        "_system",
+        "dtypes",
+        "selection",
+        "nesting",
+        "_pages",
+        "_kept",
+        "chart",
+        "computed",
+    ),
     # their __init__.py: a docstring
     ("bench", "cast", "checkpoint", "conversion", "devices", "nodes", "planning"),
     ("nodes.group",),
@@ -69,6 +80,7 @@ LAYERS = (
     ("target",),
     ("lookup",),
     ("match",),
+    ("hints",),
     ("decide",),
     ("load",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),

@@ -244,7 +244,15 @@ def test_everything_that_does_not_match_before_any_reading(tmp_path: Path) -> No
     assert (error.missing, error.unexpected) == (("c",), ("extra",))
     assert [m.name for m in error.wrong_shape] == ["b"]
     assert error.state is None
-    report = load(path, model, strict=False)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(path, model, strict=False)
+    assert (caught.value.missing, caught.value.unexpected) == ((), ())
+    assert [m.name for m in caught.value.wrong_shape] == ["b"]
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(path, model, shapes="skip")
+    assert (caught.value.missing, caught.value.wrong_shape) == (("c",), ())
+    with pytest.warns(UserWarning, match=r"fills 1 of the model's 3 parameters, and 2 of its 3"):
+        report = load(path, model, strict=False, shapes="skip")
     assert [p.name for p in report.plan.placements] == ["a"]
     assert set(report.missing) == {"b", "c"}
     assert set(report.skipped) == {"b", "extra"}
@@ -584,6 +592,7 @@ def test_every_cast_and_reader(small: Path, cast: Any, reader: Any) -> None:
         {"threads": True},
         {"chunk_nbytes": 1e6},
         {"strict": "no"},
+        {"shapes": "ignore"},
     ],
     ids=str,
 )

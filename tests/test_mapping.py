@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,7 @@ def test_rows_that_do_not_go_together(tmp_path: Path, given: Any, message: str) 
 def test_rename(tmp_path: Path) -> None:
     """A dict renames what it names; a callable gets every name, and None skips the tensor."""
     path = write(tmp_path, ABC)
-    assert load(path, rename={"a": "A", "zzz": "y"}).keys() == {"A", "b", "c"}
+    assert load(path, rename={"a": "A"}).keys() == {"A", "b", "c"}
     assert load(path, rename={"a": None}).keys() == {"b", "c"}
     report = streamload.load_state_dict(
         None, path, device="host", rename=lambda n: None if n == "b" else n.upper(), progress=False
@@ -324,8 +325,30 @@ def test_rename(tmp_path: Path) -> None:
 
 def test_rename_comes_after_the_mapping(tmp_path: Path) -> None:
     """Names that a mapping made are what ``rename`` gets."""
-    found = load(write(tmp_path, ABC), mapping={"ab": ["a", "b"]}, rename={"ab": "x", "a": "y"})
-    assert found.keys() == {"x", "c"}
+    path = write(tmp_path, ABC)
+    assert load(path, mapping={"ab": ["a", "b"]}, rename={"ab": "x"}).keys() == {"x", "c"}
+    with pytest.raises(ValueError, match=r"^rename: no tensor's name matches 'a'"):
+        load(path, mapping={"ab": ["a", "b"]}, rename={"a": "y"})
+
+
+def test_what_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    """A key of ``rename``, a tensor of ``mapping``, a family and a pattern; with what is near."""
+    array = np.zeros(2, np.float32)
+    path = write(tmp_path, {"layers.0.weight": array, "layers.1.weight": array})
+    near = r"; did you mean 'layers.0.weight'\?$"
+    for entrance in (load, partial(streamload.plan, budget="1GB")):
+        with pytest.raises(ValueError, match=r"^rename: .* 'layer.0.weight'" + near):
+            entrance(path, rename={"layer.0.weight": "w"})
+        with pytest.raises(
+            ValueError, match=r"^mapping of 'w': no tensor 'layer.0.weight'.*" + near
+        ):
+            entrance(path, mapping={"w": "layer.0.weight"})
+        with pytest.raises(ValueError, match=r"^mapping 'hf-llama' matches no tensor of /"):
+            entrance(path, mapping="hf-llama")
+    with pytest.raises(ValueError, match=r"^dtype: no tensor's name matches '\*nrom\*'"):
+        streamload.plan(path, budget="1GB", dtype={"*nrom*": "float32", "*": "float16"})
+    with pytest.raises(ValueError, match=r"^rename: .* 'layer.0.weight'" + near):
+        streamload.diff(path, path, rename={"layer.0.weight": "w"}, progress=False)
 
 
 @pytest.mark.parametrize("rename", [["a"], 3, lambda name: 3, {"a": 3}])

@@ -17,8 +17,8 @@ from streamload.options import DEFAULTS, LoadOptions, takes
 
 ENTRANCES = {
     "load_state_dict": DEFAULTS.keys(),
-    "plan": DEFAULTS.keys() - {"strict", "progress"},
-    "split": DEFAULTS.keys() - {"strict", "progress", "budget", "device", "residence"},
+    "plan": DEFAULTS.keys() - {"strict", "shapes", "progress"},
+    "split": DEFAULTS.keys() - {"strict", "shapes", "progress", "budget", "device", "residence"},
     "distributed.load_state_dict": DEFAULTS.keys() - {"residence"},
     "distributed.plan": {
         *("budget", "device", "dtype", "rename", "mapping"),

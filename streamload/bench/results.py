@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from streamload.chart import Bars, draw
 from streamload.bench.loaders import OURS
 from streamload.bench.processes import Memory
+from streamload.chart import Bars, draw
 from streamload.units import format_bytes, format_table
 
 

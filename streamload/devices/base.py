@@ -404,6 +404,7 @@ class Parameter(Protocol):
         span: the memory that it stands on, as (identity of the allocation, first byte, stop); None
             where it holds none. Two parameters whose bytes overlap in one allocation stand on the
             same memory.
+        wrapped: its names as a wrapper of modules would have them (``module.``, ``_orig_mod.``).
     """
 
     names: tuple[str, ...]
@@ -416,6 +417,11 @@ class Parameter(Protocol):
     refused: str = ""
     invalid: bool = False
     span: tuple[int, int, int] | None = None
+    wrapped: tuple[str, ...] = ()
+
+    def is_computed(self) -> bool:
+        """Whether it has values that the model computes: no checkpoint has to hold them."""
+        return False
 
     def memory(self) -> Sequence[tuple[int, int]]:
         """Where the CPU sees the bytes that it holds, as (address, bytes); () where it does not."""

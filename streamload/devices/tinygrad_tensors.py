@@ -23,6 +23,7 @@ from tinygrad.device import Allocator, Buffer
 from tinygrad.uop.ops import Ops, UOp, buffers
 
 from streamload._system import address_of, trim_heap
+from streamload.computed import is_computed, is_statistic
 from streamload.devices import cuda
 from streamload.devices.slots import EntryParameter, make_parameters
 from streamload.dtypes import DType
@@ -208,6 +209,13 @@ class TinygradParameter(EntryParameter):
         self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
         first = base.offset + view[1] * view[0].dtype.itemsize
         self.span = (id(base.base), first, first + self.nbytes)
+
+    def is_computed(self) -> bool:
+        """Whether it has values that the model computed: it is no parameter, or named so."""
+        if self.invalid or any(is_statistic(name) for name in self.names):
+            return False
+        is_parameter = any(getattr(tensor, "is_param", True) for tensor in self._tensors)
+        return not is_parameter or any(is_computed(name, self.shape) for name in self.names)
 
     def hold(self, memory: Iterable[UOp]) -> None:
         """Count memory that a lazy graph computes with, and that goes when the graph goes."""

@@ -5,6 +5,7 @@ torch's devices are in `devices.torch`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from streamload.computed import is_computed
 from streamload.devices.slots import Slot, SlotParameter, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
@@ -78,6 +80,7 @@ class TorchParameter(SlotParameter):
     optimizer, hooks, attributes.
     """
 
+    of_module = False  # a dict's tensors are there to be filled, whatever their names
     _lent: torch.Tensor | None = None
 
     def _look(self) -> None:
@@ -120,6 +123,14 @@ class TorchParameter(SlotParameter):
                 self.refused = "it is a view of a larger tensor, and not contiguous"
         elif not contiguous:
             self.dtype += " (not contiguous)"  # never equal: it is replaced
+
+    def is_computed(self) -> bool:
+        """Whether it is a module's buffer with values, and named as one that modules compute."""
+        if self.device is None or self.invalid or not self.of_module:
+            return False
+        if isinstance(self._objects()[0], nn.Parameter):
+            return False
+        return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
         """The objects, with those that stood there before in place of invalid ones."""
@@ -308,21 +319,60 @@ def parameters_of(model: Any) -> list[TorchParameter]:
     Raises:
         ValueError: the model is something else that holds tensors.
     """
-    slots: Iterable[tuple[str, Slot]]
     if isinstance(model, nn.Module):
-        slots = _module_slots(model, persistent=True)
-    elif isinstance(model, MutableMapping):
-        slots = dict_slots(model, (torch.Tensor,))
-    else:
+        return _parameters_of_module(model)
+    if not isinstance(model, MutableMapping):
         raise ValueError(
             f"tensors of torch are loaded into a module or a dict, not a {type(model).__name__}"
         )
+    return _make(dict_slots(model, (torch.Tensor,)))
+
+
+def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
     return make_parameters(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
+
+
+def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:
+    """Those of what is wrapped, by the names that they have there."""
+    slots = list(_module_slots(model, persistent=True))
+    wrappers = _wrappers(model)
+    wrapped = {_unwrapped(name, wrappers): name for name, _ in slots} if wrappers else {}
+    found = _make((_unwrapped(name, wrappers), slot) for name, slot in slots)
+    for parameter in found:
+        parameter.of_module = True
+        if wrappers:
+            parameter.wrapped = tuple(wrapped[n] for n in parameter.names if wrapped[n] != n)
+    return found
+
+
+def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
+    """What names begin with inside a wrapper, and inside what it wraps; the innermost first."""
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and there if needed
+    inner: list[tuple[type, str]] = [
+        (nn.DataParallel, "module."),
+        (nn.parallel.DistributedDataParallel, "module."),
+        *([(compiled.OptimizedModule, "_orig_mod.")] if compiled is not None else []),
+    ]
+    found = []
+    for prefix, child in model.named_modules(remove_duplicate=False):
+        for kind, attribute in inner:
+            if isinstance(child, kind):
+                dot = f"{prefix}." if prefix else ""
+                found.append((dot + attribute, dot))
+    return sorted(found, key=lambda each: -len(each[0]))
+
+
+def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
+    for before, after in wrappers:
+        if name.startswith(before):
+            name = after + name.removeprefix(before)
+    return name
 
 
 def unstored_of(model: Any) -> dict[str, str]:
     """A module's non-persistent buffers, with the devices that they are on."""
     if not isinstance(model, nn.Module):
         return {}
+    wrappers = _wrappers(model)
     slots = _module_slots(model, persistent=False)
-    return {name: name_of(buffers[key].device) for name, (buffers, key) in slots}
+    return {_unwrapped(name, wrappers): name_of(b[key].device) for name, (b, key) in slots}

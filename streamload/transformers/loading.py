@@ -15,7 +15,7 @@ from streamload.devices.names import framework
 from streamload.errors import DeviceError, StateDictMismatchError
 from streamload.load import load_state_dict
 from streamload.lookup import open_devices
-from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
+from streamload.options import LoadOptions, Shapes, StreamOptions, Strictness, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
@@ -41,6 +41,7 @@ class ModelOptions(WeightOptions, StreamOptions, total=False):
     device: str | Sequence[str] | None
     residence: Residence
     strict: bool
+    shapes: Shapes
     progress: Progress
 
 
@@ -79,10 +80,12 @@ def from_pretrained(
             that ``config.json`` names.
         config: a configuration to use in place of ``config.json``; it is copied.
         attn_implementation: "eager", "sdpa", ...; None lets transformers choose.
-        strict: missing and unexpected names and other shapes are an error, except for names that
-            the model's class says may be ignored. With False, what matches is loaded, the rest is
-            initialised as transformers does it, at random, and the report names it. What is
-            initialised counts against the budget.
+        strict: missing and unexpected names are an error, except for names that the model's class
+            says may be ignored. With False, what matches is loaded, the rest is initialised as
+            transformers does it, at random, and the report names it; a warning says if little
+            matches. What is initialised counts against the budget.
+        shapes: "error" for a parameter whose shape is not that of its tensor, or "skip" to
+            initialise it like one that is missing: transformers' ``ignore_mismatched_sizes=True``.
         reserve: as in `streamload.load_state_dict`; beside what the model has of its own.
         context: as in `streamload.load_state_dict`; the cache is that of transformers, full.
         **options: see `ModelOptions`.
@@ -108,9 +111,7 @@ def from_pretrained(
             accelerate is not installed.
         ValueError: an argument is invalid.
     """
-    device, strict = options["device"], options["strict"]
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict is True or False, not {strict!r}")
+    device, strictness = options["device"], Strictness.read(options)
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
@@ -127,7 +128,7 @@ def from_pretrained(
     )
     model = on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)
     names = Names.of(model, checkpoint)
-    names.check(model, checkpoint, strict)
+    names.check(model, checkpoint, strictness)
     untie(model, checkpoint, names, stored_otherwise)
 
     def load() -> LoadReport:
@@ -138,6 +139,7 @@ def from_pretrained(
             "rename": lambda name: name if name in names.fill else None,
             "mapping": names.fill,
             "strict": False,  # `names.check` knows what may be ignored
+            "shapes": "skip",
             "reserve": parse_bytes(options["reserve"]) + beside,
         }
         return load_state_dict(model, checkpoint, **asked)

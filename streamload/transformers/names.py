@@ -13,6 +13,8 @@ import torch
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source
+from streamload.match import skipping_shapes, warn_of_little
+from streamload.options import Strictness
 from streamload.planning.plan import RowRange
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import (
@@ -119,14 +121,15 @@ class Names:
         for new, source in sources.items():
             self._add(new, source)
 
-    def check(self, model: Any, checkpoint: Checkpoint, strict: bool) -> None:
+    def check(self, model: Any, checkpoint: Checkpoint, strictness: Strictness) -> None:
         """Raise StateDictMismatchError for all that is wrong, in one go.
 
         Args:
             model: on the meta device.
             checkpoint: the headers.
-            strict: whether missing and unexpected names and other shapes are wrong.
+            strictness: whether missing and unexpected names and other shapes are wrong.
         """
+        strict = strictness.strict
         state = model.state_dict(keep_vars=True)
         known = [*self.fill, *self.refused]
         filled = {id(state[name]) for name in known if name in state}
@@ -144,14 +147,23 @@ class Names:
             if name in state and (found := source.shape or ()) != tuple(state[name].shape)
         ]
         problems = [f"{name}: {why}" for name, why in self.refused.items()]
-        if problems or (strict and (missing or unexpected or shapes)):
+        loaded, left_out = len(filled) - len(shapes), len(missing) + len(shapes)
+        tensors = loaded + len(unexpected) + len(shapes)
+        if strictness.shapes == "skip":
+            shapes = []
+        if problems or shapes or (strict and (missing or unexpected)):
             raise StateDictMismatchError(
                 checkpoint.path,
                 missing=sorted(missing.values()) if strict else (),
                 unexpected=unexpected if strict else (),
-                wrong_shape=shapes if strict else (),
+                wrong_shape=shapes,
                 problems=problems,
+                suggestions=()
+                if problems or (strict and (missing or unexpected))
+                else skipping_shapes(loaded, left_out),
             )
+        if loaded:  # the load itself warns of nothing
+            warn_of_little(checkpoint.path, loaded, loaded + left_out, tensors)
 
 
 def _whole(checkpoint: Checkpoint, tensor: str) -> Source:

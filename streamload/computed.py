@@ -1,0 +1,31 @@
+"""Tensors that models compute themselves, by their names: no checkpoint has to hold them."""
+
+from __future__ import annotations
+
+import re
+
+_COMPUTED = re.compile(
+    r"(?:.*\.)?(?:(?:original_)?inv_freq|rope\.freqs|freqs_cis|position_ids|num_batches_tracked"
+    r"|relative_position_index|(?:attn|attention)\.masked_bias)"
+)
+_MASK = re.compile(r"(?:.*\.)?(?:mask|causal_mask|attn_mask|attention_mask)")
+_MASK_AS_BIAS = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")  # GPT-2's
+_STATISTICS = re.compile(r"(?:.*\.)?running_(?:mean|var)")
+
+
+def is_computed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is one that models compute: rotary frequencies, positions, masks, counters.
+
+    A model that has none takes a checkpoint that has it, and the other way round.
+    """
+    if _COMPUTED.fullmatch(name):
+        return True
+    is_square = len(shape) >= 2 and shape[-1] == shape[-2]
+    if is_square and len(shape) == 4 and shape[:2] == (1, 1) and _MASK_AS_BIAS.fullmatch(name):
+        return True
+    return is_square and _MASK.fullmatch(name) is not None
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a tensor holds what training found out, though it is no parameter."""
+    return _STATISTICS.fullmatch(name) is not None

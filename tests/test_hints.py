@@ -1,0 +1,318 @@
+"""Mismatches say what to write: each suggestion is executed, and the load succeeds."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+
+import streamload
+from streamload.errors import StateDictMismatchError, Suggestion
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+st = needs.module("safetensors.torch")
+
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 50,
+}
+BERT = transformers.BertConfig(**SMALL)
+LLAMA = transformers.LlamaConfig(**SMALL, rms_norm_eps=1e-5)
+
+
+def classifier(seed: int = 1) -> Any:
+    """A small BERT with a head."""
+    torch.manual_seed(seed)
+    return transformers.BertForSequenceClassification(BERT)
+
+
+def body() -> Any:
+    """The same without its head."""
+    return transformers.BertModel(BERT)
+
+
+def llama(seed: int = 1) -> Any:
+    """A small Llama of transformers."""
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(LLAMA)
+
+
+def save(folder: Path, tensors: dict[str, Any], config: Any = None) -> Path:
+    """Write a checkpoint, with a config.json beside it if there is one."""
+    folder.mkdir(exist_ok=True)
+    st.save_file({k: t.clone().contiguous() for k, t in tensors.items()}, folder / "m.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return folder
+
+
+def load(model: Any, path: Path, **arguments: Any) -> Any:
+    """Load on the CPU of the model's framework."""
+    return streamload.load_state_dict(model, path, progress=False, **arguments)
+
+
+def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...]:
+    """What the error says to write; the message has each."""
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(model, path, **arguments)
+    found = caught.value.suggestions
+    assert all(f"write {each.arguments} fills" in str(caught.value) for each in found)
+    assert pickle.loads(pickle.dumps(caught.value)).suggestions == found
+    return found
+
+
+def follow(suggestion: Suggestion, model: Any, path: Path, **arguments: Any) -> Any:
+    """Load with what was suggested, as it stands."""
+    written = eval(f"dict({suggestion.arguments})", {})
+    return load(model, path, **arguments | written)
+
+
+def renamed(change: Callable[[str], str]) -> dict[str, Any]:
+    """A classifier's tensors under other names."""
+    return {change(name): tensor for name, tensor in classifier().state_dict().items()}
+
+
+SLIP = "bert.encoder.layer.0.output.dense.weight"
+
+#: What a checkpoint of a classifier has in place of its names, and what there is to write.
+NAMES: dict[str, tuple[Callable[[str], str], str]] = {
+    "DataParallel": (
+        lambda name: "module." + name,
+        'rename=lambda name: name.removeprefix("module.")',
+    ),
+    "compile": (
+        lambda name: "_orig_mod." + name,
+        'rename=lambda name: name.removeprefix("_orig_mod.")',
+    ),
+    "both": (
+        lambda name: "module._orig_mod." + name,
+        'rename=lambda name: name.removeprefix("module._orig_mod.")',
+    ),
+    "sequential": (
+        lambda name: "0.model." + name,
+        'rename=lambda name: name.removeprefix("0.model.")',
+    ),
+    "peft": (
+        lambda name: "base_model.model." + name,
+        'rename=lambda name: name.removeprefix("base_model.model.")',
+    ),
+    "another body": (
+        lambda name: name.replace("bert.", "model.encoder.", 1),
+        'rename=lambda name: "bert." + name.removeprefix("model.encoder.") '
+        'if name.startswith("model.encoder.") else name',
+    ),
+    "TensorFlow": (
+        lambda name: name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"),
+        'rename=lambda name: name.replace(".gamma", ".weight").replace(".beta", ".bias")',
+    ),
+    "a part": (
+        lambda name: name.replace(".query.", ".qeury."),
+        'rename=lambda name: name.replace(".qeury.", ".query.")',
+    ),
+    "a slip": (
+        lambda name: name.replace(SLIP, SLIP.replace("weight", "wieght")),
+        f'rename={{"{SLIP.replace("weight", "wieght")}": "{SLIP}"}}',
+    ),
+    "a slip in a wrapper": (
+        lambda name: "module." + name.replace(SLIP, SLIP.replace("weight", "wieght")),
+        f'rename=lambda name: {{"module.{SLIP.replace("weight", "wieght")}": "{SLIP}"}}'
+        '.get(name, name.removeprefix("module."))',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names_that_differ(tmp_path: Path, case: str) -> None:
+    """Wrappers, prefixes, parts of names and slips: one line that fills all."""
+    change, line = NAMES[case]
+    path = save(tmp_path, renamed(change))
+    model = classifier(seed=2)
+    (found,) = suggested(model, path)
+    assert (found.arguments, found.filled, found.parameters) == (line, 41, 41)
+    follow(found, model, path)
+    wanted = classifier().state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_part_of_a_larger_checkpoint(tmp_path: Path) -> None:
+    """A sub-module takes its own tensors, and the line skips the others."""
+    path = save(tmp_path, classifier().state_dict())
+    model = body()
+    (found,) = suggested(model, path)
+    name = 'name.removeprefix("bert.")'
+    line = f'rename=lambda name: {name} if name.startswith("bert.") else None'
+    assert found == Suggestion(line, 39, 39)
+    assert follow(found, model, path).skipped == ("classifier.bias", "classifier.weight")
+
+
+def test_a_checkpoint_of_a_part(tmp_path: Path) -> None:
+    """A body's tensors in a model with a head: the line says that some stay as they are."""
+    path = save(tmp_path, body().state_dict())
+    model = classifier()
+    (found,) = suggested(model, path)
+    assert found == Suggestion('rename=lambda name: "bert." + name, strict=False', 39, 41)
+    assert follow(found, model, path).missing == ("classifier.weight", "classifier.bias")
+
+
+def test_a_name_that_has_no_prefix(tmp_path: Path) -> None:
+    """A head beside a body whose names lack the model's prefix keeps its own."""
+    tensors = llama().model.state_dict() | {"lm_head.weight": llama().lm_head.weight.detach()}
+    path = save(tmp_path, tensors)
+    model = llama(seed=2)
+    (found,) = suggested(model, path)
+    assert found.filled == found.parameters == 21
+    follow(found, model, path)
+    assert torch.equal(model.lm_head.weight, llama().lm_head.weight)
+    assert torch.equal(model.model.norm.weight, llama().model.norm.weight)
+
+
+def test_parts_that_fit_equally_well_are_suggested_each(tmp_path: Path) -> None:
+    """Two towers of one shape: which is meant, only the user knows."""
+    towers = {"query.": body(), "passage.": body()}
+    named = {p + n: t for p, tower in towers.items() for n, t in tower.state_dict().items()}
+    path = save(tmp_path, named)
+    found = suggested(body(), path)
+    assert [prefix in each.arguments for each in found for prefix in towers] in (
+        [True, False, False, True],
+        [False, True, True, False],
+    )
+    for each in found:
+        model = body()
+        follow(each, model, path)
+        prefix = next(p for p in towers if p in each.arguments)
+        weight = towers[prefix].embeddings.word_embeddings.weight
+        assert torch.equal(model.embeddings.word_embeddings.weight, weight)
+
+
+def test_what_could_be_several_things_is_not_guessed(tmp_path: Path) -> None:
+    """Parts of one shape that are like nothing of the model: no line rather than a wrong one."""
+    path = save(tmp_path, {f"l{i}.{n}": torch.ones(4) for i in range(4) for n in ("xx", "yy")})
+    norms = torch.nn.ModuleDict({f"l{i}": torch.nn.LayerNorm(4) for i in range(4)})
+    assert suggested(norms, path) == ()
+    other = save(tmp_path / "other", {"a.weight": torch.ones(16, 16), "b": torch.ones(3)})
+    assert suggested(body(), other) == ()
+
+
+def test_shapes_that_differ(tmp_path: Path) -> None:
+    """A head for another number of classes: it may be left as it is."""
+    path = save(tmp_path, classifier().state_dict())
+    config = transformers.BertConfig(**SMALL, num_labels=7)
+    model = transformers.BertForSequenceClassification(config)
+    (found,) = suggested(model, path, strict=False)
+    assert found == Suggestion('shapes="skip"', 39, 41)
+    assert follow(found, model, path).missing == ("classifier.weight", "classifier.bias")
+
+
+def test_what_the_model_does_not_have(tmp_path: Path) -> None:
+    """All parameters are filled, and tensors are left over."""
+    path = save(tmp_path, body().state_dict() | {"other": torch.ones(3)})
+    assert suggested(body(), path) == (Suggestion("strict=False", 39, 39),)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [{"classifier.weight": "classifier.wieght"}, lambda name: name.removeprefix("bert.")],
+    ids=["dict", "callable"],
+)
+def test_a_rename_that_spoils_it(tmp_path: Path, rename: Any) -> None:
+    """What was given is judged too, and replaced."""
+    path = save(tmp_path, classifier().state_dict())
+    (found,) = suggested(classifier(), path, rename=rename)
+    assert found == Suggestion("rename=None", 41, 41)
+    follow(found, classifier(), path, rename=rename)
+
+
+def test_a_slip_in_what_a_rename_makes(tmp_path: Path) -> None:
+    """A name is near what the call made of it, if not near what it was."""
+    path = save(tmp_path, renamed(lambda name: name.replace("classifier.weight", "head")))
+    (found,) = suggested(classifier(), path, rename={"head": "classifier.wieght"})
+    assert found == Suggestion('rename={"head": "classifier.weight"}', 41, 41)
+    follow(found, classifier(), path)
+
+
+def tinygrad_llama() -> Any:
+    """The example's Llama, with the names and rows of Meta's."""
+    needs.module("tinygrad")
+    return needs.module("llama").Llama(LLAMA.to_dict())
+
+
+def meta_names(path: Path) -> dict[str, Any]:
+    """A Llama's tensors as Meta names and orders them."""
+    report = load(None, path, device="host", mapping="hf-llama")
+    return {name: torch.from_numpy(array) for name, array in report.state_dict.items()}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_families(tmp_path: Path, wrapped: bool) -> None:
+    """Hugging Face's names into a model with Meta's and back, with a prefix on top of it."""
+    path = save(tmp_path / "hf", llama().state_dict(), LLAMA)
+    model = tinygrad_llama()
+    needs.device("CPU")
+    target = {"net": model} if wrapped else model
+    (found,) = suggested(target, path, device="CPU")
+    line = 'mapping="hf-llama"' + ', rename=lambda name: "net." + name' * wrapped
+    assert found == Suggestion(line, 21, 21)
+    follow(found, target, path, device="CPU")
+    expected = llama().model.norm.weight.detach().numpy()
+    assert (model.norm.weight.numpy() == expected).all()
+
+    back = llama(seed=2)
+    stored = save(tmp_path / "meta", meta_names(path), LLAMA)
+    inside = torch.nn.ModuleDict({"net": back}) if wrapped else back
+    (found,) = suggested(inside, stored)
+    line = 'mapping="meta-llama"' + ', rename=lambda name: "net." + name' * wrapped
+    assert found == Suggestion(line, 21, 21)
+    follow(found, inside, stored)
+    wanted = llama().state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.state_dict().items())
+
+
+def test_the_wrong_family(tmp_path: Path) -> None:
+    """A mapping that the model does not need is taken back."""
+    path = save(tmp_path, llama().state_dict(), LLAMA)
+    (found,) = suggested(llama(), path, mapping="hf-llama")
+    assert found == Suggestion("mapping=None", 21, 21)
+    follow(found, llama(), path, mapping="hf-llama")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_little_that_matches_is_a_warning(tmp_path: Path, strict: bool) -> None:
+    """``strict=False`` with a forgotten prefix loads nothing, and says so with the line."""
+    path = save(tmp_path, renamed(lambda name: "module." + name))
+    if strict:
+        suggested(classifier(), path)
+        return
+    with pytest.warns(UserWarning) as caught:
+        report = load(classifier(), path, strict=False)
+    (warned,) = caught
+    assert warned.filename == __file__
+    said = str(warned.message)
+    assert "fills 0 of the model's 41 parameters, and 41 of its 41 tensors are in no" in said
+    assert 'write rename=lambda name: name.removeprefix("module.") fills 41 of 41' in said
+    assert len(report.missing) == 41
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_usual_is_no_warning(tmp_path: Path) -> None:
+    """Part of a model from all tensors, and all of a model from some."""
+    head = {n: t for n, t in classifier().state_dict().items() if n.startswith("classifier.")}
+    assert len(load(classifier(), save(tmp_path / "a", head), strict=False).missing) == 39
+    more = {f"other.{n}": t for n, t in classifier().state_dict().items()}
+    load(classifier(), save(tmp_path / "b", classifier().state_dict() | more), strict=False)
+
+
+def test_nothing_is_looked_for_where_all_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The detector costs nothing then."""
+    monkeypatch.setattr("streamload.hints.Wanted.suggestions", pytest.fail)
+    load(classifier(), save(tmp_path, classifier().state_dict()))
