@@ -25,7 +25,7 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 from streamload._system import address_of, trim_heap
 from streamload.devices import cuda
 from streamload.devices.slots import EntryParameter, make_parameters
-from streamload.dtypes import DType
+from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
 
 #: tinygrad's dtype for each of ours that it has.
@@ -142,10 +142,13 @@ class _InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for
     Attributes:
         parameter: its name.
         kept: the graph over the memory that another load writes again; None where it is gone.
+        keeps: the parameter's `Parameter.keeps`.
     """
 
-    def __init__(self, name: str, device: str, size: int, dtype: Any, kept: UOp | None) -> None:
-        self.parameter, self.kept = name, kept
+    def __init__(
+        self, name: str, device: str, size: int, dtype: Any, kept: UOp | None, keeps: DType | None
+    ) -> None:
+        self.parameter, self.kept, self.keeps = name, kept, keeps
         super().__init__(device, size, dtype)
 
     def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
@@ -169,7 +172,9 @@ class TinygradParameter(EntryParameter):
         first = self._tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        self.invalid = _invalid(first.uop) is not None
+        invalid = _invalid(first.uop)
+        self.invalid = invalid is not None
+        self.keeps = invalid.keeps if invalid is not None else None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
         if isinstance(first.device, tuple):
             self.refused = f"it is sharded over {', '.join(first.device)}"
@@ -184,6 +189,7 @@ class TinygradParameter(EntryParameter):
             return
         base = memory.buffer
         self.span = (id(base.base), base.offset, base.offset + base.nbytes)
+        self.keeps = BY_NAME.get(self.dtype)
         if uop.has_buffer_identity():  # all of it, in order
             self.device, self.nbytes = base.device, base.nbytes
             return
@@ -192,6 +198,7 @@ class TinygradParameter(EntryParameter):
             # in place, and gone when it is replaced
             self.device, self.nbytes = base.device, base.nbytes
             self.dtype += " (of a graph)"
+            self.keeps = None
             return
         if 0 in self.shape:
             return
@@ -316,7 +323,8 @@ class TinygradParameter(EntryParameter):
         if numel == 0:
             return
         kept = _stands_on(first.uop) if keep else None
-        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype, kept)
+        where = first.device, numel, first.dtype
+        buffer = _InvalidBuffer(self.names[0], *where, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
 
     def revive(self) -> None:
