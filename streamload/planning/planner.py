@@ -381,8 +381,8 @@ def _check_dtypes(
     info = checkpoint.tensors[name]
     if src is not dst:
         if not supported(src, dst):
-            kept = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it by one of {src}'
-            reason = kept if want.dtype is not None else ""
+            reason = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it'
+            reason = reason if want.dtype is not None else ""
             raise UnsupportedCastError(
                 src.name, dst.name, reason=reason, tensor=name, path=info.shard
             )
