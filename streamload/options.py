@@ -80,7 +80,7 @@ class LoadOptions(PlanOptions, total=False):
             (tinygrad's), "host" (numpy's), a list of devices to split the layers over, or "auto"
             for the first that works. None: where the model's parameters are, else
             ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
-            tinygrad's.
+            tinygrad's, or torch's where tinygrad is not installed.
         residence: where the CPU computes (torch's CPU, the host), "mapped" makes the weights
             private views on the mapped files, which take no memory until they are written, and
             refuses those that a cast, a device of its own or their alignment in the file keeps

@@ -39,6 +39,33 @@ TO_TINYGRAD = {
 }
 _FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
 
+_VIEWS = ("contiguous_view", "contiguous_view_offset")  # since 0.14, and before
+
+
+def _check_internals() -> None:
+    """Raise ImportError where this tinygrad lacks internals that are used here, whatever it is."""
+    used: dict[type, Iterable[str]] = {
+        Buffer: ("allocate", "base", "deallocate", "ensure_allocated", "is_allocated", "view"),
+        UOp: (
+            *("base", "buffer", "from_buffer", "has_buffer_identity", "is_realized"),
+            *("reshape", "substitute", "toposort", "variable"),
+        ),
+        Allocator: ("alloc", "free"),
+    }
+    lacking = [
+        f"{cls.__name__}.{n}" for cls, names in used.items() for n in names if n not in dir(cls)
+    ]
+    if not any(hasattr(UOp, name) for name in _VIEWS):
+        lacking.append(f"UOp.{_VIEWS[0]}")
+    if lacking:
+        raise ImportError(
+            f"this tinygrad ({tinygrad.__file__}) has no {', '.join(lacking)}, which streamload "
+            "uses: install one that it is tested with (pip install 'tinygrad>=0.13,<0.15')"
+        )
+
+
+_check_internals()
+
 #: Backends whose memory is the host's.
 SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
 
@@ -206,14 +233,14 @@ class TinygradParameter(EntryParameter):
         if not has(_Devices[base.device].allocator, "_offset"):
             self.refused = f"it is {what}, and that device has no views"
             return
-        view = uop.contiguous_view()
-        if view is None:
+        begins = _first_byte(uop)
+        if begins is None:
             self.refused = f"it is {what} that is not contiguous"
             return
         self.fixed = f"it is {what}"
         self.device = base.device
         self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
-        first = base.offset + view[1] * view[0].dtype.itemsize
+        first = base.offset + begins
         self.span = (id(base.base), first, first + self.nbytes)
 
     def hold(self, memory: Iterable[UOp]) -> None:
@@ -397,6 +424,15 @@ def _is_allocated(uop: UOp) -> bool:
     if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
         return False
     return backend_of(uop.device) not in _NOT_DEVICES
+
+
+def _first_byte(uop: UOp) -> int | None:
+    """Where a view begins in the memory that it is of; None where it is not contiguous."""
+    if not hasattr(uop, "contiguous_view"):  # before 0.14
+        begins = uop.contiguous_view_offset()
+        return None if begins is None else int(begins) * int(uop.dtype.itemsize)
+    view = uop.contiguous_view()
+    return None if view is None else int(view[1]) * int(view[0].dtype.itemsize)
 
 
 def _share_out(parameters: Sequence[TinygradParameter]) -> None:
