@@ -6,7 +6,7 @@ These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -15,13 +15,19 @@ from typing import Any
 from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.decide import Decision, Options, Place
 from streamload.devices.names import framework, spelled_as, split_name
-from streamload.errors import NodeError, PlanInfeasibleError, PlanMismatchError, StreamloadError
+from streamload.errors import (
+    NodeError,
+    PlanInfeasibleError,
+    PlanMismatchError,
+    StateDictMismatchError,
+    StreamloadError,
+)
 from streamload.hints import Wanted
 from streamload.load import split
 from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.nodes.index import Index, check_present, write_index
 from streamload.nodes.session import Member, Session
-from streamload.nodes.shares import ClusterPlan, Split, make_shares
+from streamload.nodes.shares import LOCAL_LAYERS, ClusterPlan, LayerNumbers, Split, make_shares
 from streamload.options import NameOptions, Strictness, WeightOptions
 from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
 from streamload.planning.demand import Wants
@@ -44,9 +50,14 @@ class Asked:
     device: str | None
     verify: str = "crc32"
     strictness: Strictness = field(default_factory=Strictness)
+    layers: LayerNumbers | None = None
 
     def __post_init__(self) -> None:
         """Validate the arguments."""
+        if self.layers is not None and not callable(self.layers):
+            raise ValueError(f"layers is a function of the part, such as {LOCAL_LAYERS}")
+        if self.layers is not None and self.split != "layers":
+            raise ValueError('layers= needs split="layers": only then a part is of whole layers')
         if self.options.room.cache is not None and self.split not in ("layers", "replicate"):
             raise ValueError('context= needs split="layers" or "replicate": caches are of layers')
         if not isinstance(self.path, (str, os.PathLike)):
@@ -84,6 +95,7 @@ class Agreement:
         options: with this rank's part of the host.
         block_nbytes: most that is exchanged at once, under "replicate".
         plan: who loads what.
+        names: by the names of this rank's model, what the plan calls its parameters.
     """
 
     def __init__(self, session: Session, asked: Asked, model: Any) -> None:
@@ -104,6 +116,7 @@ class Agreement:
         room = min(offered["room"] for offered in offers)
         self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
         self.plan = self._planned(self._budgets)
+        self.names: Mapping[str, str] = {}
         self.options = session.step("its options", self._mine)
 
     def _offer(self, model: Any) -> dict[str, Any]:
@@ -227,7 +240,8 @@ class Agreement:
                 raise PlanMismatchError(
                     member.node,
                     f"planned another split than {here}: rename, mapping, and the function of a "
-                    "split must give the same on every rank",
+                    "split must give the same on every rank; where each rank's model numbers its "
+                    f"own layers, write {LOCAL_LAYERS}",
                 )
         if problems:
             raise problems[0]
@@ -283,7 +297,12 @@ class Agreement:
     def _own_load(self, place: Place) -> Decision:
         """Plan the load of this rank's share."""
         plan, whole, options = self.plan, self.index.checkpoint, self.options
-        fill = plan.sources(plan.mine)
+        mine, of_model = plan.mine, self._asked.layers
+        self.names = {name: name for name in mine.parameters}
+        if of_model is not None:
+            self.names = plan.renumbered(mine, list(of_model(mine)))
+        planned = plan.sources(mine)
+        fill = {name: planned[of_plan] for name, of_plan in self.names.items()}
         wanted = {r.tensor for source in fill.values() for r in source.rows}
         tensors = {name: info for name, info in whole.tensors.items() if name in wanted}
         shards = {info.shard for info in tensors.values()}
@@ -294,6 +313,8 @@ class Agreement:
         )
         check_present(part, self._missing)
         others = plan.placements.keys() - fill.keys()
+        if of_model is not None:  # a layer that the model has is one of its own
+            others -= {item.name for unit in plan.layers() for item in unit.items}
         parameters = [
             p
             for p in place.parameters
@@ -305,8 +326,31 @@ class Agreement:
             options = replace(options, room=replace(options.room, cache=None))
         given = self._asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
-        place, strictness = replace(place, parameters=parameters), self._asked.strictness
-        return Decision.make(place, part, options, (fill, [], {}), strictness, asked.suggestions)
+        own, strictness = replace(place, parameters=parameters), self._asked.strictness
+        try:
+            return Decision.make(own, part, options, (fill, [], {}), strictness, asked.suggestions)
+        except StateDictMismatchError as error:
+            names = {name for p in place.parameters for name in p.names}
+            raise self._with_hint(error, names) from None
+
+    def _with_hint(self, error: StateDictMismatchError, names: Set[str]) -> StateDictMismatchError:
+        """Say what to write where a model with these names numbers its own layers from 0."""
+        plan, mine = self.plan, self.plan.mine
+        if self._asked.layers is not None or not mine.layers or not error.unexpected:
+            return error
+        local = plan.renumbered(mine, range(len(mine.layers)))
+        lacking = [new for new, name in local.items() if name in error.unexpected]
+        if not set(lacking) <= names:
+            return error
+        hint = f"if the model numbers this rank's own layers from 0, write {LOCAL_LAYERS}"
+        return StateDictMismatchError(
+            error.path,
+            missing=error.missing,
+            unexpected=error.unexpected,
+            wrong_shape=error.wrong_shape,
+            problems=(*error.problems, hint),
+            suggestions=error.suggestions,
+        )
 
 
 def own_device(device: str | None, me: Member) -> str | None:

@@ -17,7 +17,12 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.devices.base import Framework, Parameter
-from streamload.devices.names import environment_fp16_cast, framework, framework_of
+from streamload.devices.names import (
+    default_framework,
+    environment_fp16_cast,
+    framework,
+    framework_of,
+)
 from streamload.errors import (
     PlanInfeasibleError,
     ResidenceError,
@@ -227,7 +232,7 @@ class Place:
         parameters: Sequence[Parameter] = ()
         if model is not None:
             host_room_nbytes(len(checkpoint.tensors))  # before any memory is taken
-            owner = framework(framework_of(model) or "tinygrad")
+            owner = framework(framework_of(model) or default_framework())
             parameters = owner.parameters(model)
         where = {p.device for p in parameters if p.device is not None}
         devices = open_devices(device, owner, where)

@@ -39,7 +39,7 @@ from streamload.nodes.gather import Gatherer, shared_ranges
 from streamload.nodes.group import Group
 from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
-from streamload.nodes.shares import ClusterPlan, Share, Split
+from streamload.nodes.shares import ClusterPlan, LayerNumbers, Share, Split
 from streamload.options import NameOptions, Shapes, SplitOptions, Strictness, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
 from streamload.progress import Progress, reporting
@@ -119,6 +119,7 @@ def load_state_dict(
     split: Split = "layers",
     verify: Verify = "crc32",
     timeout: float = 60.0,
+    layers: LayerNumbers | None = None,
     **options: Unpack[ClusterLoadOptions],
 ) -> LoadReport:
     """Stream a checkpoint into a model that is spread over several nodes; all ranks call it.
@@ -141,6 +142,10 @@ def load_state_dict(
             and head where they are used. "replicate": everything on every rank. "balanced": whole
             tensors, in no order. Or a function of the nodes and of the bytes by parameter name,
             that gives the names of each node.
+        layers: the numbers that this rank's model has for its layers, where they are not those of
+            the whole: a function of the rank's `Share`, for ``split="layers"``. With
+            ``layers=lambda part: range(len(part.layers))`` each rank's model numbers its own layers
+            from 0. Names of layers and reports are then the rank's own.
         verify: "crc32" reads what several ranks hold back from their devices and compares
             checksums (of ranks with the same dtype); "none" compares names and bytes alone.
         timeout: seconds within which the loss of a rank is known to all. What all do together must
@@ -178,7 +183,8 @@ def load_state_dict(
         if verify not in ("crc32", "none"):
             raise ValueError(f"verify is crc32 or none, not {verify!r}")
         own, strictness = own_device(device, me), Strictness.read(options)
-        return Asked(path, Options.read(**options), split, options, own, verify, strictness)
+        read = Options.read(**options)
+        return Asked(path, read, split, options, own, verify, strictness, layers)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
@@ -188,7 +194,7 @@ def load_state_dict(
             report = _loaded(session, agreed.plan, load, gatherer, options["progress"], clock)
             read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
         with _stated(load):
-            nodes = _verified(session, asked, agreed.plan, load, report, read_nbytes, model)
+            nodes = _verified(session, asked, agreed, load, report, read_nbytes, model)
         return replace(report, nodes=nodes, seconds=clock.seconds)
 
 
@@ -287,7 +293,7 @@ def _stated(load: Decision) -> Iterator[None]:
 def _verified(
     session: Session,
     asked: Asked,
-    plan: ClusterPlan,
+    agreed: Agreement,
     load: Decision,
     report: LoadReport,
     read_nbytes: int,
@@ -298,11 +304,12 @@ def _verified(
     Digests are compared, of names and of checksums: what differs is looked for only where they do.
     """
     complete = asked.strictness == Strictness()
+    plan, name_of = agreed.plan, agreed.names
     replicas = plan.replicas()
     sums: dict[str, int | None] = {}
-    dtypes = {p.name: p.dst.name for p in load.plan.placements}
+    dtypes = {name_of.get(p.name, p.name): p.dst.name for p in load.plan.placements}
 
-    def found() -> dict[str, Any]:
+    def loaded() -> dict[str, Any]:
         mine = plan.mine.parameters
         wrong = sorted(dtypes.keys() - set(mine))
         wrong += [name for name in mine if complete and name not in dtypes]
@@ -312,7 +319,9 @@ def _verified(
         sums.update(dict.fromkeys(dtypes))
         if asked.verify == "crc32":
             here = {n for owners, names in replicas if session.me.rank in owners for n in names}
-            sums.update(checksums(report, here & dtypes.keys(), model))
+            here = {new for new, name in name_of.items() if name in here & dtypes.keys()}
+            found = checksums(report, here, model)
+            sums.update({name_of[new]: crc for new, crc in found.items()})
         return {
             "tensors": len(dtypes),
             "names": _digest([name for name in mine if name in dtypes]),
@@ -323,7 +332,7 @@ def _verified(
             "seconds": report.seconds,
         }
 
-    answers = session.exchange("what it loaded", found)
+    answers = session.exchange("what it loaded", loaded)
     planned: dict[int, str] = {}  # replicas have one list
     for share in plan.shares:
         digest = planned.setdefault(id(share.parameters), _digest(share.parameters))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from streamload.cast.table import supported
 from streamload.devices.base import Device, Framework
 from streamload.devices.names import (
+    default_framework,
     environment_device,
     framework,
     installed,
@@ -45,6 +46,14 @@ _CUDA_ALLOCATORS: Mapping[str, AllocatorKind] = {
 #: What the process takes for each parameter of a model to match and plan it, in bytes: of 20,000
 #: and 60,000 in all four frameworks it was 1,000 to 1,170.
 PLANNING_NBYTES = 1100
+
+#: Why a device by its spelling is not there, where its framework is not installed.
+_LACKING = {
+    "torch": "the name is torch's, which is not installed (pip install streamload[torch]); "
+    "tinygrad's devices are in upper case",
+    "tinygrad": "the name is tinygrad's, which is not installed (pip install tinygrad); torch's "
+    "devices are in lower case",
+}
 
 _log = logging.getLogger("streamload")
 
@@ -293,13 +302,9 @@ def open_devices(
     if owner is not None:
         named.add(owner.name)
     if not named:  # a model decides; without one, the names do
-        named.update(spelled_as(name) for name in wanted)
-        if "torch" in named and not installed("torch"):
-            raise DeviceNotFoundError(
-                ", ".join(wanted),
-                "the name is torch's, which is not installed (pip install streamload[torch]); "
-                "tinygrad's devices are in upper case",
-            )
+        named.update(spelled_as(name) if name else default_framework() for name in wanted)
+        for lacking in (name for name in named if not installed(name)):
+            raise DeviceNotFoundError(", ".join(wanted), _LACKING[lacking])
     if len(named) > 1:
         raise DeviceNotFoundError(
             ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"
@@ -327,7 +332,8 @@ def _working(owner: Framework) -> list[str]:
 
 def _first_that_works(owner: Framework | None) -> Devices:
     notes: list[str] = []
-    owners = [owner] if owner is not None else [framework("tinygrad"), framework("host")]
+    names = (default_framework(), "host")
+    owners = [owner] if owner is not None else [*map(framework, dict.fromkeys(names))]
     for one in owners:
         candidates = list(one.candidates())
         for name in candidates:

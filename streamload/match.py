@@ -23,6 +23,11 @@ from streamload.planning.plan import Placements
 from streamload.report import callers_level
 
 _BLOCK_NBYTES = 2**20
+#: Ends of `Parameter.dtype` of memory that cannot be filled, and what comes in its place.
+_REPLACED = {
+    "(not contiguous)": "contiguous ones (a memory format such as channels_last is lost)",
+    "(not writable in place)": "others, for they are read-only or of the other byte order",
+}
 
 
 def want_of(checkpoint: Checkpoint, name: str, source: Source) -> Want:
@@ -278,12 +283,11 @@ def match(
             Want(name, shape, source.rows, source.transpose, where, held, dtype, there)
         )
         out.parameters[name] = parameter
-    scattered = [name for name, p in out.parameters.items() if p.dtype.endswith("(not contiguous)")]
-    if scattered:
-        out.notes.append(
-            f"{len(scattered)} parameters are replaced by contiguous ones (a memory format such as "
-            f"channels_last is lost): {', '.join(scattered[:8])}"
-        )
+    for end, said in _REPLACED.items():
+        replaced = [name for name, p in out.parameters.items() if p.dtype.endswith(end)]
+        if replaced:
+            listed = ", ".join(replaced[:8])
+            out.notes.append(f"{len(replaced)} parameters are replaced by {said}: {listed}")
     out.problems += _overlaps(out.parameters)
     out.unexpected = [
         name

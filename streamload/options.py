@@ -81,7 +81,7 @@ class LoadOptions(PlanOptions, total=False):
             (tinygrad's), "host" (numpy's), a list of devices to split the layers over, or "auto"
             for the first that works. None: where the model's parameters are, else
             ``STREAMLOAD_DEVICE``, else the default of the model's framework; without a model
-            tinygrad's.
+            tinygrad's, or torch's where tinygrad is not installed.
         residence: where the CPU computes (torch's CPU, the host), "mapped" makes the weights
             private views on the mapped files, which take no memory until they are written, and
             refuses those that a cast, a device of its own or their alignment in the file keeps
@@ -90,9 +90,9 @@ class LoadOptions(PlanOptions, total=False):
             and whatever truncates it ends the process: see `LoadReport.check_files`.
         dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
             deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
-            unchanged. None: what holds memory in a torch model keeps its dtype; otherwise bfloat16
-            stays where the device computes in it natively and becomes float16 elsewhere, and
-            everything else stays as it is in the checkpoint.
+            unchanged. None: arrays, and tensors of torch and tinygrad that hold memory, keep their
+            dtype; otherwise bfloat16 stays where the device computes in it natively and becomes
+            float16 elsewhere, and everything else stays as it is in the checkpoint.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.

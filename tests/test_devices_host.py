@@ -104,9 +104,63 @@ def test_other_arrays_are_replaced_and_gone(
     """What cannot take the bytes as they are is released, and another array comes."""
     model = {"w": make()}
     gone = weakref.ref(model["w"])
-    load(model, save(tmp_path, {"w": floats(1, 3, 4)}))
+    load(model, save(tmp_path, {"w": floats(1, 3, 4)}), dtype="checkpoint")
     assert gone() is None
     assert (model["w"] == floats(1, 3, 4)).all()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "float64", "bfloat16"])
+def test_an_array_keeps_its_dtype_and_is_filled(tmp_path: Path, kind: str) -> None:
+    """Whatever float the file has: the array that was passed holds the cast values."""
+    array = np.zeros((3, 4), BY_NAME[kind].numpy)
+    path = save(tmp_path, {"w": floats(1, 3, 4)}, "BF16")
+    model = {"w": array}
+    report = load(model, path)
+    expected = floats(1, 3, 4).astype(ml_dtypes.bfloat16).astype(np.float32).astype(array.dtype)
+    assert model["w"] is array
+    assert array.tobytes() == expected.tobytes()
+    assert report.plan.placements[0].action == "in_place"
+    load(model, path, dtype="checkpoint")
+    assert model["w"].dtype == ml_dtypes.bfloat16
+
+
+def test_an_array_whose_dtype_cannot_be_kept_is_named_with_what_to_write(tmp_path: Path) -> None:
+    """Integers are not cast: the error says how to take the checkpoint's dtype."""
+    model = {"ids": np.zeros(3, np.int32)}
+    data = np.arange(3, dtype=np.int64)
+    tensors = {"ids": ("I64", (3,), data.tobytes())}
+    path = write_safetensors(tmp_path / "x.safetensors", tensors)
+    with pytest.raises(UnsupportedCastError, match='ids in int32; dtype="checkpoint"'):
+        load(model, path)
+    load(model, path, dtype="checkpoint")
+    assert model["ids"].dtype == np.int64
+    assert (model["ids"] == data).all()
+
+
+def test_an_array_keeps_its_dtype_through_a_failed_load(tmp_path: Path) -> None:
+    """A load that completes a failed one fills the same array, in its dtype."""
+    array = np.zeros(3, np.float16)
+    model: dict[str, Any] = {"w": array}
+    path = save(tmp_path, {"w": np.array([1e30, 1, 2], np.float32)})
+    with pytest.raises(OutOfRangeError):
+        load(model, path, out_of_range="error")
+    load(model, path, out_of_range="clamp")
+    assert model["w"] is array
+    assert array.tolist() == [65504, 1, 2]
+
+
+def test_arrays_that_cannot_be_filled_are_named(tmp_path: Path) -> None:
+    """They are replaced by arrays of the same dtype, and a note says which."""
+    fixed = np.zeros((3, 4), np.float32)
+    fixed.setflags(write=False)
+    columns = np.asfortranarray(np.zeros((3, 4), np.float32))
+    model = {"fixed": fixed, "columns": columns}
+    del columns
+    report = load(model, save(tmp_path, {name: floats(1, 3, 4) for name in model}, "BF16"))
+    assert [array.dtype for array in model.values()] == [np.float32] * 2
+    notes = "; ".join(report.notes)
+    assert re.search(r"1 parameters are replaced by contiguous ones.*: columns", notes)
+    assert re.search(r"1 parameters are replaced by others.*read-only.*: fixed", notes)
 
 
 def test_a_readonly_array_is_replaced(tmp_path: Path) -> None:
@@ -125,7 +179,7 @@ def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
         array = np.zeros(5, dtype)
         model = {"a": array, "b": {"c": array}}
         del array
-        report = load(model, save(tmp_path, {"a": floats(1, 5)}))
+        report = load(model, save(tmp_path, {"a": floats(1, 5)}), dtype="checkpoint")
         assert model["a"] is model["b"]["c"]
         assert report.tied == ("b.c",)
         assert (model["a"] == floats(1, 5)).all()
@@ -142,7 +196,7 @@ def test_a_view_is_written_where_it_lies_or_refused(tmp_path: Path) -> None:
         load({"columns": whole[:, :2]}, path)
     path = save(tmp_path, {"rows": floats(1, 3, 4)}, "F16")
     with pytest.raises(StateDictMismatchError, match="rows: it is a view"):
-        load({"rows": whole[2:5]}, path)
+        load({"rows": whole[2:5]}, path, dtype="checkpoint")
 
 
 def test_an_array_that_something_else_holds_is_counted_twice_or_refused(tmp_path: Path) -> None:
@@ -151,11 +205,11 @@ def test_an_array_that_something_else_holds_is_counted_twice_or_refused(tmp_path
     model = {"w": held}
     path = save(tmp_path, {"w": floats(1, 1 << 16)}, "F16")
     with pytest.raises(BudgetExceededError, match="w: something else still refers") as caught:
-        load(model, path, budget=4 << 16, chunk_nbytes=4096)
+        load(model, path, budget=4 << 16, chunk_nbytes=4096, dtype="checkpoint")
     assert caught.value.state is not None
     assert caught.value.state.untouched == ("w",)
     assert model["w"] is held
-    report = load(model, path, budget="1MB", chunk_nbytes=4096)
+    report = load(model, path, budget="1MB", chunk_nbytes=4096, dtype="checkpoint")
     assert report.held_nbytes["host"] >= 6 << 16
     assert model["w"].dtype == np.float16
 

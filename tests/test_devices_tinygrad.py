@@ -118,6 +118,39 @@ def test_same_size_and_dtype_is_written_in_place(tmp_path: Path, device: str) ->
     assert ((x + model["w"]).numpy() == values["w"] + 1).all()
 
 
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16, dtypes.float64], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_realised_tensors_keep_their_dtype_and_lazy_ones_do_not(
+    tmp_path: Path, device: str, dtype: Any
+) -> None:
+    """What is realised is filled where it is; what is lazy becomes what the device computes in."""
+    path = save(tmp_path, {"here": floats(1, 30), "lazy": floats(2, 30)}, "BF16")
+    model = {
+        "here": full(1, 30, device=device, dtype=dtype),
+        "lazy": Tensor.ones(30, device=device, dtype=dtype) * 2,
+    }
+    memory = model["here"].uop.base.buffer
+    load(model, path, device=device)
+    expected = floats(1, 30).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert model["here"].uop.base.buffer is memory
+    assert model["here"].dtype == dtype
+    assert (model["here"].numpy() == expected).all()
+    assert model["lazy"].dtype == dtypes.float16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_dtype_is_kept_through_moves_and_failed_loads(tmp_path: Path, device: str) -> None:
+    """A realised tensor that goes to another device keeps its dtype, also after a failed load."""
+    other = {"CL": "CPU", "CPU": "CL"}[device]
+    model = {"w": full(1, 3, device=other)}
+    path = save(tmp_path, {"w": np.array([1e39, 1, 2], np.float64)}, "F64")
+    with pytest.raises(OutOfRangeError):
+        load(model, path, device=device, out_of_range="error")
+    load(model, path, device=device, out_of_range="inf")
+    assert (model["w"].device, model["w"].dtype) == (device, dtypes.float32)
+    assert model["w"].tolist() == [np.inf, 1, 2]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_dtype_replaces_and_the_old_memory_is_gone(tmp_path: Path, device: str) -> None:
     """Old buffers are dropped before new ones come, and tinygrad's cache keeps none of them."""
@@ -125,7 +158,7 @@ def test_another_dtype_replaces_and_the_old_memory_is_gone(tmp_path: Path, devic
     before = used_nbytes(device)
     model = {k: full(1, *v.shape, device=device) for k, v in values.items()}
     old = [weakref.ref(t.uop.base.buffer) for t in model.values()]
-    report = load(model, save(tmp_path, values, "F16"))
+    report = load(model, save(tmp_path, values, "F16"), dtype="checkpoint")
     assert {p.action for p in report.plan.placements} == {"replace"}
     assert [ref() for ref in old] == [None] * 5
     assert cached_nbytes(device) == 0
@@ -140,7 +173,7 @@ def test_old_and_new_fit_where_only_one_has_room(tmp_path: Path, device: str) ->
     """The budget of the larger of old and new is enough to replace all parameters."""
     values = {f"w{i}": floats(i, 1 << 16) for i in range(6)}
     model = {k: full(1, 1 << 16, device=device) for k in values}
-    report = load(model, save(tmp_path, values, "F16"), budget=6 * (4 << 16))
+    report = load(model, save(tmp_path, values, "F16"), budget=6 * (4 << 16), dtype="checkpoint")
     assert report.held_nbytes[device] <= 6 * (4 << 16)
     assert all(read_back(model[k]) == v.astype(np.float16).tobytes() for k, v in values.items())
 
@@ -178,12 +211,12 @@ def test_memory_that_something_else_holds_is_counted_twice_or_refused(
     model = {"w": full(3, 1 << 14, device=device)}
     keeps = HOLDERS[holder](model["w"])
     with pytest.raises(BudgetExceededError, match=r"w: something else still holds") as caught:
-        load(model, path, budget=4 << 14, chunk_nbytes=4096)
+        load(model, path, budget=4 << 14, chunk_nbytes=4096, dtype="float16")
     assert caught.value.state is not None
     assert caught.value.state.untouched == ("w",)
     assert model["w"].dtype == dtypes.float32
     assert (model["w"].numpy() == 3).all()
-    report = load(model, path, budget=8 << 14)
+    report = load(model, path, budget=8 << 14, dtype="float16")
     assert report.held_nbytes[device] >= 6 << 14
     assert read_back(model["w"]) == values["w"].astype(np.float16).tobytes()
     del keeps
@@ -201,7 +234,7 @@ def test_tied_parameters_are_loaded_once_and_stay_tied(
     values = {"a": floats(1, 6, 4)}
     a = full(1, 6, 4, device=device, dtype=dtype)
     model = {"a": a, "same": a, "other": Tensor(a.uop), "deep": {"x": [Tensor(a.uop)]}}
-    report = load(model, save(tmp_path, values))
+    report = load(model, save(tmp_path, values), dtype="checkpoint")
     assert report.read_nbytes == 96
     assert sorted(report.tied) == ["deep.x.0", "other", "same"]
     memory = model["a"].uop.base.buffer
@@ -237,7 +270,7 @@ def test_a_view_that_would_change_its_dtype_is_refused(tmp_path: Path) -> None:
     whole = full(1, 10, 4, device="CPU")
     model = {"slice": whole[2:5]}
     with pytest.raises(StreamloadError, match="slice"):
-        load(model, save(tmp_path, {"slice": floats(1, 3, 4)}, "F16"))
+        load(model, save(tmp_path, {"slice": floats(1, 3, 4)}, "F16"), dtype="checkpoint")
     assert (whole.numpy() == 1).all()
 
 
@@ -328,7 +361,7 @@ def test_tensors_of_one_memory_and_several_shapes(tmp_path: Path) -> None:
     """A reshaped tensor is the same parameter, in its own shape, before and after."""
     a = full(1, 6, 4, device="CL", dtype=dtypes.float16)
     model = {"a": a, "flat": a.reshape(24)}
-    load(model, save(tmp_path, {"a": floats(1, 6, 4)}))
+    load(model, save(tmp_path, {"a": floats(1, 6, 4)}), dtype="checkpoint")
     assert model["flat"].shape == (24,)
     assert model["flat"].uop.base is model["a"].uop.base
     assert (model["flat"].numpy() == floats(1, 24).reshape(-1)).all()

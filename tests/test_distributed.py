@@ -349,8 +349,10 @@ def test_progress_is_shown_once_for_all(path: Path) -> None:
 # --- models ---------------------------------------------------------------------------------------
 
 
-def torch_llama(width: int = WIDTH, *, device: str = "meta", only: Any = None) -> Any:
-    """The checkpoint's model in torch, or the part with these layers."""
+def torch_llama(
+    width: int = WIDTH, *, device: str = "meta", only: Any = None, first: int | None = None
+) -> Any:
+    """The checkpoint's model in torch, or a part; its layers as they are, or from ``first`` on."""
     torch = needs.module("torch")
     nn = torch.nn
 
@@ -368,6 +370,8 @@ def torch_llama(width: int = WIDTH, *, device: str = "meta", only: Any = None) -
         )
 
     layers = range(LAYERS) if only is None else only.layers
+    if first is not None:
+        layers = range(first, first + len(layers))
     inner: dict[str, Any] = {"layers": nn.ModuleDict({str(n): layer() for n in layers})}
     if only is None or only.has_embedding:
         inner["embed_tokens"] = nn.Embedding(4 * width, width, device=device)
@@ -413,6 +417,117 @@ def test_a_model_of_the_part_alone(strict: bool, path: Path) -> None:
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert parameter.detach().numpy().tobytes() == expected[name].tobytes()
+
+
+def parts_of(path: Path, *, first: int, size: int = 3, **options: Any) -> tuple[Any, list[Any]]:
+    """What ranks return that each build their part with layers numbered from ``first``."""
+    models: dict[int, Any] = {}
+
+    def body(group: ThreadGroup) -> Any:
+        mine = distributed.plan(path, budget=PLENTY, group=group).mine
+        models[group.rank] = mine, torch_llama(only=mine, first=first)
+        return load(path, model=models[group.rank][1], device="cpu", **options)(group)
+
+    return run(World(size), body), [models[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_layers_numbered_by_each_rank(first: int, path: Path) -> None:
+    """``layers=`` says which numbers a rank's model has for its own layers."""
+    needs.module("torch")
+
+    def numbers(part: Any) -> range:
+        return range(first, first + len(part.layers))
+
+    found, models = parts_of(path, first=first, layers=numbers)
+    reports = succeeded(found)
+    expected = alone(path)
+    loaded = set()
+    for (mine, model), report in zip(models, reports, strict=True):
+        back = {str(first + at): str(layer) for at, layer in enumerate(mine.layers)}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            if parts[1] == "layers":
+                parts[2] = back[parts[2]]
+            whole = ".".join(parts)
+            assert parameter.detach().numpy().tobytes() == expected[whole].tobytes()
+            loaded.add(whole)
+        assert set(report.plan.placements.names) == {n for n, _ in model.named_parameters()}
+    assert loaded == expected.keys()
+    assert sum(node.tensors for node in reports[0].nodes) == len(expected)
+
+
+def test_a_model_with_own_numbers_is_told_what_to_write(path: Path) -> None:
+    """The error names the argument, for a model of the part and for a rename by rank."""
+    needs.module("torch")
+    found, _ = parts_of(path, first=0)
+    own = [error for error in found if isinstance(error, StateDictMismatchError)]
+    assert own
+    for error in own:
+        assert "layers=lambda part: range(len(part.layers))" in str(error)
+
+    def rename(rank: int) -> Any:
+        return lambda name: name.replace("layers.", f"layers.{rank}")
+
+    def body(group: ThreadGroup) -> Any:
+        return load(path, rename=rename(group.rank))(group)
+
+    for error in run(World(2), body):
+        assert isinstance(error, NodeError)
+        assert "layers=lambda part: range(len(part.layers))" in str(error)
+
+
+def test_a_layer_too_many_is_missing(path: Path) -> None:
+    """With ``layers=`` a model has its own layers alone: a layer more is missing."""
+    needs.module("torch")
+    options = {"layers": lambda part: range(len(part.layers))}
+    found = run(World(2), load(path, model=lambda rank: torch_llama(), device="cpu", **options))
+    errors = [error for error in found if isinstance(error, StateDictMismatchError)]
+    assert errors
+    assert all("model.layers.4.input_layernorm.weight" in error.missing for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layers": 3}, "layers is a function"),
+        ({"layers": lambda part: [0]}, "a whole number for each"),
+        ({"layers": lambda part: [0] * len(part.layers)}, "names two parameters"),
+        ({"layers": lambda part: part.layers, "split": "balanced"}, 'needs split="layers"'),
+    ],
+    ids=["no function", "too few", "twice", "another split"],
+)
+def test_wrong_numbers_of_layers(options: dict[str, Any], said: str, path: Path) -> None:
+    """Each is refused before anything is read."""
+    found = run(World(2), load(path, **options))
+    errors = [error for error in found if type(error) is ValueError]
+    assert errors
+    assert all(said in str(error) for error in errors)
+
+
+def test_the_cache_is_that_of_the_layers_that_a_rank_has(path: Path) -> None:
+    """``context=`` counts the layers of the whole model, whatever their numbers here."""
+    config = json.loads((path / "config.json").read_text())
+    windows = ["full_attention"] * 2 + ["sliding_attention"] * (LAYERS - 2)
+    config |= {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        "layer_types": windows,
+        "sliding_window": 8,
+        "head_dim": WIDTH // 4,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    own = {"layers": lambda part: range(len(part.layers)), "context": 1000}
+    plans = [
+        [
+            report.plan.devices[0].cache_nbytes
+            for report in succeeded(run(World(2), load(path, **o)))
+        ]
+        for o in (own, {"context": 1000})
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0][0] > plans[0][1] > 0
 
 
 def test_models_that_hold_memory_are_overwritten(path: Path) -> None:

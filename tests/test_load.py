@@ -166,7 +166,7 @@ def test_into_a_nested_dict_of_arrays(tmp_path: Path) -> None:
     path = write(tmp_path, {"a.w": np.ones(4, np.float32), "b": bf16(1, 2)})
     kept = np.zeros(4, np.float32)
     model = {"a": {"w": kept}, "b": np.zeros(2, np.float32)}
-    report = load(path, model)
+    report = load(path, model, dtype={"a.*": "checkpoint", "b": "float16"})
     assert model["a"]["w"] is kept
     assert np.array_equal(kept, np.ones(4))
     assert model["b"].dtype == np.float16
@@ -181,7 +181,7 @@ def test_a_model_that_holds_more_than_the_budget(tmp_path: Path) -> None:
     name = device("CPU")
     path = write(tmp_path, {n: np.arange(5000, dtype=np.float16) for n in "ab"})
     model = {n: Tensor.zeros(5000, device=name).contiguous().realize() for n in "ab"}
-    report = load(path, model, budget=25_000)
+    report = load(path, model, budget=25_000, dtype="checkpoint")
     assert report.plan.device(name).release_first
     assert report.plan.device(name).held_nbytes == 40_000
     assert all(raw(t) == np.arange(5000, dtype=np.float16).tobytes() for t in model.values())
@@ -419,7 +419,7 @@ def test_out_of_range_as_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, {"big": bf16(1e6, 1)})
     model = {"big": np.zeros(2, np.float32)}
     with pytest.raises(OutOfRangeError) as caught:
-        load(path, model, out_of_range="error")
+        load(path, model, dtype="float16", out_of_range="error")
     error = caught.value
     assert (error.tensor, error.src, error.dst) == ("big", "bfloat16", "float16")
     assert error.overflowed >= 1
@@ -427,7 +427,7 @@ def test_out_of_range_as_an_error(tmp_path: Path) -> None:
     assert error.state.invalid == ("big",)
     with pytest.raises(streamload.errors.DeviceError):
         np.asarray(model["big"])
-    load(path, model, out_of_range="clamp")
+    load(path, model, dtype="float16", out_of_range="clamp")
     assert model["big"].tolist() == [65504, 1]
 
 
@@ -728,9 +728,9 @@ def test_progress_that_raises(tmp_path: Path) -> None:
         raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop") as caught:
-        load(path, model, progress=fail, chunk_nbytes=1000)
+        load(path, model, progress=fail, chunk_nbytes=1000, dtype="checkpoint")
     assert any("invalid" in note or "untouched" in note for note in caught.value.__notes__)
-    load(path, model)
+    load(path, model, dtype="checkpoint")
     assert all(a.all() and a.dtype == np.float32 for a in model.values())
 
 

@@ -70,7 +70,7 @@ class LoadFlags(TypedDict, total=False):
             "NAME",
             "A device (CL, CPU and so on are tinygrad's; cuda:0, cpu and so on torch's; host), "
             "several separated by commas (the layers are split over them), or auto. Default: "
-            "STREAMLOAD_DEVICE, or tinygrad's own choice.",
+            "STREAMLOAD_DEVICE, or the choice of tinygrad (where it is not installed, of torch).",
         ),
     ]
     residence: Annotated[

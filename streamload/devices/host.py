@@ -133,12 +133,11 @@ class HostParameter(SlotParameter):
         entry = self._objects()[0]
         self.shape = tuple(entry.shape)
         self.invalid = isinstance(entry, InvalidArray)
-        if self.invalid:
-            self.dtype = entry.dtype_name
+        self.dtype = entry.dtype_name if self.invalid else entry.dtype.name
+        self.keeps = BY_NAME.get(self.dtype)
         value = self._value()
         if value is None:
             return
-        self.dtype = value.dtype.name
         self.span = _span(value)
         self.device, self.nbytes = "host", value.nbytes
         # numpy calls an array of the other byte order by the same name
@@ -148,8 +147,9 @@ class HostParameter(SlotParameter):
             self.fixed = "it is a view of another array"
             if not whole:
                 self.refused = "it is a view of another array, and not writable in one piece"
-        elif not whole:
-            self.dtype += " (not writable in place)"  # never equal: it is replaced
+        elif not whole:  # never equal: it is replaced
+            writable = value.flags.writeable and value.dtype.isnative
+            self.dtype += " (not contiguous)" if writable else " (not writable in place)"
 
     def _value(self) -> Any:
         """The array, kept or in use; None where there is none."""
@@ -189,7 +189,8 @@ class HostParameter(SlotParameter):
     def invalidate(self, keep: bool) -> None:
         """Put something that raises into the state dict: one thing, so that ties stay."""
         kept = self._value() if keep else None
-        entry = InvalidArray(self.names[0], self.dtype, self.shape, kept)
+        dtype = self.dtype.partition(" ")[0]
+        entry = InvalidArray(self.names[0], dtype, self.shape, kept)
         self._swap(lambda _: entry)
 
     def revive(self) -> None:

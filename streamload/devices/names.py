@@ -89,6 +89,11 @@ def installed(framework_name: str) -> bool:
     return framework_name == "host" or importlib.util.find_spec(framework_name) is not None
 
 
+def default_framework() -> str:
+    """The framework where neither a model nor a device's name says one: the first installed."""
+    return next(name for name in _FRAMEWORKS if installed(name))
+
+
 def environment(prefixes: tuple[str, ...]) -> dict[str, str]:
     """The environment variables whose names begin with one of the prefixes."""
     return {key: value for key, value in os.environ.items() if key.startswith(prefixes)}

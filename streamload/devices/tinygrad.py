@@ -1,10 +1,10 @@
 """tinygrad's devices. What touches tinygrad's internals is here and in `devices.tinygrad_tensors`.
 
-The internals used are those of tinygrad 0.14 (the version is pinned): ``Buffer``, ``UOp``, the
-allocators' ``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its
-CUDA devices, and the bindings of OpenCL and CUDA. A backend that lacks what the faster ways need is
-written through the public ``Tensor`` API instead (`_TensorDevice`), slower and within the same
-bounds.
+The internals used are those of tinygrad 0.13 and 0.14: ``Buffer``, ``UOp``, the allocators'
+``_as_buffer``, ``_offset``, ``_copyin``, ``_copyout`` and ``cache``, the context of its CUDA
+devices, and the bindings of OpenCL and CUDA. None is known by a version: what all devices need is
+looked for at import, and a backend that lacks what the faster ways need is written through the
+public ``Tensor`` API instead (`_TensorDevice`), slower and within the same bounds.
 """
 
 from __future__ import annotations
@@ -250,6 +250,10 @@ class _OpenCLDevice(TinygradDevice):
         from tinygrad.runtime.ops_cl import cl_errors
 
         self._cl, self._errors = opencl, cl_errors
+        # the queue tells: tinygrad has called it by several names
+        self._id = opencl.cl_device_id()
+        place = ctypes.sizeof(self._id), ctypes.byref(self._id), None
+        self._call("clGetCommandQueueInfo", self._device.queue, opencl.CL_QUEUE_DEVICE, *place)
         unified = bool(self._query(opencl.CL_DEVICE_HOST_UNIFIED_MEMORY, ctypes.c_uint32))
         self._unified = unified
         self.host_visible = unified if mapped is None else mapped
@@ -257,7 +261,7 @@ class _OpenCLDevice(TinygradDevice):
     def _query(self, what: int, kind: Any) -> int:
         value = kind()
         size, place = ctypes.sizeof(value), ctypes.byref(value)
-        self._call("clGetDeviceInfo", self._device.cl_dev, what, size, place, None)
+        self._call("clGetDeviceInfo", self._id, what, size, place, None)
         return int(value.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -464,7 +468,9 @@ class TinygradFramework(Framework):
             needed = _NEEDED.get(way)
             if needed is not None and not has(opened(name).allocator, needed):
                 way = _TensorDevice
-            return way(name)
+            with contextlib.suppress(AttributeError, ImportError):  # of internals that moved
+                return way(name)
+            return _TensorDevice(name)
         except DeviceNotFoundError:
             raise
         except Exception as error:  # each backend raises what it likes
@@ -485,7 +491,7 @@ class TinygradFramework(Framework):
 
     def fingerprint(self, name: str) -> str:
         """Versions, compilers, drivers and settings that a device's working depends on."""
-        parts = [importlib.metadata.version("tinygrad"), str(tinygrad.__file__), sys.platform]
+        parts = [_version(), str(tinygrad.__file__), sys.platform]
         settings = environment(_SETTINGS)
         for program in (settings.get("CC", "clang"), "nvcc", "ptxas"):
             found = shutil.which(program)
@@ -542,6 +548,14 @@ class TinygradFramework(Framework):
             return "broken"
         native = kind is not dtypes.bfloat16 or backend_of(device.name) in _BF16_NATIVE
         return "native" if native and device._computes_in(kind) else "emulated"
+
+
+def _version() -> str:
+    """The version of tinygrad, and the state of its file, which a clone of its repository has."""
+    stamp = _stamp(tinygrad.__file__)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tinygrad") + stamp
+    return stamp
 
 
 def _problem(error: Exception) -> str:

@@ -26,7 +26,7 @@ from streamload._system import address_of, trim_heap
 from streamload.computed import is_computed, is_statistic
 from streamload.devices import cuda
 from streamload.devices.slots import EntryParameter, make_parameters
-from streamload.dtypes import DType
+from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
 
 #: tinygrad's dtype for each of ours that it has.
@@ -39,6 +39,33 @@ TO_TINYGRAD = {
     )
 }
 _FROM_TINYGRAD = {dtype: name for name, dtype in TO_TINYGRAD.items()}
+
+_VIEWS = ("contiguous_view", "contiguous_view_offset")  # since 0.14, and before
+
+
+def _check_internals() -> None:
+    """Raise ImportError where this tinygrad lacks internals that are used here, whatever it is."""
+    used: dict[type, Iterable[str]] = {
+        Buffer: ("allocate", "base", "deallocate", "ensure_allocated", "is_allocated", "view"),
+        UOp: (
+            *("base", "buffer", "from_buffer", "has_buffer_identity", "is_realized"),
+            *("reshape", "substitute", "toposort", "variable"),
+        ),
+        Allocator: ("alloc", "free"),
+    }
+    lacking = [
+        f"{cls.__name__}.{n}" for cls, names in used.items() for n in names if n not in dir(cls)
+    ]
+    if not any(hasattr(UOp, name) for name in _VIEWS):
+        lacking.append(f"UOp.{_VIEWS[0]}")
+    if lacking:
+        raise ImportError(
+            f"this tinygrad ({tinygrad.__file__}) has no {', '.join(lacking)}, which streamload "
+            "uses: install one that it is tested with (pip install 'tinygrad>=0.13,<0.15')"
+        )
+
+
+_check_internals()
 
 #: Backends whose memory is the host's.
 SHARED = frozenset({"CL", "CPU", "METAL", "PYTHON", "QCOM", "DSP"})
@@ -143,10 +170,13 @@ class _InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for
     Attributes:
         parameter: its name.
         kept: the graph over the memory that another load writes again; None where it is gone.
+        keeps: the parameter's `Parameter.keeps`.
     """
 
-    def __init__(self, name: str, device: str, size: int, dtype: Any, kept: UOp | None) -> None:
-        self.parameter, self.kept = name, kept
+    def __init__(
+        self, name: str, device: str, size: int, dtype: Any, kept: UOp | None, keeps: DType | None
+    ) -> None:
+        self.parameter, self.kept, self.keeps = name, kept, keeps
         super().__init__(device, size, dtype)
 
     def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
@@ -170,7 +200,9 @@ class TinygradParameter(EntryParameter):
         first = self._tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        self.invalid = _invalid(first.uop) is not None
+        invalid = _invalid(first.uop)
+        self.invalid = invalid is not None
+        self.keeps = invalid.keeps if invalid is not None else None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
         if isinstance(first.device, tuple):
             self.refused = f"it is sharded over {', '.join(first.device)}"
@@ -185,6 +217,7 @@ class TinygradParameter(EntryParameter):
             return
         base = memory.buffer
         self.span = (id(base.base), base.offset, base.offset + base.nbytes)
+        self.keeps = BY_NAME.get(self.dtype)
         if uop.has_buffer_identity():  # all of it, in order
             self.device, self.nbytes = base.device, base.nbytes
             return
@@ -193,6 +226,7 @@ class TinygradParameter(EntryParameter):
             # in place, and gone when it is replaced
             self.device, self.nbytes = base.device, base.nbytes
             self.dtype += " (of a graph)"
+            self.keeps = None
             return
         if 0 in self.shape:
             return
@@ -200,14 +234,14 @@ class TinygradParameter(EntryParameter):
         if not has(_Devices[base.device].allocator, "_offset"):
             self.refused = f"it is {what}, and that device has no views"
             return
-        view = uop.contiguous_view()
-        if view is None:
+        begins = _first_byte(uop)
+        if begins is None:
             self.refused = f"it is {what} that is not contiguous"
             return
         self.fixed = f"it is {what}"
         self.device = base.device
         self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
-        first = base.offset + view[1] * view[0].dtype.itemsize
+        first = base.offset + begins
         self.span = (id(base.base), first, first + self.nbytes)
 
     def is_computed(self) -> bool:
@@ -324,7 +358,8 @@ class TinygradParameter(EntryParameter):
         if numel == 0:
             return
         kept = _stands_on(first.uop) if keep else None
-        buffer = _InvalidBuffer(self.names[0], first.device, numel, first.dtype, kept)
+        where = first.device, numel, first.dtype
+        buffer = _InvalidBuffer(self.names[0], *where, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
 
     def revive(self) -> None:
@@ -397,6 +432,15 @@ def _is_allocated(uop: UOp) -> bool:
     if uop.op is not Ops.BUFFER or isinstance(uop.device, tuple) or not uop.is_realized:
         return False
     return backend_of(uop.device) not in _NOT_DEVICES
+
+
+def _first_byte(uop: UOp) -> int | None:
+    """Where a view begins in the memory that it is of; None where it is not contiguous."""
+    if not hasattr(uop, "contiguous_view"):  # before 0.14
+        begins = uop.contiguous_view_offset()
+        return None if begins is None else int(begins) * int(uop.dtype.itemsize)
+    view = uop.contiguous_view()
+    return None if view is None else int(view[1]) * int(view[0].dtype.itemsize)
 
 
 def _share_out(parameters: Sequence[TinygradParameter]) -> None:

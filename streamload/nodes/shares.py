@@ -13,13 +13,15 @@ import numpy as np
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.mapping import Source
 from streamload.nodes.session import Member
-from streamload.planning.partition import Item, Node, ordered, partition
+from streamload.planning.partition import Item, Node, Unit, ordered, partition, units_of
 from streamload.planning.plan import Placement, Plan
 from streamload.units import format_bytes, format_table
 
 #: Nodes and the parameters with their bytes, to the names that each node loads.
 SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]
 Split = Literal["layers", "replicate", "balanced"] | SplitFunction
+#: What is written where each rank's model numbers its own layers from 0.
+LOCAL_LAYERS = "layers=lambda part: range(len(part.layers))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,42 @@ class ClusterPlan:
         found = ((name, self.placements[name]) for name in share.parameters)
         return {name: Source(p.source, p.transpose, p.shape) for name, p in found}
 
+    def layers(self) -> list[Unit]:
+        """The layers of all shares, in order."""
+        units = units_of([Item(p.name, p.nbytes) for p in self.placements.values()])
+        return [unit for unit in units if unit.kind == "layer"]
+
+    def renumbered(self, share: Share, numbers: Sequence[int]) -> dict[str, str]:
+        """Name the parameters of a share as a model does that numbers its layers otherwise.
+
+        Args:
+            share: the share.
+            numbers: one for each of ``share.layers``, in order.
+
+        Returns:
+            The plan's names, by those of the model.
+
+        Raises:
+            ValueError: the numbers are not such numbers, or give two parameters one name.
+        """
+        if len(numbers) != len(share.layers) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(
+                f"layers= gives a whole number for each of the {len(share.layers)} layers of the "
+                f"part, such as {LOCAL_LAYERS}, not {list(numbers)!r}"
+            )
+        local = {name: name for name in share.parameters}
+        mine = (unit for unit in self.layers() if unit.items[0].name in local)
+        for unit, number in zip(mine, numbers, strict=True):
+            place = unit.name.count(".")  # of the number among the components of a name
+            for item in unit.items:
+                parts = item.name.split(".")
+                local[item.name] = ".".join([*parts[:place], str(number), *parts[place + 1 :]])
+        found = {new: name for name, new in local.items()}
+        if len(found) < len(local):
+            new, name = next((n, name) for name, n in local.items() if found[n] != name)
+            raise ValueError(f"layers= names two parameters {new!r}: {name!r} and {found[new]!r}")
+        return found
+
     def to_json(self) -> str:
         """Write it as JSON, keyed by node id."""
         nodes = {}
@@ -147,6 +185,10 @@ class ClusterPlan:
         return "\n".join(format_table(titles, rows, right=4))
 
     __repr__ = __str__
+
+
+#: A rank's share, to the numbers of its layers in that rank's model.
+LayerNumbers = Callable[[Share], Iterable[int]]
 
 
 def _holds(share: Share) -> str:

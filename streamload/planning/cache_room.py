@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import DType
@@ -89,8 +90,10 @@ class CacheRoom:
         Raises:
             CheckpointError: the checkpoint has layers, and none is known by its name.
         """
-        where = dict(zip(wants.names, devices, strict=True))
-        items = list(map(Item, wants.names, wants.nbytes(policy)))
+        # by the checkpoint's names, which config.json counts the layers of
+        names = [source[0].tensor for source in wants.sources]
+        where = dict(zip(names, devices, strict=True))
+        items = list(starmap(Item, dict(zip(names, wants.nbytes(policy), strict=True)).items()))
         on: dict[str, list[int]] = {}
         # in place of bytes the layers' numbers, from 1, so that units tell which they are
         numbers = range(1, len(self.cache.layers) + 1)

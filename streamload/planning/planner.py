@@ -381,7 +381,11 @@ def _check_dtypes(
     info = checkpoint.tensors[name]
     if src is not dst:
         if not supported(src, dst):
-            raise UnsupportedCastError(src.name, dst.name, tensor=name, path=info.shard)
+            reason = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it'
+            reason = reason if want.dtype is not None else ""
+            raise UnsupportedCastError(
+                src.name, dst.name, reason=reason, tensor=name, path=info.shard
+            )
         for part in dict.fromkeys(r.tensor for r in want.source):
             scale = checkpoint.scale_of(part)
             if scale is not None:
