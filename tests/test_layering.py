@@ -22,7 +22,7 @@ LAYERS = (
     ("nodes.mpi", "nodes.torch"),
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
-    ("checkpoint.url", "planning.budget"),
+    ("checkpoint.url", "checkpoint.variants", "planning.budget"),
     ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header",),
     ("checkpoint.wire",),
