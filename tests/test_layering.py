@@ -72,8 +72,10 @@ LAYERS = (
     ("decide",),
     ("load",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
+    ("transformers.adapter", "transformers.arguments"),
     ("transformers.names",),
     ("transformers.dtypes", "transformers.rest"),
+    ("transformers.prepared",),
     ("transformers.loading",),
     ("transformers", "agreement"),
     ("distributed",),
@@ -97,7 +99,9 @@ LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 #: Where each framework may be imported.
 _TRANSFORMERS = tuple(
     f"transformers.{part}"
-    for part in ("internals", "configuration", "rows", "names", "dtypes", "rest", "loading")
+    for part in (
+        *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
+    )
 )
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
