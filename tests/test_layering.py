@@ -77,7 +77,7 @@ LAYERS = (
     ("transformers.dtypes", "transformers.rest"),
     ("transformers.prepared",),
     ("transformers.loading",),
-    ("transformers", "agreement"),
+    ("transformers", "agreement", "diffusers"),
     ("distributed",),
     ("conversion.beside",),
     ("conversion.planning",),
@@ -108,10 +108,12 @@ FRAMEWORKS = {
     "torch": (
         *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
+        "diffusers",
     ),
     "mpi4py": ("nodes.mpi",),
-    "transformers": _TRANSFORMERS,
-    "accelerate": _TRANSFORMERS,
+    "transformers": (*_TRANSFORMERS, "diffusers"),
+    "accelerate": (*_TRANSFORMERS, "diffusers"),
+    "diffusers": ("diffusers",),
     "httpx2": ("checkpoint.remote", "checkpoint.wire"),
     "httpcore2": ("checkpoint.wire",),
 }

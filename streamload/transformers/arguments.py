@@ -46,6 +46,7 @@ _INSTEAD: Mapping[str, str] = {
     "tp_size": "streamload.distributed.load_state_dict shares a model over ranks",
     "use_kernels": "load, and then call model.set_use_kernels(True)",
 }
+_OTHERS = frozenset({"config_changes", "components"})
 #: How like an option a name is that is taken for a slip, and not for one of the configuration.
 _NEAR = 0.8
 #: Values of ``device_map`` that leave the choice to accelerate.
@@ -55,8 +56,8 @@ _EVERYWHERE = ("auto", "balanced", "balanced_low_0", "sequential")
 def takes_those_of_transformers(function: _Function) -> _Function:
     """Let a function take the arguments of transformers, too.
 
-    Those that it does not know itself, and transformers does not either, reach it as a dict by the
-    name of ``config_changes``, where it has that: transformers changes its configuration by them.
+    Those that neither knows by name reach it as one dict, ``config_changes`` or ``components``:
+    transformers changes its configuration by them, and diffusers takes them for components.
     """
     known = frozenset(inspect.signature(function).parameters)
 
@@ -94,10 +95,12 @@ def translated(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any
     if isinstance(out["dtype"], str) and out["dtype"] == "auto":
         out["dtype"] = None
     _place(out, rest.pop("device_map", None), rest.pop("max_memory", None))
-    slips = [name for name in rest if get_close_matches(name, known, 1, _NEAR)]
-    if slips or "config_changes" not in known:
-        return out | rest  # they are refused, as any unknown argument
-    return {**out, "config_changes": {**(out.get("config_changes") or {}), **rest}}
+    if any(get_close_matches(name, known, 1, _NEAR) for name in rest):
+        return out | rest  # it is refused, as any unknown argument
+    for others in _OTHERS & known:
+        out[others] = {**(out.get(others) or {}), **rest}
+        rest = {}
+    return out | rest
 
 
 def _is_given(value: object) -> bool:

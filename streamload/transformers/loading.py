@@ -132,7 +132,7 @@ def from_pretrained(
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
-    found = _found(path, revision, subfolder)
+    found = found_at(path, revision, subfolder)
     adapter = Adapter.at(found)
     checkpoint = open_checkpoint(found if adapter is None else adapter.base, variant=variant)
     given = {
@@ -181,7 +181,7 @@ def from_pretrained(
     return model
 
 
-def _found(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
+def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
     """Where the checkpoint is; a folder on this machine has no revisions."""
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     local = os.path.exists(os.path.expanduser(name)) or is_url(name)

@@ -77,7 +77,7 @@ class Names:
                 out.refused[name] = f"{plain[name]} and {tensor} would both become it"
             else:
                 plain[name] = tensor
-                out._add(name, _whole(checkpoint, tensor))
+                out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
             out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
         out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
@@ -177,6 +177,7 @@ def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> l
     return [name for name in unexpected if name.startswith(prefix)]
 
 
-def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
+def whole(checkpoint: Checkpoint, tensor: str) -> Source:
+    """All of a tensor, as it is."""
     shape = checkpoint.tensors[tensor].shape
     return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)
