@@ -23,6 +23,7 @@ _WITHOUT_EFFECT = (
     *("local_files_only", "token", "use_auth_token", "proxies", "resume_download", "tqdm_class"),
     *("low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "mirror"),
     *("_fast_init", "code_revision", "adapter_kwargs", "_commit_hash"),
+    *("_from_auto", "_from_pipeline"),
 )
 #: What to write in place of those that are not there; None, False and "" are as if not given.
 _INSTEAD: Mapping[str, str] = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
+
+from transformers import PreTrainedModel
 
 from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.checkpoint.url import Location, Url, is_url
@@ -23,6 +26,9 @@ from streamload.transformers.arguments import takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
 from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 from streamload.units import parse_bytes
+
+#: Arguments of transformers that say the same as an option of ours.
+_SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
 
 
 class ModelOptions(WeightOptions, StreamOptions, total=False):
@@ -179,6 +185,31 @@ def from_pretrained(
     if adapter is not None:
         adapter.add(model, adapter_name)
     return model
+
+
+@contextmanager
+def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
+    """Let transformers' own ``from_pretrained`` be ours, for packages that call it inside.
+
+    ``with streamed(budget="3GB"): model = SentenceTransformer(path)``; likewise for
+    ``transformers.pipeline`` and others. It holds for all threads, until the block ends.
+
+    Args:
+        **options: those of `from_pretrained`; they go before what the package passes.
+    """
+    own = {name: _SAME.get(name, ()) for name in options}
+    theirs = PreTrainedModel.__dict__["from_pretrained"]
+
+    def stream(cls: Any, path: Any, *arguments: Any, **given: Any) -> Any:
+        replaced = {*own, *(each for names in own.values() for each in names)}
+        rest = {name: value for name, value in given.items() if name not in replaced}
+        return from_pretrained(path, *arguments, model_class=cls, **rest, **options)
+
+    PreTrainedModel.from_pretrained = classmethod(stream)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = theirs
 
 
 def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
