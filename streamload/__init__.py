@@ -2,7 +2,8 @@
 
 `load_state_dict` moves a safetensors checkpoint to where it runs: in chunks, through one dtype
 cast, under a budget in bytes that it never exceeds. `streamload.transformers` does so for models of
-transformers, `streamload.distributed` across nodes; they are imported when they are asked for.
+transformers, `streamload.diffusers` for pipelines, `streamload.distributed` across nodes; they are
+imported when they are asked for.
 """
 
 from streamload.interrupt import end_by_interrupts, is_command
@@ -32,7 +33,7 @@ __version__ = "0.1.0"
 
 
 #: Modules that are imported when they are asked for: they need more than is always installed.
-_LATER = ("distributed", "transformers")
+_LATER = ("diffusers", "distributed", "transformers")
 
 
 def __getattr__(name: str) -> Any:

@@ -287,6 +287,8 @@ def open_devices(
     held: Iterable[str],
 ) -> Devices:
     """Find, probe and open the devices of a load."""
+    if type(device).__module__ == "torch":  # a torch.device, which is not imported for this
+        device = str(device)
     if isinstance(device, str) or device is None:
         wanted = [device] if device else sorted(held) or [environment_device() or ""]
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from numbers import Integral, Real
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -23,13 +24,20 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+def as_number(value: object) -> float | None:
+    """A number as Python's own, where it may be numpy's; None for all else, and for a bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def parse_bytes(text: str | float) -> int:
     """Read a size in bytes.
 
     Args:
-        text: a whole number (bytes; ``3e9`` is one), or a number with an optional unit: B, kB, MB,
-            GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024); the final B may
-            be left out and case does not matter.
+        text: a whole number (bytes; ``3e9`` is one, and numpy's are), or a number with an optional
+            unit: B, kB, MB, GB, TB, PB (powers of 1000), KiB, MiB, GiB, TiB, PiB (powers of 1024);
+            the final B may be left out and case does not matter.
 
     Returns:
         The size in bytes; a fraction of a byte is dropped.
@@ -37,11 +45,12 @@ def parse_bytes(text: str | float) -> int:
     Raises:
         ValueError: the text is not such a size, or is negative.
     """
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if text < 0:
+    number = as_number(text)
+    if number is not None:
+        if number < 0:
             raise ValueError(f"a size in bytes cannot be negative: {text}")
-        if isinstance(text, int) or text.is_integer():
-            return int(text)
+        if isinstance(number, int) or number.is_integer():
+            return int(number)
     match = _SIZE.fullmatch(text) if isinstance(text, str) and len(text) < 100 else None
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"not a size in bytes: {text!r} (write 3GB, 2.5GiB, 500MB or a number)")

@@ -189,6 +189,54 @@ def test_what_lies_beside_is_copied(source: Path, tmp_path: Path) -> None:
     assert any("dangling.txt" in note and "original/" in note for note in report.plan.notes)
 
 
+def test_small_folders_beside_are_copied(source: Path, tmp_path: Path) -> None:
+    """All of a folder or none: not what holds the weights once more, but a module's own."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    quiet(source, folder)
+    for path in ("1_Pooling/config.json", "2_Dense/model.safetensors", "notes/deep/er/a.txt"):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(path)
+    modules = [{"idx": 1, "path": "1_Pooling"}, {"idx": 2, "path": "2_Dense"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    for name, inner in (("onnx", "model.onnx"), (".cache", "x"), ("openvino", "model.bin")):
+        (folder / name).mkdir()
+        (folder / name / inner).write_text("x")
+    report = quiet(folder, out, dtype="float16", verify=True)
+    copied = {str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out}
+    assert copied == {
+        *("1_Pooling/config.json", "2_Dense/model.safetensors"),
+        *("notes/deep", "notes/deep/er", "notes/deep/er/a.txt"),
+    }
+    assert (out / "2_Dense/model.safetensors").read_text() == "2_Dense/model.safetensors"
+    assert any("onnx/, openvino/" in note for note in report.plan.notes)
+    assert not streamload.verify_checkpoint(out).changed
+    again = quiet(folder, out, dtype="float16", resume=True)
+    assert again.read_nbytes == 0
+    quiet(folder, out, dtype="bfloat16", overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "1_Pooling").write_text("a file")
+    with pytest.raises(CheckpointError, match="a folder would be made there"):
+        quiet(folder, tmp_path / "other")
+
+
+def test_folders_beside_go_to_each_node(source: Path, tmp_path: Path) -> None:
+    """As files do."""
+    quiet(source, tmp_path / "in")
+    (tmp_path / "in" / "1_Pooling").mkdir()
+    (tmp_path / "in" / "1_Pooling" / "config.json").write_text("{}")
+    quiet(tmp_path / "in", tmp_path / "out", nodes=[Node("a", "1MB"), Node("b", "1MB")])
+    for node in "ab":
+        assert (tmp_path / "out" / node / "1_Pooling" / "config.json").read_text() == "{}"
+
+
+def test_the_home_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` is the home folder, where a checkpoint is and where it goes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    quiet(source, "~/in")
+    quiet("~/in", Path("~/out"), dtype="float16")
+    assert {p.name for p in tmp_path.iterdir()} >= {"in", "out"}
+
+
 def test_beside_a_single_file_only_a_models_files_are_taken(tmp_path: Path) -> None:
     """Of a folder that holds other things, nothing else is copied."""
     write_safetensors(tmp_path / "in" / "some.safetensors", {"a": ("U8", (1,), b"x")})

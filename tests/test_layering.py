@@ -33,7 +33,7 @@ LAYERS = (
     ("nodes.mpi", "nodes.torch"),
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
-    ("checkpoint.url", "planning.budget"),
+    ("checkpoint.url", "checkpoint.variants", "planning.budget"),
     ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header",),
     ("checkpoint.wire",),
@@ -84,10 +84,12 @@ LAYERS = (
     ("decide",),
     ("load",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
+    ("transformers.adapter", "transformers.arguments"),
     ("transformers.names",),
     ("transformers.dtypes", "transformers.rest"),
+    ("transformers.prepared",),
     ("transformers.loading",),
-    ("transformers", "agreement"),
+    ("transformers", "agreement", "diffusers"),
     ("distributed",),
     ("conversion.beside",),
     ("conversion.planning",),
@@ -109,17 +111,21 @@ LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 #: Where each framework may be imported.
 _TRANSFORMERS = tuple(
     f"transformers.{part}"
-    for part in ("internals", "configuration", "rows", "names", "dtypes", "rest", "loading")
+    for part in (
+        *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
+    )
 )
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
     "torch": (
         *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
+        "diffusers",
     ),
     "mpi4py": ("nodes.mpi",),
-    "transformers": _TRANSFORMERS,
-    "accelerate": _TRANSFORMERS,
+    "transformers": (*_TRANSFORMERS, "diffusers"),
+    "accelerate": (*_TRANSFORMERS, "diffusers"),
+    "diffusers": ("diffusers",),
     "httpx2": ("checkpoint.remote", "checkpoint.wire"),
     "httpcore2": ("checkpoint.wire",),
 }

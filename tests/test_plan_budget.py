@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,26 @@ V1_UNLIMITED = 2**63 - 4096
 def test_what_users_write(value: object, device: str, size: Size | None) -> None:
     """Bytes, sizes, percentages, None and mappings are read, and devices found by any spelling."""
     assert Budget.parse(value).for_device(device) == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        *((3e9, 3 * 10**9), (0.8 * 7_000_000_003, 5_600_000_002), (1.5, 1)),
+        *((np.int64(3 * 10**9), 3 * 10**9), (np.uint8(7), 7), (np.float32(2**30), 2**30)),
+    ],
+)
+def test_numbers_are_budgets(value: float, nbytes: int) -> None:
+    """Floats and numpy's numbers too, as they come out of a computation; fractions are dropped."""
+    size = Budget.parse(value).default
+    assert size == Size(nbytes)
+    assert size is not None and type(size.nbytes) is int
+
+
+def test_a_part_of_what_is_free_is_written_with_a_percent_sign() -> None:
+    """A number below 1 is no number of bytes: the error says what is."""
+    with pytest.raises(ValueError, match='write "80%"'):
+        Budget(0.8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from streamload.checkpoint import remote
+from streamload.checkpoint import remote, variants
 from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     Header,
@@ -37,6 +38,7 @@ from streamload.nesting import parse_json
 _SUFFIX = ".safetensors"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_PIPELINE = "model_index.json"
 _LISTED = 8  # names shown in a message
 
 _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
@@ -127,7 +129,7 @@ class Checkpoint:
         return next((key for key in _QUANTIZATION_KEYS for part in parts if part.get(key)), None)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None) -> Checkpoint:
     """Open a checkpoint: read and validate all of its headers.
 
     Args:
@@ -135,7 +137,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
             Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
             (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
-            folder (it ends with ``/``); the extra ``remote`` reads those.
+            folder (it ends with ``/``); the extra ``remote`` reads those. ``~`` is the home folder.
+        variant: of a folder, the files that have this in their names: "fp16" for
+            ``model.fp16.safetensors``. None: those without, where it holds the same tensors twice.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
@@ -155,7 +159,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     found, folder = locate(path)
     with remote.connections():
         if found == folder:
-            return _open_remote_folder(found) if isinstance(found, Url) else _open_folder(found)
+            if isinstance(found, Url):
+                return _open_remote_folder(found, variant)
+            return _open_folder(found, variant)
+        if variant is not None and not variants.is_of(found.name, variant):
+            raise ShardNotFoundError(
+                found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
+            )
         if found.name.endswith(".json"):
             config = _read_config(folder)
             return from_headers(found, _indexed(found, _read_weight_map(found)), config)
@@ -176,18 +186,25 @@ def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     if is_url(name):
         url = Url.parse(name)
         return url, url.parent if url.name else url
-    found = local(name)
+    found = expanded(local(name))
     if not name or not _exists(found):  # the path of no name is the current folder
         found = _cached_snapshot(name)
     return found, found if found.is_dir() else found.parent
+
+
+def expanded(path: Path) -> Path:
+    """A path below ``~`` as one below the home folder, unless there is something of that name."""
+    if len(path.parts) < 2 or not path.parts[0].startswith("~") or os.path.lexists(path):
+        return path
+    return Path(os.path.expanduser(path))
 
 
 def _read_header(path: Location) -> Header:
     return remote.read_header(path) if isinstance(path, Url) else read_header(path)
 
 
-def _open_remote_folder(folder: Url) -> Checkpoint:
-    index, single = folder / _INDEX, folder / _SINGLE
+def _open_remote_folder(folder: Url, variant: str | None) -> Checkpoint:
+    index, single = (folder / variants.varied(name, variant) for name in (_INDEX, _SINGLE))
     try:
         weight_map = _read_weight_map(index)
     except ShardNotFoundError:
@@ -195,11 +212,11 @@ def _open_remote_folder(folder: Url) -> Checkpoint:
             headers = [remote.read_header(single)]
         except ShardNotFoundError as error:
             raise ShardNotFoundError(
-                folder, "holds no safetensors file", f"{_INDEX} or {_SINGLE}", error.found
+                folder, "holds no safetensors file", f"{index.name} or {single.name}", error.found
             ) from error
     else:
         # one that the index of a set does not name comes before it, as on this machine
-        if _SINGLE in weight_map.values() or not remote.exists(single):
+        if single.name in weight_map.values() or not remote.exists(single):
             headers = _indexed(index, weight_map)
         else:
             headers = [remote.read_header(single)]
@@ -252,27 +269,62 @@ def _exists(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, variant: str | None) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError as error:
         raise unreadable(folder, error) from error
     config = _read_config(folder)
-    if _INDEX in names:
-        index = folder / _INDEX
-        weight_map = _read_weight_map(index)
+    single, index = (variants.varied(name, variant) for name in (_SINGLE, _INDEX))
+    if index in names:
+        weight_map = _read_weight_map(folder / index)
         # saving one file over a set of shards leaves the index of the set behind: as transformers
         # does, take the file
-        if _SINGLE not in names or _SINGLE in weight_map.values():
-            return from_headers(folder, _indexed(index, weight_map), config)
-    shards = [_SINGLE] if _SINGLE in names else _unindexed(folder, names)
-    return from_headers(folder, [read_header(folder / name) for name in shards], config)
+        if single not in names or single in weight_map.values():
+            return from_headers(folder, _indexed(folder / index, weight_map), config)
+    shards = [single] if single in names else _unindexed(folder, names, variant)
+    headers = [read_header(folder / name) for name in shards]
+    return from_headers(folder, headers if variant else _plain(folder, headers), config)
 
 
-def _unindexed(folder: Path, names: Sequence[str]) -> list[str]:
+def _plain(folder: Path, headers: Sequence[Header]) -> Sequence[Header]:
+    """Files without those that hold the same tensors, by name, as a variant of others.
+
+    Raises:
+        HeaderError: there are several variants, and no file without one.
+    """
+    if len(headers) < 2:
+        return headers
+    names = [header.path.name for header in headers]
+    kept = set(variants.plain(names))
+    counts = Counter(info.name for header in headers for info in header.tensors)
+    if max(counts.values(), default=0) < 2:
+        return headers  # they are parts of one: that their names look like variants says nothing
+    if len(kept) == len(names) and len(found := variants.found(names)) > 1:
+        written = " or ".join(f'open_checkpoint(path, variant="{name}")' for name in found)
+        raise HeaderError(folder, "holds several variants", written, _some(names))
+    return [header for header in headers if header.path.name in kept]
+
+
+def _unindexed(folder: Path, names: Sequence[str], variant: str | None) -> list[str]:
     """The safetensors files of a folder without an index; sets of numbered files are complete."""
     shards = [name for name in names if name.endswith(_SUFFIX) and not name.startswith(".")]
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
+    if variant is not None:
+        known = shards
+        shards = [name for name in shards if variants.is_of(name, variant)]
+        if known and not shards:
+            expected = variants.varied(f"*{_SUFFIX}", variant)
+            raise ShardNotFoundError(
+                folder, f"holds no file of variant {variant!r}", expected, _some(known)
+            )
+    if not shards and _PIPELINE in names:
+        raise ShardNotFoundError(
+            folder,
+            "is a pipeline of diffusers, with a folder for each of its models",
+            "one of these, or streamload.diffusers.from_pretrained for all of them",
+            _some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
+        )
     if not shards:
         others = sorted(names, key=lambda name: not name.endswith(_WEIGHTS))
         raise ShardNotFoundError(

@@ -92,9 +92,9 @@ def bench(
         )
     )
     if json_file:
-        Path(json_file).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        Path(json_file).expanduser().write_text(json.dumps(found.to_json(), indent=2) + "\n")
     if svg_file:
-        Path(svg_file).write_text(found.svg())
+        Path(svg_file).expanduser().write_text(found.svg())
     print_lines(*found.lines())
     if OURS not in found.loaders:
         raise typer.Exit(1)

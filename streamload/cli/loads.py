@@ -116,7 +116,7 @@ def plan(
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
         drawn = draw_stacks(title, printable(total), PARTS, _stacks(made))
-        Path(plot).write_text(drawn, encoding="utf-8")
+        Path(plot).expanduser().write_text(drawn, encoding="utf-8")
     if as_json:
         print_lines(made.to_json())
         return

@@ -9,15 +9,16 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from streamload.checkpoint import remote
-from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, read_json_file
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
-from streamload.errors import ShardNotFoundError
+from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.nesting import parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -25,6 +26,8 @@ SINGLE = "model.safetensors"
 NODE_PLAN = "plan.json"
 #: What the dtype of a model is in.
 CONFIG = "config.json"
+#: What the modules of a sentence-transformers model are in.
+MODULES = "modules.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
 # Files beside a checkpoint that are not copied: weights in any format, and their indexes.
@@ -36,6 +39,7 @@ _WEIGHTS = (
 # fmt: on
 #: Longer files are left where they are: vocabularies and tables have tens of MB.
 LARGEST_COPIED_NBYTES = 2**28
+_WORK = ".streamload"  # in the destination of a conversion
 _HELD_NBYTES = 2**20  # of a file on a server: more is fetched when it is written
 _HTML = ("text/html", "application/xhtml+xml")
 _SPACE = b" \t\r\n"
@@ -91,6 +95,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
         return {}, []
     found: dict[str, SmallFile] = {}
     left: list[str] = []
+    modules = _module_folders(folder) if MODULES in names else frozenset()
     for name in names:
         ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
         if ours or name.endswith(_WEIGHTS) or not belongs(name):
@@ -100,12 +105,54 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
         except OSError:  # a symlink that leads nowhere
             left.append(name)
             continue
-        if stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
+        if stat.S_ISDIR(status.st_mode) and belongs is bool:
+            inner = _small_folder(folder, name, holds_weights=name in modules)
+            found |= inner
+            left += [f"{name}/"] * (not inner)
+        elif stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
             mode = stat.S_IMODE(status.st_mode)
             found[name] = SmallFile(name, folder / name, status.st_size, mode)
         else:
             left.append(name + "/" * stat.S_ISDIR(status.st_mode))
     return found, left
+
+
+def _module_folders(folder: Path) -> frozenset[str]:
+    """The folders of the modules of a sentence-transformers model."""
+    try:
+        listed = parse_json(read_json_file(folder / MODULES))
+    except (CheckpointError, ValueError, RecursionError):  # of something else
+        return frozenset()
+    entries = listed if isinstance(listed, list) else []
+    paths = (entry.get("path") for entry in entries if isinstance(entry, dict))
+    return frozenset(path for path in paths if isinstance(path, str))
+
+
+def _small_folder(folder: Path, name: str, *, holds_weights: bool) -> dict[str, SmallFile]:
+    """The files of a folder beside the tensors, by their paths, if all of them are to be copied.
+
+    All or none: not where they are long together, or hold the weights of the model once more in
+    another form (``onnx/``). A module of sentence-transformers has small weights of its own.
+    """
+    found: dict[str, SmallFile] = {}
+    for root, inner, names in os.walk(folder / name):
+        if _WORK in inner or SIDECAR in names:  # a conversion was written there
+            return {}
+        inner[:] = sorted(each for each in inner if not each.startswith("."))
+        for each in sorted(names):
+            at = Path(root, each)
+            if each.startswith("."):
+                continue
+            try:
+                status = at.stat()
+            except OSError:  # a symlink that leads nowhere
+                return {}
+            if not stat.S_ISREG(status.st_mode) or (each.endswith(_WEIGHTS) and not holds_weights):
+                return {}
+            path = at.relative_to(folder).as_posix()
+            found[path] = SmallFile(path, at, status.st_size, stat.S_IMODE(status.st_mode))
+    total_nbytes = sum(file.nbytes for file in found.values())
+    return found if total_nbytes <= LARGEST_COPIED_NBYTES else {}
 
 
 def _served(folder: Url) -> tuple[dict[str, SmallFile], list[str]]:

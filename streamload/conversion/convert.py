@@ -19,7 +19,7 @@ from typing import BinaryIO, get_args
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, expanded, open_checkpoint
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
@@ -154,8 +154,9 @@ def convert(
     """Write a checkpoint anew: with other dtypes, files or names, or split over nodes.
 
     It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
-    of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer), the
-    new dtype in config.json, and the digests of all tensors in ``streamload.json``.
+    of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer) and
+    small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
+    all tensors in ``streamload.json``.
 
     Nothing in the destination looks finished before all is: files are written in a folder
     ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
@@ -219,7 +220,7 @@ def convert(
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
-    plan = plan_conversion(checkpoint, Path(destination), options)
+    plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
     job = _Conversion(checkpoint, plan, way)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
@@ -355,7 +356,7 @@ class _Conversion:
             if disk.exists(to.out):
                 shutil.rmtree(to.out)
             to.check_room()
-            for folder in ("", *self._plan.folders):
+            for folder in ("", *self._plan.folders, *self._plan.subfolders):
                 (to.out / folder).mkdir(parents=True, exist_ok=True)
             disk.write_file(to.reserve, [bytes(to.reserve_nbytes)])
             journal = Journal.begin(to.journal, self._first, replaces=overwrite)
@@ -430,7 +431,7 @@ class _Conversion:
             for shard in {t.info.shard for t in file.tensors}:
                 allowed &= modes.get(shard, allowed)
             path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
-        for folder in ("", *self._plan.folders):
+        for folder in ("", *self._plan.folders, *self._plan.subfolders):
             sync_folder(out / folder)
         large = {file.path for file in self._plan.files}
         return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
@@ -456,7 +457,10 @@ class _Conversion:
         wanted |= {file.path for file in self._plan.files}
         wanted |= {index.path for index in self._plan.indexes}
         folders = {folder_of(path) for path in published}
-        if not published.keys() >= wanted or not folders <= {*self._plan.folders}:
+        if not published.keys() >= wanted or not folders <= {
+            *self._plan.folders,
+            *self._plan.subfolders,
+        }:
             raise CheckpointError(
                 self.destination.journal,
                 "is damaged",

@@ -92,6 +92,11 @@ class Destination:
                     "resume, which continues it, or overwrite, which begins again",
                 )
             return
+        for folder in self._plan.subfolders:
+            if exists(self.path / folder) and not (self.path / folder).is_dir():
+                raise CheckpointError(
+                    self.path / folder, "a folder would be made there", found="a file"
+                )
         for path in self._plan.paths:
             if self._is_folder(path):
                 raise CheckpointError(
@@ -212,7 +217,7 @@ class Destination:
                 "its own files only",
                 ", ".join(there[:_LISTED]),
             )
-        folders = self._plan.folders
+        folders = (*self._plan.folders, *self._plan.subfolders)
         self._emptied = [f for f in self.folders() if f not in ("", *folders)]
         for path in old:
             (self.path / path).unlink()

@@ -199,6 +199,16 @@ class ConvertPlan:
         return tuple(dict.fromkeys(folder_of(file.path) for file in self.files))
 
     @property
+    def subfolders(self) -> tuple[str, ...]:
+        """Folders below those of the checkpoints, for what goes with them, each after its own."""
+        own = {"", *self.folders}
+        found: dict[str, None] = {}
+        for file in self.small:
+            parts = file.path.split("/")[:-1]
+            found |= dict.fromkeys("/".join(parts[: i + 1]) for i in range(len(parts)))
+        return tuple(folder for folder in found if folder not in own)
+
+    @property
     def tensor_count(self) -> int:
         """How many tensors are written."""
         return sum(len(file.tensors) for file in self.files)
@@ -216,7 +226,8 @@ class ConvertPlan:
     def paths(self) -> tuple[str, ...]:
         """Every path that is published, in that order: all indexes last."""
         lasts = {index.path for index in self.indexes}
-        names = (path for folder in self.folders for path in self.names(folder))
+        folders = (*self.subfolders, *self.folders)
+        names = (path for folder in folders for path in self.names(folder))
         return tuple(sorted(names, key=lasts.__contains__))
 
     def names(self, folder: str) -> tuple[str, ...]:
@@ -224,7 +235,8 @@ class ConvertPlan:
         small = (file.path for file in self.small)
         large = (file.path for file in self.files)
         indexes = (file.path for file in self.indexes)
-        whole = (*small, in_folder(folder, SIDECAR), *large, *indexes)
+        sidecar = [in_folder(folder, SIDECAR)] if folder in self.folders else []
+        whole = (*small, *sidecar, *large, *indexes)
         return tuple(path for path in whole if folder_of(path) == folder)
 
     @property

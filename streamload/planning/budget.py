@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from streamload._system import system_free_nbytes
 from streamload.errors import BudgetExceededError, DeviceError, PlanInfeasibleError
-from streamload.units import parse_bytes
+from streamload.units import as_number, parse_bytes
 
 #: The ledger's name for the host staging of devices with memory of their own.
 STAGING = "staging"
@@ -80,6 +80,8 @@ class Size:
     def parse(cls, value: float | str) -> Size:
         """Read bytes (``3_000_000_000``, ``"3GB"``, ``"2.5GiB"``) or a percentage (``"80%"``).
 
+        A number may be a float or numpy's, as ``0.8 * free`` is: a fraction of a byte is dropped.
+
         Raises:
             ValueError: the value is neither, or is not above zero, or is above 100%.
         """
@@ -89,7 +91,14 @@ class Size:
             if exact > 1:  # before it is rounded to a float, which may be 1.0
                 raise ValueError(f"a budget must be above 0% and at most 100%, not {value!r}")
             return cls(fraction=float(exact))
+        number = as_number(value)
+        if number is not None and 0 < number < 1:
+            raise ValueError(
+                f'a budget of {number} bytes (write "{number * 100:g}%" for that part)'
+            )
         try:
+            if number is not None and 1 <= number < math.inf:
+                return cls(nbytes=math.floor(number))
             return cls(nbytes=parse_bytes(value))
         except ValueError as error:
             raise ValueError(

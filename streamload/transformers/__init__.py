@@ -4,6 +4,6 @@ transformers builds the model, names its weights, ties them, and computes the bu
 checkpoint holds; streamload moves the bytes. Tried with transformers 5.9, 5.17 and 5.23.
 """
 
-from streamload.transformers.loading import from_pretrained
+from streamload.transformers.loading import from_pretrained, streamed
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "streamed"]

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import initialization
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Url
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
+from streamload.options import DEFAULTS
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a caller says about a model, beside how it is loaded.
+
+    Attributes:
+        model_class: a class of transformers, or None for the one that the configuration names.
+        config: a configuration, the path of one, or None for ``config.json``.
+        changes: attributes of the configuration, by name.
+        implementations: of attention and experts, by the names of transformers' arguments.
+        trust_remote_code: run the code that lies beside the checkpoint.
+        key_mapping: patterns of names in the checkpoint to what they become.
+        generation_config: in place of the one beside the checkpoint.
+    """
+
+    model_class: Any = None
+    config: Any = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    key_mapping: Mapping[str, str] | None = None
+    generation_config: Any = None
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:
@@ -30,30 +58,25 @@ def folder_of(checkpoint: Checkpoint) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def configuration_of(checkpoint: Checkpoint, given: Any) -> Any:
-    """A configuration that is ours to change."""
-    if given is not None and not isinstance(given, transformers.PreTrainedConfig):
-        raise ValueError(f"config is a configuration of transformers, not {given!r}")
-    path = folder_of(checkpoint) / "config.json"
-    if given is not None:
+def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
+    """A configuration that is ours to change, with the changes that are wanted."""
+    given, changes = wanted.config, dict(wanted.changes)
+    if isinstance(given, transformers.PreTrainedConfig):
         config = copy.deepcopy(given)
-    elif not path.is_file():
-        raise CheckpointError(
-            checkpoint.path, "no configuration", expected=f"{path} or config=", found="neither"
-        )
+        unknown = [name for name in changes if not hasattr(config, name)]
+        for name, value in changes.items():
+            setattr(config, name, value)
+    elif given is None or isinstance(given, (str, os.PathLike)):
+        config, unknown = _read(checkpoint, given, changes, wanted.trust_remote_code)
     else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(
-                path.parent, local_files_only=True, trust_remote_code=False
-            )
-        except (ValueError, KeyError, OSError) as error:  # an unknown model, or code of its own
-            raise CheckpointError(path, first_line(error)) from error
-    adapter = folder_of(checkpoint) / "adapter_config.json"
-    if adapter.is_file():
-        raise CheckpointError(
-            adapter,
-            "the folder holds an adapter of peft, which is loaded by transformers on its own",
+        raise ValueError(f"config is a configuration of transformers, not {given!r}")
+    if unknown:
+        near = get_close_matches(unknown[0], [*DEFAULTS, *dir(config)], 3)
+        raise TypeError(
+            f"from_pretrained() got an unexpected keyword argument {unknown[0]!r}: neither an "
+            f"option nor in the configuration" + (f"; near: {', '.join(near)}" if near else "")
         )
+    path = folder_of(checkpoint) / "config.json"
     weights = getattr(config, "transformers_weights", None)
     if weights is not None and weights != checkpoint.path.name:
         raise CheckpointError(
@@ -75,51 +98,80 @@ def configuration_of(checkpoint: Checkpoint, given: Any) -> Any:
     return config
 
 
+def _read(
+    checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
+) -> tuple[Any, list[str]]:
+    """The configuration of a file, changed; and the names of changes that it does not know."""
+    folder = folder_of(checkpoint) if given is None else Path(given).expanduser()
+    path = folder if folder.is_file() else folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            checkpoint.path, "no configuration", expected=f"{path} or config=", found="neither"
+        )
+    try:
+        config, unused = transformers.AutoConfig.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            return_unused_kwargs=True,
+            **changes,
+        )
+    except (ValueError, KeyError, OSError) as error:  # an unknown model, or code of its own
+        problem = first_line(error)
+        if "trust_remote_code" in str(error):
+            problem += " (trust_remote_code=True runs it)"
+        raise CheckpointError(path, problem) from error
+    return config, [name for name in unused if name in changes]
+
+
 def _parts(config: Any) -> list[Any]:
     """The configuration, and those of the models that the model consists of."""
     inner = (getattr(config, key, None) for key in config.sub_configs)
     return [config, *(part for part in inner if part is not None)]
 
 
-def on_meta(
-    checkpoint: Checkpoint,
-    config: Any,
-    model_class: Any,
-    dtype: DType,
-    attn_implementation: str | None,
-) -> Any:
+def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -> Any:
     """The model, tied, on the meta device: it takes no memory."""
-    path = folder_of(checkpoint) / "config.json"
+    model_class = wanted.model_class
     if model_class is None:
-        named = (config.architectures or [None])[0]
-        try:
-            model_class = getattr(transformers, named, None) if isinstance(named, str) else None
-        except ImportError as error:  # which does not say why
-            problem = f"transformers cannot import {named}: {error.__cause__ or error}"
-            raise ImportError(problem, name=error.name) from error
-        if not _is_model_class(model_class):
-            raise CheckpointError(
-                path,
-                "transformers has no class for the model",
-                expected="architectures that it knows, or model_class=",
-                found=named,
-            )
+        model_class = _class_of(checkpoint, config, wanted.trust_remote_code)
     for part in _parts(config):
         part.dtype = getattr(torch, dtype.name)
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype.name)}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    options = {"dtype": getattr(torch, dtype.name), **wanted.implementations}
     if _is_model_class(model_class):
         build = model_class._from_config
     elif hasattr(model_class, "from_config"):  # an Auto class
         build = model_class.from_config
-        options["trust_remote_code"] = False
+        options["trust_remote_code"] = wanted.trust_remote_code
     else:
         raise ValueError(f"model_class is a class of transformers, not {model_class!r}")
     # drop-path rates and the like are read while a model is built: not from the meta device
     readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
     with torch.device("meta"), readable():
         return build(config, **options)
+
+
+def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> Any:
+    """The class that the configuration names."""
+    named = (config.architectures or [None])[0]
+    written = getattr(config, "auto_map", None) or {}
+    for reference in written.values() if trust_remote_code else ():
+        if isinstance(reference, str) and reference.rpartition(".")[2] == named:
+            folder = folder_of(checkpoint)
+            return get_class_from_dynamic_module(reference, folder, local_files_only=True)
+    try:
+        found = getattr(transformers, named, None) if isinstance(named, str) else None
+    except ImportError as error:  # which does not say why
+        problem = f"transformers cannot import {named}: {error.__cause__ or error}"
+        raise ImportError(problem, name=error.name) from error
+    if not _is_model_class(found):
+        raise CheckpointError(
+            folder_of(checkpoint) / "config.json",
+            "transformers has no class for the model",
+            expected="architectures that it knows, or model_class=",
+            found=named,
+        )
+    return found
 
 
 def _is_model_class(value: object) -> bool:

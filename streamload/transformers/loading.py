@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
-from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.url import Url
-from streamload.decide import on_unstored
+from transformers import PreTrainedModel
+
+from streamload.checkpoint.checkpoint import locate, open_checkpoint
+from streamload.checkpoint.url import Location, Url, is_url
 from streamload.devices.names import framework
-from streamload.errors import DeviceError, StateDictMismatchError
+from streamload.errors import DeviceError
 from streamload.load import load_state_dict
 from streamload.lookup import open_devices
 from streamload.options import LoadOptions, Shapes, StreamOptions, Strictness, WeightOptions, takes
@@ -20,18 +21,14 @@ from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
-from streamload.transformers.configuration import configuration_of, on_meta
-from streamload.transformers.dtypes import Dtypes
-from streamload.transformers.names import Names
-from streamload.transformers.rest import (
-    beside_nbytes,
-    different_values,
-    finish,
-    initialise_the_rest,
-    stored_otherwise,
-    untie,
-)
+from streamload.transformers.adapter import Adapter
+from streamload.transformers.arguments import takes_those_of_transformers
+from streamload.transformers.configuration import Wanted
+from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 from streamload.units import parse_bytes
+
+#: Arguments of transformers that say the same as an option of ours.
+_SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
 
 
 class ModelOptions(WeightOptions, StreamOptions, total=False):
@@ -45,6 +42,7 @@ class ModelOptions(WeightOptions, StreamOptions, total=False):
     progress: Progress
 
 
+@takes_those_of_transformers
 @takes()
 def from_pretrained(
     path: str | os.PathLike[str],
@@ -52,16 +50,28 @@ def from_pretrained(
     model_class: Any = None,
     config: Any = None,
     attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    revision: str | None = None,
+    subfolder: str = "",
+    variant: str | None = None,
+    trust_remote_code: bool | None = None,
+    key_mapping: Mapping[str, str] | None = None,
+    generation_config: Any = None,
+    adapter_name: str | None = None,
+    config_changes: Mapping[str, Any] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
 
     What comes back is what transformers' own ``from_pretrained`` gives: the same class, weights,
-    ties, buffers and generation config, in evaluation mode. Nothing is downloaded.
+    ties, buffers and generation config, in evaluation mode. Nothing is downloaded. Arguments of
+    transformers are taken too, such as ``torch_dtype=``, ``device_map=`` and ``num_labels=``; one
+    that has no counterpart is answered by what to write here.
 
     Args:
         path: a folder with ``config.json`` and safetensors files, one of those files, an index, or
-            ``org/name`` in the local Hugging Face cache.
+            ``org/name`` in the local Hugging Face cache. Or the folder of an adapter: its base is
+            streamed, and peft adds the adapter to it.
         budget: most bytes on each device, as in `streamload.load_state_dict`. What the checkpoint
             does not hold counts too: missing parameters, those of other shapes, and buffers that
             transformers computes (as many bytes stay free on each of several devices).
@@ -78,8 +88,22 @@ def from_pretrained(
             16-bit model stays so, except under "checkpoint" and patterns other than ``"*"``.
         model_class: a class of transformers, an Auto class or one of your own; None takes the one
             that ``config.json`` names.
-        config: a configuration to use in place of ``config.json``; it is copied.
+            A model without a head may be taken out of the checkpoint of one that has it.
+        config: a configuration to use in place of ``config.json``, which is copied, or the path of
+            one.
         attn_implementation: "eager", "sdpa", ...; None lets transformers choose.
+        experts_implementation: the same for mixtures of experts.
+        revision: of ``org/name``: a branch, a tag or a commit. A folder has none.
+        subfolder: the folder in ``path`` that holds the checkpoint.
+        variant: as in `streamload.open_checkpoint`.
+        trust_remote_code: run the code beside the checkpoint where ``config.json`` names a class
+            in it.
+        key_mapping: patterns of names in the checkpoint to what they become, as transformers has
+            them.
+        generation_config: in place of the one beside the checkpoint.
+        adapter_name: what peft calls an adapter; None for "default".
+        config_changes: attributes of the configuration. They are taken as arguments, too:
+            ``num_labels=3``.
         strict: missing and unexpected names are an error, except for names that the model's class
             says may be ignored. With False, what matches is loaded, the rest is initialised as
             transformers does it, at random, and the report names it; a warning says if little
@@ -115,49 +139,89 @@ def from_pretrained(
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
     _check_accelerate(device)
-    checkpoint = open_checkpoint(path)
-    given = config is not None
-    config = configuration_of(checkpoint, config)
-    if given:  # what it needs to run follows from it, too
-        checkpoint = replace(checkpoint, config=config.to_dict())
-    found = checkpoint.path
-    config.name_or_path = str(found) if isinstance(found, Url) else os.fsdecode(path)
-    devices = open_devices(device, framework("torch"), {})
-    chosen = Dtypes.choose(
-        checkpoint, config, options["dtype"], options["budget"], options["cast"], devices
+    found = found_at(path, revision, subfolder)
+    adapter = Adapter.at(found)
+    checkpoint = open_checkpoint(found if adapter is None else adapter.base, variant=variant)
+    given = {
+        "attn_implementation": attn_implementation,
+        "experts_implementation": experts_implementation,
+    }
+    wanted = Wanted(
+        model_class=model_class,
+        config=config,
+        changes=config_changes or {},
+        implementations={name: value for name, value in given.items() if value is not None},
+        trust_remote_code=bool(trust_remote_code),
+        key_mapping=key_mapping,
+        generation_config=generation_config,
     )
-    model = on_meta(checkpoint, config, model_class, chosen.main, attn_implementation)
-    names = Names.of(model, checkpoint)
-    names.check(model, checkpoint, strictness)
-    untie(model, checkpoint, names, stored_otherwise)
+    name = str(found) if isinstance(found, Url) else os.fsdecode(path)
+    devices = open_devices(device, framework("torch"), {})
+    prepared = Prepared.of(
+        checkpoint,
+        name if adapter is None else adapter.base,
+        wanted,
+        devices,
+        dtype=options["dtype"],
+        budget=options["budget"],
+        cast=options["cast"],
+        strictness=strictness,
+    )
+    names, model = prepared.names, prepared.model
+    reserve_nbytes = parse_bytes(options["reserve"]) + (adapter.nbytes if adapter else 0)
 
     def load() -> LoadReport:
-        beside = beside_nbytes(model, names, devices)
         asked: LoadOptions = {
             **options,
-            "dtype": chosen.rules(model, checkpoint, names),
+            "dtype": prepared.rules(),
             "rename": lambda name: name if name in names.fill else None,
             "mapping": names.fill,
             "strict": False,  # `names.check` knows what may be ignored
             "shapes": "skip",
-            "reserve": parse_bytes(options["reserve"]) + beside,
+            "reserve": reserve_nbytes + prepared.beside_nbytes(devices),
         }
-        return load_state_dict(model, checkpoint, **asked)
+        return load_state_dict(model, prepared.checkpoint, **asked)
 
-    try:
-        report = load()
-    except StateDictMismatchError:
-        # it compares what is tied and stored twice when it knows that all fits, and has read and
-        # allocated nothing else; transformers leaves apart what differs
-        if not untie(model, checkpoint, names, different_values):
-            raise
-        report = load()
-    # what it says about buffers without values is true no longer
-    stale = on_unstored(framework("torch").unstored(model), report.plan)
-    report = replace(report, notes=tuple(note for note in report.notes if note not in stale))
-    initialise_the_rest(model, checkpoint, report)
-    finish(model, checkpoint, names, report)
+    report = without_stale_notes(load_untied(load, prepared), model)
+    prepared.finish(report)
+    if adapter is not None:
+        adapter.add(model, adapter_name)
     return model
+
+
+@contextmanager
+def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
+    """Let transformers' own ``from_pretrained`` be ours, for packages that call it inside.
+
+    ``with streamed(budget="3GB"): model = SentenceTransformer(path)``; likewise for
+    ``transformers.pipeline`` and others. It holds for all threads, until the block ends.
+
+    Args:
+        **options: those of `from_pretrained`; they go before what the package passes.
+    """
+    own = {name: _SAME.get(name, ()) for name in options}
+    theirs = PreTrainedModel.__dict__["from_pretrained"]
+
+    def stream(cls: Any, path: Any, *arguments: Any, **given: Any) -> Any:
+        replaced = {*own, *(each for names in own.values() for each in names)}
+        rest = {name: value for name, value in given.items() if name not in replaced}
+        return from_pretrained(path, *arguments, model_class=cls, **rest, **options)
+
+    PreTrainedModel.from_pretrained = classmethod(stream)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = theirs
+
+
+def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
+    """Where the checkpoint is; a folder on this machine has no revisions."""
+    name = os.fsdecode(path.href if isinstance(path, Url) else path)
+    local = os.path.exists(os.path.expanduser(name)) or is_url(name)
+    if revision is not None and not local and "@" not in name:
+        name = f"{name}@{revision}"
+    found, _ = locate(name)
+    return found / subfolder if subfolder else found
 
 
 def _check_accelerate(device: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +47,18 @@ class Names:
     transforms: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: Any, checkpoint: Checkpoint) -> Names:
-        """Ask transformers for all names; nothing is read."""
+    def of(
+        cls, model: Any, checkpoint: Checkpoint, key_mapping: Mapping[str, str] | None = None
+    ) -> Names:
+        """Ask transformers for all names; nothing is read.
+
+        Args:
+            model: on the meta device.
+            checkpoint: the headers.
+            key_mapping: patterns of names in the checkpoint to what they become first.
+        """
         out = cls()
-        transforms = get_model_conversion_mapping(model)
+        transforms = get_model_conversion_mapping(model, key_mapping)
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {p: one for one in converters for p in one.source_patterns}
@@ -71,7 +79,7 @@ class Names:
                 out.refused[name] = f"{plain[name]} and {tensor} would both become it"
             else:
                 plain[name] = tensor
-                out._add(name, _whole(checkpoint, tensor))
+                out._add(name, whole(checkpoint, tensor))
         for name, members in fused.items():
             out._convert(model, checkpoint, by_pattern[members[0][0]], name, members)
         out.transforms = [one for one in transforms if getattr(one, "was_used", lambda: True)()]
@@ -141,6 +149,8 @@ class Names:
         missing = {id(t): name for name, t in reversed(state.items()) if name in info.missing_keys}
         unexpected = [t for t, name in self.unexpected.items() if name in info.unexpected_keys]
         unexpected += [n for n in self.fill if n not in state and n in info.unexpected_keys]
+        if not missing:
+            unexpected = _of_the_body(model, checkpoint, unexpected)
         shapes = [
             ShapeMismatch(name, tuple(state[name].shape), found)
             for name, source in self.fill.items()
@@ -166,6 +176,20 @@ class Names:
             warn_of_little(checkpoint.path, loaded, loaded + left_out, tensors)
 
 
-def _whole(checkpoint: Checkpoint, tensor: str) -> Source:
+def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> list[str]:
+    """Of tensors that a model lacks, without those of a head that it is not to have.
+
+    A model without a head takes its own out of the checkpoint of a larger one: there, they have a
+    prefix that the head's have not.
+    """
+    prefix = f"{model.base_model_prefix}."
+    is_body = bool(model.base_model_prefix) and model.base_model is model
+    if not is_body or not any(name.startswith(prefix) for name in checkpoint.tensors):
+        return unexpected
+    return [name for name in unexpected if name.startswith(prefix)]
+
+
+def whole(checkpoint: Checkpoint, tensor: str) -> Source:
+    """All of a tensor, as it is."""
     shape = checkpoint.tensors[tensor].shape
     return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)

@@ -19,7 +19,7 @@ from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.planning.allocators import taken
 from streamload.report import LoadReport
-from streamload.transformers.configuration import folder_of
+from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
 
 _log = logging.getLogger("streamload")
@@ -202,8 +202,18 @@ def device_of(name: str, report: LoadReport) -> str | int:
     return next(known, report.plan.devices[0].device)
 
 
-def finish(model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport) -> None:
-    """Make the model ready for use, as transformers' own ``from_pretrained`` does."""
+def finish(
+    model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport, wanted: Wanted
+) -> None:
+    """Make the model ready for use, as transformers' own ``from_pretrained`` does.
+
+    Args:
+        model: loaded.
+        checkpoint: the headers.
+        names: what filled it.
+        report: of the load.
+        wanted: of generation, what is in place of what lies beside the checkpoint.
+    """
     model._weight_conversions = names.transforms  # `save_pretrained` goes back by them
     model.eval()
     folder = folder_of(checkpoint)
@@ -211,7 +221,7 @@ def finish(model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport)
     known = any((folder / name).is_file() for name in ("generation_config.json", "config.json"))
     if known and model.can_generate() and hasattr(model, "adjust_generation_fn"):
         model.adjust_generation_fn(
-            None,
+            wanted.generation_config,
             False,
             None,
             folder,
@@ -222,7 +232,8 @@ def finish(model: Any, checkpoint: Checkpoint, names: Names, report: LoadReport)
             token=None,
             revision="main",
             subfolder="",
-            trust_remote_code=False,
+            trust_remote_code=wanted.trust_remote_code,
+            **wanted.changes,
         )
     model.streamload_report = report
     places = dict(report.device_map)

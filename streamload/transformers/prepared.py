@@ -1,0 +1,118 @@
+"""A model on the meta device, what fills it, and what makes it ready for use after the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.decide import on_unstored
+from streamload.devices.names import framework
+from streamload.dtypes import DTypeArgument
+from streamload.errors import StateDictMismatchError
+from streamload.lookup import Devices
+from streamload.mapping import Source
+from streamload.options import CastArgument, Strictness
+from streamload.planning.budget import BudgetLike
+from streamload.report import LoadReport
+from streamload.transformers.configuration import Wanted, configuration_of, on_meta
+from streamload.transformers.dtypes import Dtypes
+from streamload.transformers.names import Names
+from streamload.transformers.rest import (
+    beside_nbytes,
+    different_values,
+    finish,
+    initialise_the_rest,
+    stored_otherwise,
+    untie,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model on the meta device, and what fills it."""
+
+    model: Any
+    checkpoint: Checkpoint
+    wanted: Wanted
+    names: Names
+    dtypes: Dtypes
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        name: str,
+        wanted: Wanted,
+        devices: Devices,
+        *,
+        dtype: DTypeArgument,
+        budget: BudgetLike,
+        cast: CastArgument,
+        strictness: Strictness,
+    ) -> Prepared:
+        """Build a model and match it; nothing is read but headers and ``config.json``.
+
+        Args:
+            checkpoint: the headers.
+            name: what the model calls the place that it comes from.
+            wanted: see `Wanted`.
+            devices: where it goes.
+            dtype: as in `from_pretrained`; so are the rest.
+            budget: the bytes that it may take.
+            cast: what casts.
+            strictness: whether names and shapes must match.
+        """
+        config = configuration_of(checkpoint, wanted)
+        if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
+            checkpoint = replace(checkpoint, config=config.to_dict())
+        config.name_or_path = name
+        dtypes = Dtypes.choose(checkpoint, config, dtype, budget, cast, devices)
+        model = on_meta(checkpoint, config, wanted, dtypes.main)
+        names = Names.of(model, checkpoint, wanted.key_mapping)
+        names.check(model, checkpoint, strictness)
+        untie(model, checkpoint, names, stored_otherwise)
+        return cls(model, checkpoint, wanted, names, dtypes)
+
+    @property
+    def fill(self) -> Mapping[str, Source]:
+        """Sources by parameter name."""
+        return self.names.fill
+
+    def rules(self) -> DTypeArgument:
+        """The dtypes to load with."""
+        return self.dtypes.rules(self.model, self.checkpoint, self.names)
+
+    def beside_nbytes(self, devices: Devices) -> int:
+        """Bytes that it takes on a device beside what the checkpoint fills."""
+        return beside_nbytes(self.model, self.names, devices)
+
+    def untied(self) -> bool:
+        """Leave apart what is tied and stored with different values; whether anything was."""
+        return untie(self.model, self.checkpoint, self.names, different_values)
+
+    def finish(self, report: LoadReport) -> None:
+        """Compute what no checkpoint holds, and make the model ready for use."""
+        initialise_the_rest(self.model, self.checkpoint, report)
+        finish(self.model, self.checkpoint, self.names, report, self.wanted)
+
+
+def load_untied(load: Callable[[], LoadReport], *parts: Any) -> LoadReport:
+    """Load; again, where what is tied turned out to be stored with different values.
+
+    A load compares it when it knows that all fits, and has read and allocated nothing else.
+    transformers leaves apart what differs.
+    """
+    try:
+        return load()
+    except StateDictMismatchError:
+        if not any([part.untied() for part in parts]):
+            raise
+        return load()
+
+
+def without_stale_notes(report: LoadReport, model: Any) -> LoadReport:
+    """A report without what it says about buffers that have values by now, or will have."""
+    stale = on_unstored(framework("torch").unstored(model), report.plan)
+    return replace(report, notes=tuple(note for note in report.notes if note not in stale))

@@ -1,0 +1,191 @@
+"""Tiny pipelines of diffusers with random weights: Stable Diffusion, SDXL and Flux."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import tokenizers
+import torch
+import transformers
+
+PROMPT = "a photo of a cat"
+
+
+def tokenizer() -> Any:
+    """One of CLIP's form, whose words are letters."""
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(f"{c}</w>" for c in letters), "<|startoftext|>", "<|endoftext|>"]
+    model = tokenizers.models.BPE(
+        {word: number for number, word in enumerate(words)},
+        [],
+        unk_token="<|endoftext|>",
+        end_of_word_suffix="</w>",
+    )
+    inner = tokenizers.Tokenizer(model)
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        model_max_length=77,
+        bos_token="<|startoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+    )
+
+
+def clip(model_class: Any = transformers.CLIPTextModel, hidden_size: int = 32) -> Any:
+    """A text encoder."""
+    config = transformers.CLIPTextConfig(
+        bos_token_id=52,
+        eos_token_id=53,
+        hidden_size=hidden_size,
+        intermediate_size=37,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        vocab_size=54,
+        projection_dim=32,
+    )
+    return model_class(config).eval()
+
+
+def vae(channels: int = 4) -> Any:
+    """An image decoder."""
+    return diffusers.AutoencoderKL(
+        block_out_channels=[32, 64],
+        in_channels=3,
+        out_channels=3,
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        latent_channels=channels,
+    ).eval()
+
+
+def stable_diffusion() -> Any:
+    """Stable Diffusion 1."""
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(4, 8),
+        layers_per_block=1,
+        sample_size=32,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=2,
+    )
+    return diffusers.StableDiffusionPipeline(
+        unet=unet.eval(),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False),
+        vae=vae(),
+        text_encoder=clip(),
+        tokenizer=tokenizer(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def sdxl() -> Any:
+    """Stable Diffusion XL: two text encoders."""
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=2,
+        sample_size=32,
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+        cross_attention_dim=64,
+    )
+    return diffusers.StableDiffusionXLPipeline(
+        unet=unet.eval(),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        vae=vae(),
+        text_encoder=clip(),
+        text_encoder_2=clip(transformers.CLIPTextModelWithProjection),
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        add_watermarker=False,
+    )
+
+
+def flux() -> Any:
+    """Flux: a transformer, CLIP and T5."""
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    t5 = transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=54, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    )
+    return diffusers.FluxPipeline(
+        transformer=transformer.eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=(4,),
+            sample_size=32,
+            in_channels=3,
+            out_channels=3,
+            latent_channels=1,
+            norm_num_groups=1,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            shift_factor=0.0609,
+            scaling_factor=1.5035,
+        ).eval(),
+        text_encoder=clip(),
+        text_encoder_2=t5.eval(),
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+    )
+
+
+PIPELINES: dict[str, Callable[[], Any]] = {
+    "Stable Diffusion": stable_diffusion,
+    "SDXL": sdxl,
+    "Flux": flux,
+}
+
+
+def saved(folder: Path, name: str, **arguments: Any) -> Path:
+    """The root of a pipeline, as diffusers writes it."""
+    torch.manual_seed(0)
+    pipeline = PIPELINES[name]()
+    for model in models(pipeline).values():  # norms and biases too, which would be ones and zeros
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    pipeline.save_pretrained(folder, **arguments)
+    return folder
+
+
+def models(pipeline: Any) -> dict[str, Any]:
+    """The models of a pipeline by name."""
+    found = pipeline.components.items()
+    return {name: value for name, value in found if isinstance(value, torch.nn.Module)}
+
+
+def image(pipeline: Any) -> Any:
+    """What it draws for a prompt and a seed, as an array."""
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator(device="cpu").manual_seed(7)
+    size = {} if "Flux" in type(pipeline).__name__ else {"height": 64, "width": 64}
+    size = size or {"height": 8, "width": 8, "max_sequence_length": 48}
+    out = pipeline(PROMPT, generator=generator, num_inference_steps=2, output_type="np", **size)
+    return out.images

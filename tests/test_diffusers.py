@@ -1,0 +1,180 @@
+"""`streamload.diffusers`: pipelines that draw what diffusers' own loading draws."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+
+torch = needs.module("torch")
+needs.module("transformers")
+diffusers = pytest.importorskip("diffusers")  # not among the packages of the tests
+
+import diffusion  # noqa: E402
+import safetensors.torch as st  # noqa: E402
+from diffusion import PIPELINES, image, models, saved  # noqa: E402
+
+import streamload  # noqa: E402
+from streamload.errors import (  # noqa: E402
+    CheckpointError,
+    PlanInfeasibleError,
+    ShardNotFoundError,
+    StateDictMismatchError,
+)
+
+
+def ours(path: Any, **arguments: Any) -> Any:
+    """Load with streamload, on the CPU."""
+    return streamload.diffusers.from_pretrained(path, device="cpu", progress=False, **arguments)
+
+
+def raw(tensor: Any) -> bytes:
+    """A tensor's bytes."""
+    flat: bytes = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return flat
+
+
+def bits(pipeline: Any) -> dict[str, tuple[Any, bytes]]:
+    """Dtype and bytes of every tensor of a pipeline, buffers too."""
+    return {
+        f"{part}.{name}": (tensor.dtype, raw(tensor))
+        for part, model in models(pipeline).items()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_draws_the_same(tmp_path: Path, name: str) -> None:
+    """The same class, the same bits, and for a prompt and a seed the same image."""
+    folder = saved(tmp_path, name)
+    found = streamload.diffusers.from_pretrained(folder, budget="12MB")
+    expected = diffusers.DiffusionPipeline.from_pretrained(str(folder))
+    assert type(found) is type(expected)
+    assert bits(found) == bits(expected)
+    for model in models(expected).values():
+        for parameter in model.parameters():  # views on the file are not aligned: they round so
+            parameter.data = parameter.data.clone()
+    assert np.array_equal(image(found), image(expected))
+    report = found.streamload_report
+    assert len(report.plan.devices) == 1
+    assert report.held_nbytes[report.plan.devices[0].device] <= 12_000_000
+    assert not any(m.training for model in models(found).values() for m in model.modules())
+    for key, value in expected.config.items():
+        assert found.config[key] == value
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("argument", ["dtype", "torch_dtype"])
+def test_dtypes_as_diffusers_has_them(tmp_path: Path, name: str, argument: str) -> None:
+    """A dtype for all, or by component: what is kept in float32 is."""
+    folder = saved(tmp_path, name)
+    expected = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
+    assert bits(ours(folder, **{argument: torch.float16})) == bits(expected)
+    mixed = {"vae": torch.float32, "default": torch.float16}
+    expected = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=mixed)
+    assert bits(ours(folder, **{argument: mixed})) == bits(expected)
+    by_pattern = ours(folder, dtype={"vae.*": "float32", "*": "float16"})
+    assert bits(by_pattern) == bits(expected)
+
+
+def test_one_budget_for_all(tmp_path: Path) -> None:
+    """What fits each alone and not together is refused before anything is read."""
+    folder = saved(tmp_path, "SDXL")
+    report = ours(folder).streamload_report
+    with pytest.raises(PlanInfeasibleError) as caught:
+        ours(folder, budget=report.resident_nbytes * 0.9)
+    assert caught.value.needed_nbytes >= report.resident_nbytes
+    assert any(name.startswith(("unet.", "vae.")) for name, _ in caught.value.largest)
+
+
+def test_variants(tmp_path: Path) -> None:
+    """The files of a variant, and the plain ones of a model that has none; as they are stored."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    half = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
+    half.save_pretrained(folder, variant="fp16")
+    (folder / "vae" / "diffusion_pytorch_model.fp16.safetensors").unlink()
+    found = ours(folder, variant="fp16")
+    assert {model.dtype for model in (found.unet, found.text_encoder)} == {torch.float16}
+    assert found.vae.dtype == torch.float32
+    plain = ours(folder)
+    assert {model.dtype for model in models(plain).values()} == {torch.float32}
+    given = {"variant": "fp16", "torch_dtype": torch.float16}
+    expected = diffusers.DiffusionPipeline.from_pretrained(folder, **given)
+    assert bits(ours(folder, **given)) == bits(expected)
+    with pytest.raises(ShardNotFoundError, match="bf16"):
+        ours(folder, variant="bf16")
+
+
+def test_components_that_are_given(tmp_path: Path) -> None:
+    """A model of one's own, or none, in the place of a component, which is not read then."""
+    folder = saved(tmp_path, "SDXL")
+    mine = diffusion.vae()
+    found = ours(folder, vae=mine, text_encoder_2=None, tokenizer_2=None)
+    assert found.vae is mine
+    assert found.text_encoder_2 is None
+    names = found.streamload_report.plan.placements.names
+    assert {name.partition(".")[0] for name in names} == {"unet", "text_encoder"}
+    image_to_image = ours(folder, pipeline_class=diffusers.StableDiffusionXLImg2ImgPipeline)
+    assert type(image_to_image) is diffusers.StableDiffusionXLImg2ImgPipeline
+
+
+def test_one_model_by_its_folder(tmp_path: Path) -> None:
+    """A component comes back alone; and it loads into a model that is there."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    expected = diffusers.UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+    alone = ours(folder, subfolder="unet")
+    assert type(alone) is type(expected)
+    filled = diffusers.UNet2DConditionModel.from_config(expected.config)
+    streamload.load_state_dict(filled, folder / "unet")
+    for found in (alone, ours(folder / "unet"), filled):
+        state = found.state_dict()
+        assert all(torch.equal(state[k], tensor) for k, tensor in expected.state_dict().items())
+    with pytest.raises(ShardNotFoundError, match=r"streamload\.diffusers\.from_pretrained"):
+        streamload.load_state_dict(filled, folder)
+
+
+def test_names_of_older_versions(tmp_path: Path) -> None:
+    """Attention of an old VAE is renamed as diffusers does it."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    new = ("to_q", "to_k", "to_v", "to_out.0")
+    old = dict(zip(new, ("query", "key", "value", "proj_attn"), strict=True))
+
+    def renamed(name: str) -> str:
+        part = next((p for p in new if f".{p}." in name and "mid_block" in name), None)
+        return name if part is None else name.replace(part, old[part])
+
+    tensors = st.load_file(path)
+    assert any(renamed(name) != name for name in tensors)
+    st.save_file({renamed(name): t.clone() for name, t in tensors.items()}, path)
+    expected = diffusers.DiffusionPipeline.from_pretrained(folder)
+    assert bits(ours(folder)) == bits(expected)
+
+
+def test_what_cannot_be_streamed(tmp_path: Path) -> None:
+    """Names that do not match, no pipeline, and models of others are clear errors."""
+    folder = saved(tmp_path / "in", "Stable Diffusion")
+    with pytest.raises(CheckpointError, match="is no pipeline of diffusers"):
+        ours(tmp_path)
+    with pytest.raises(ValueError, match='device="cuda:0"'):
+        streamload.diffusers.from_pretrained(folder, device=["cpu", "cuda:0"])
+    with pytest.raises(TypeError, match="budgte"):
+        ours(folder, budgte="3GB")
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    path = broken / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = st.load_file(path)
+    lost = tensors.pop("conv_in.bias")
+    st.save_file(tensors | {"extra": lost}, path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        ours(broken)
+    assert (caught.value.missing, caught.value.unexpected) == (("conv_in.bias",), ("extra",))
+    index = json.loads((folder / "model_index.json").read_text())
+    index["unet"] = ["elsewhere", "Model"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"neither of diffusers.*unet= with.*elsewhere\.Mo"):
+        ours(folder)
