@@ -22,6 +22,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.load import load_state_dict, plan, split
+from streamload.mapping import Source
 from streamload.planning.budget import Budget
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan, RowRange
@@ -52,6 +53,7 @@ __all__ = [
     "Node",
     "Plan",
     "RowRange",
+    "Source",
     "Verification",
     "__version__",
     "convert",

@@ -361,10 +361,12 @@ def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:
     start = stop = -1
     for chunk in unit:
         for run in chunk.runs:
-            if run.start != stop:
-                if stop > start:
-                    yield start, stop
-                start = run.start
-            stop = run.stop
+            for line in range(run.lines):
+                begin = run.start + line * run.pitch
+                if begin != stop:
+                    if stop > start:
+                        yield start, stop
+                    start = begin
+                stop = begin + run.line_nbytes
     if stop > start:
         yield start, stop

@@ -105,7 +105,10 @@ class LoadOptions(PlanOptions, total=False):
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
-            or a dict from parameter names to the tensors or `RowRange` s that they consist of.
+            "hf-gpt2" (Conv1D to Linear), "hf-mixtral" and "hf-olmoe" (to tinygrad's examples),
+            "hf-qwen" (to tinygrad.llm; experts are stacked), or a dict from parameter names to the
+            tensors or `RowRange` s that they consist of, or to a `Source` (transposed, stacked). A
+            family and a dict for the rest: ``("hf-llama", {...})``.
         strict: every parameter must be in the checkpoint and the other way round. With False,
             what matches is loaded and the report names the rest.
         progress: "auto", True, False, or a callable that gets (bytes done, bytes in all).

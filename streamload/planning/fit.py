@@ -48,6 +48,7 @@ class Share:
         host_moves: the host casts or reorders some bytes: they cannot be read to where they go.
         tallies: how many placements the device casts and counts in streamload's kernels.
         resizes: some of these casts change the size of the elements.
+        turns: some matrices are transposed.
     """
 
     spec: DeviceSpec
@@ -60,6 +61,7 @@ class Share:
     host_moves: bool
     tallies: int
     resizes: bool
+    turns: bool
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
@@ -76,6 +78,7 @@ class Share:
             host_moves=any(p.cast in ("llvm", "numpy") or p.transpose for p, _ in counted),
             tallies=sum(count for _, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
+            turns=any(p.turned for p, _ in counted),
         )
 
     def has_room(self, scratch_nbytes: int) -> bool:
@@ -206,7 +209,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
             staged = slots * plan.staging_nbytes
             scratch[at] += staged if spec.shared_memory else 0
             host += 0 if spec.shared_memory else staged
-    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
+    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast, two blocks
     host_moves = any(share.host_moves for share in shares)
     if host_moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
@@ -219,6 +222,8 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
     on_host = [at for at in used if shares[at].spec.shared_memory]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
+    if any(share.turns for share in shares):
+        own += workers * 2 * plan.turn_nbytes
     for at in on_host if any(shares[n].spec.own_host for n in on_host) else on_host[:1]:
         scratch[at] += own  # of one memory it counts once
     return scratch, host if on_host else host + own
