@@ -21,6 +21,7 @@ from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
+from streamload.iterate import iterate
 from streamload.load import load_state_dict, plan, split
 from streamload.mapping import Source
 from streamload.planning.budget import Budget
@@ -59,6 +60,7 @@ __all__ = [
     "convert",
     "diff",
     "errors",
+    "iterate",
     "load_state_dict",
     "open_checkpoint",
     "plan",

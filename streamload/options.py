@@ -56,6 +56,15 @@ class StreamOptions(TypedDict, total=False):
     threads: int | None
 
 
+class IterateOptions(NameOptions, StreamOptions, total=False):
+    """The options of `streamload.iterate`; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | None
+    dtype: DTypeArgument
+    reserve: float | str
+
+
 class SplitOptions(WeightOptions, NameOptions, StreamOptions, total=False):
     """The options of `streamload.split`; see `LoadOptions`."""
 

@@ -72,6 +72,7 @@ LAYERS = (
     ("match",),
     ("decide",),
     ("load",),
+    ("iterate",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
     ("transformers.names",),
     ("transformers.dtypes", "transformers.rest"),
