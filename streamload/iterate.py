@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
+from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.load import opened_checkpoint, run, uncollected
@@ -51,6 +52,8 @@ def iterate(
     """
     read = Options.read(**options)
     checkpoint = opened_checkpoint(path)
+    changes = changes_of(checkpoint, options["transform"], options["adapters"])
+    read = replace(read, changes=changes)
     fill, _, _ = sources(checkpoint, options["mapping"], options["rename"])
     device = options["device"]
     if device is not None and not isinstance(device, str):

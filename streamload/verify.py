@@ -88,7 +88,11 @@ def verify(
 
     Raises:
         PlanInfeasibleError: there is too little memory.
+        ValueError: functions changed values of the load.
     """
+    changed = [p.name for p in report.plan.placements if p.cast == "rows"]
+    if changed:
+        raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
     sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])

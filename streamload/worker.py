@@ -457,6 +457,12 @@ class Worker:
         base: int,
     ) -> CastCounts:
         """Read the chunk's runs and cast them into ``out``, the chunk's bytes."""
+        if p.cast == "rows":
+            counts = NO_COUNTS
+            for run in chunk.runs:
+                with self._bytes(reader, run, whole, base) as src:
+                    counts += self._change(src, run, chunk, p, out)
+            return counts
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
         counts = NO_COUNTS
@@ -479,6 +485,21 @@ class Worker:
                 for row in range(run.rows):
                     start = offset + row * stride
                     counts += cast(src[row * n : (row + 1) * n], out[start : start + width])
+        return counts
+
+    def _change(
+        self, src: memoryview, run: Run, chunk: Chunk, p: Placement, out: memoryview
+    ) -> CastCounts:
+        """Let functions change the rows of a run, and cast what they return to its place."""
+        info, first = self._job.rows_at(chunk, run.start)
+        rows, dtype = self._job.changes.apply(info, src, first)
+        cast = self._job.cast_of(dtype, p.dst)
+        given, n = rows.data, len(rows) // run.rows
+        width = n // dtype.itemsize * p.dst.itemsize
+        counts = NO_COUNTS
+        for row in range(run.rows):
+            start = run.offset - chunk.start + row * run.stride
+            counts += cast(given[row * n : (row + 1) * n], out[start : start + width])
         return counts
 
     def _bytes(

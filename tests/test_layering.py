@@ -59,6 +59,8 @@ LAYERS = (
     ("mapping",),
     ("nodes.shares",),
     ("progress", "device_casts", "interrupt", "headroom"),
+    ("changes",),
+    ("adapters",),
     ("options",),
     ("job",),
     ("reads", "turning"),

@@ -164,6 +164,9 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
         yield chunk  # it is small: there may be very many of these
         return
     step = max(nbytes // max(src, dst), 1)
+    if p.cast == "rows":  # whole ones
+        row = p.row_numel if p.src is not p.dst else p.src.nbytes(p.row_numel)
+        step = max(step // row, 1) * row
     first = max(start - run.start, 0) // src
     for at in range(first, (run.stop - run.start) // src, step):
         n = min(step, (run.stop - run.start) // src - at)

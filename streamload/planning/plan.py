@@ -37,6 +37,8 @@ SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 DIRECT_ROOM_NBYTES = 2 * 4096
 # Most bytes of a block of lines that become columns; a thread holds two.
 TURN_NBYTES = 2**19
+# Most bytes of rows that are changed at once, but for a row that is longer.
+CHANGE_NBYTES = 2**20
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
@@ -109,7 +111,8 @@ class Placement:
         transpose: a permutation of those rows, or None.
         action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
             holds is released first).
-        cast: "copy", "llvm", "numpy", "device", or "mapped": a view on the file, which is not read.
+        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, or "mapped": a
+            view on the file, which is not read.
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
             fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
@@ -139,6 +142,17 @@ class Placement:
     def src_nbytes(self) -> int:
         """Bytes of its elements in the checkpoint."""
         return self.src.nbytes(math.prod(self.shape))
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of its source."""
+        return math.prod(self.shape) // max(sum(r.stop - r.start for r in self.source), 1)
+
+    @property
+    def changed_numel(self) -> int:
+        """Most elements that are changed at once."""
+        fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
+        return min(max(fitting, self.row_numel), math.prod(self.shape))
 
     @property
     def turned(self) -> bool:
@@ -376,6 +390,8 @@ class Plan:
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
         reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
         cache: the KV cache that there is room for when the load is done, with its dtype, or None.
+        change_nbytes: what functions that change values hold for all threads.
+        change_thread_nbytes: what they take in each thread, beside its rows.
     """
 
     path: str
@@ -392,6 +408,8 @@ class Plan:
     page_cache: PageCacheKind = "auto"
     reader_reasons: tuple[str, ...] = ()
     cache: CacheRequest | None = None
+    change_nbytes: int = 0
+    change_thread_nbytes: int = 0
 
     @property
     def staging_nbytes(self) -> int:

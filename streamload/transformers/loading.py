@@ -15,7 +15,7 @@ from streamload.devices.names import framework
 from streamload.errors import DeviceError, StateDictMismatchError
 from streamload.load import load_state_dict
 from streamload.lookup import open_devices
-from streamload.options import LoadOptions, StreamOptions, WeightOptions, takes
+from streamload.options import ChangeOptions, LoadOptions, StreamOptions, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
@@ -34,7 +34,7 @@ from streamload.transformers.rest import (
 from streamload.units import parse_bytes
 
 
-class ModelOptions(WeightOptions, StreamOptions, total=False):
+class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
     """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
 
     budget: BudgetLike
