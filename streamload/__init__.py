@@ -22,7 +22,9 @@ from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
+from streamload.iterate import iterate
 from streamload.load import load_state_dict, plan, split
+from streamload.mapping import Source
 from streamload.planning.budget import Budget
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan, RowRange
@@ -53,11 +55,13 @@ __all__ = [
     "Node",
     "Plan",
     "RowRange",
+    "Source",
     "Verification",
     "__version__",
     "convert",
     "diff",
     "errors",
+    "iterate",
     "load_state_dict",
     "open_checkpoint",
     "plan",

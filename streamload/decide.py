@@ -13,6 +13,7 @@ from typing import Any, Unpack, get_args
 
 from streamload._pages import reusable_nbytes
 from streamload.cast.table import cast_engine, supported
+from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
@@ -64,6 +65,7 @@ class Options:
     knobs: Knobs
     room: Room
     residence: Residence = "memory"
+    changes: Changes = NO_CHANGES
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
@@ -175,6 +177,8 @@ class Options:
             cache=cache,
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
+            changed=self.changes.by_tensor.keys(),
+            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes),
         )
 
     def _is_mappable(self, path: Location) -> bool:
@@ -302,6 +306,7 @@ class Decision:
         skipped: tensors of the checkpoint that are not loaded.
         unstored: tensors of the model that no checkpoint has.
         process_nbytes: of the process, when memory was looked at for the plan.
+        changes: what changes values on the way.
     """
 
     checkpoint: Checkpoint
@@ -311,6 +316,7 @@ class Decision:
     skipped: tuple[str, ...]
     unstored: tuple[str, ...] = ()
     process_nbytes: int | None = None
+    changes: Changes = NO_CHANGES
 
     @classmethod
     def make(
@@ -360,6 +366,12 @@ class Decision:
             instead = [demand.mapped(), demand.wider()]
             raise error.suggesting([line for line in instead if line is not None]) from None
         place.devices.check_buffers(made)
+        for name, kind in zip(made.placements.names, made.placements.kinds, strict=True):
+            if kind.cast == "rows" and kind.turned:
+                raise ValueError(
+                    f"{name}: its values cannot change on the way (transform, adapters) where its "
+                    "matrix is transposed: functions get whole rows of the checkpoint"
+                )
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
@@ -375,6 +387,7 @@ class Decision:
             tuple(name for name in checkpoint.tensors if name not in loaded),
             tuple(place.unstored),
             begun,
+            options.changes,
         )
 
     @property

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streamload.cast.table import Cast, CastCounts, make_cast
+from streamload.cast.table import Cast, CastCounts, Engine, make_cast
+from streamload.changes import Changes
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
@@ -85,8 +87,10 @@ class Job:
         progress: Callable[[int], None],
         opener: Opener,
         headroom: Headroom | None,
+        changes: Changes,
     ) -> None:
         self.plan = plan
+        self.changes = changes
         self.devices = devices
         self.stats = StreamStats()
         self.first_read = math.inf
@@ -117,7 +121,7 @@ class Job:
         self._progress = progress
         self._headroom = headroom
         self._left: dict[int, int] = {}  # bytes to come, by placement of which some have
-        self._casts: dict[tuple[DType, DType, str], Cast] = {}
+        self._casts: dict[tuple[DType, DType, Engine], Cast] = {}
         self._compiling = threading.Lock()
         self._cut = Cut(plan, checkpoint)
         cached = [n for n, kind in enumerate(plan.readers) if kind not in ("direct", "http")]
@@ -193,17 +197,19 @@ class Job:
 
         Compiled when it is first asked for: raw bytes that are staged never ask.
         """
-        key = (p.src, p.dst, p.cast)
+        engine: Engine = "numpy" if p.cast == "numpy" else "auto"
+        return self.cast_of(p.src, p.src if p.cast == "device" else p.dst, engine)
+
+    def cast_of(self, src: DType, dst: DType, engine: Engine = "auto") -> Cast:
+        """The cast of a pair of dtypes on the host."""
+        key = (src, dst, engine)
         found = self._casts.get(key)
         if found is not None:
             return found
         with self._compiling:
             if key not in self._casts:
                 self._casts[key] = make_cast(
-                    p.src,
-                    p.src if p.cast == "device" else p.dst,
-                    engine="numpy" if p.cast == "numpy" else "auto",
-                    out_of_range=self.plan.out_of_range,
+                    src, dst, engine=engine, out_of_range=self.plan.out_of_range
                 )
             return self._casts[key]
 
@@ -220,6 +226,9 @@ class Job:
         return self._bulk_nbytes if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
+        if p.cast == "rows":
+            widest = max(p.src.itemsize, p.dst.itemsize)
+            return min(self.plan.chunk_nbytes, p.changed_numel * widest)
         return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
 
     def begin(self, batch: Sequence[Unit]) -> None:
@@ -261,6 +270,16 @@ class Job:
                 return info.name, path
         return infos[0].name, infos[0].shard
 
+    def rows_at(self, chunk: Chunk, start: int) -> tuple[TensorInfo, int]:
+        """The tensor that a file byte of a chunk is of, and the number of its row."""
+        path = self._checkpoint.shards[chunk.shard].path
+        for r in self.plan.placements[chunk.placement].source:
+            info = self._checkpoint.tensors[r.tensor]
+            if info.shard == path and info.start <= start < info.stop:
+                rows = info.shape[0] if info.shape else 1
+                return info, (start - info.start) * rows // info.nbytes
+        raise AssertionError("a chunk is of its sources")
+
     def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
         """Account for a unit whose bytes are in place."""
         if self._headroom is not None:
@@ -275,7 +294,7 @@ class Job:
             index = chunk.placement
             p = self.plan.placements[index]
             self.stats.read_nbytes += chunk.read_nbytes
-            if p.cast in ("llvm", "numpy"):
+            if p.cast in ("llvm", "numpy", "rows"):
                 self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + count
             if count.overflowed and self.plan.out_of_range == "error":
                 name, shard = self.tensor(chunk)
@@ -361,10 +380,12 @@ def file_ranges(unit: Unit) -> Iterator[tuple[int, int]]:
     start = stop = -1
     for chunk in unit:
         for run in chunk.runs:
-            if run.start != stop:
-                if stop > start:
-                    yield start, stop
-                start = run.start
-            stop = run.stop
+            for line in range(run.lines):
+                begin = run.start + line * run.pitch
+                if begin != stop:
+                    if stop > start:
+                        yield start, stop
+                    start = begin
+                stop = begin + run.line_nbytes
     if stop > start:
         yield start, stop

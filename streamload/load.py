@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Unpack
 
+from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.errors import LoadState, StreamloadError
@@ -85,6 +86,8 @@ def load_state_dict(
     with uncollected():
         checkpoint = opened_checkpoint(path)
         found = _sources(checkpoint, read, options)
+        changes = changes_of(checkpoint, options["transform"], options["adapters"])
+        read = replace(read, changes=changes)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
         decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
@@ -142,6 +145,8 @@ def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOption
     """
     read, device = Options.read(**options), options["device"]
     checkpoint = opened_checkpoint(path)
+    changes = changes_of(checkpoint, options["transform"], options["adapters"])
+    read = replace(read, changes=changes)
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -278,7 +283,8 @@ def run(
             target.begin_all()
             target.map_all(decided.checkpoint)
             stats = stream(
-                made, decided.checkpoint, target, devices, ledger, told, opener, headroom
+                *(made, decided.checkpoint, target, devices, ledger, told, opener, headroom),
+                decided.changes,
             )
     except BaseException as error:
         state = target.fail()

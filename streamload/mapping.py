@@ -1,73 +1,41 @@
-"""Names and row orders of model families: how a checkpoint's tensors become parameters.
-
-Sources: the conversion of Meta's Llama weights by transformers
-(``convert_llama_weights_to_hf.py``: names, and ``permute`` of the query and key rows), and
-Meta's ``llama/model.py`` (``tok_embeddings``, ``attention.wq``, ...).
-"""
+"""How a checkpoint's tensors become parameters: by a family's rules, or one by one."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import records
 from streamload.errors import CheckpointError
-from streamload.planning.plan import RowRange, RowTranspose, all_rows, whole
+from streamload.families import FAMILIES, Family
+from streamload.planning.plan import END, RowRange, RowTranspose, all_rows, whole
 from streamload.selection import did_you_mean
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
-_HF_TO_META = (
-    (r"model\.embed_tokens\.(.+)", r"tok_embeddings.\1"),
-    (r"model\.norm\.(.+)", r"norm.\1"),
-    (r"lm_head\.(.+)", r"output.\1"),
-    (r"model\.layers\.(\d+)\.input_layernorm\.(.+)", r"layers.\1.attention_norm.\2"),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm\.(.+)", r"layers.\1.ffn_norm.\2"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.(.+)", r"layers.\1.attention.w\2.\3"),
-    (r"model\.layers\.(\d+)\.self_attn\.([qk])_norm\.(.+)", r"layers.\1.attention.\2_norm.\3"),
-    (r"model\.layers\.(\d+)\.mlp\.gate_proj\.(.+)", r"layers.\1.feed_forward.w1.\2"),
-    (r"model\.layers\.(\d+)\.mlp\.down_proj\.(.+)", r"layers.\1.feed_forward.w2.\2"),
-    (r"model\.layers\.(\d+)\.mlp\.up_proj\.(.+)", r"layers.\1.feed_forward.w3.\2"),
-)
-_META_TO_HF = (
-    (r"tok_embeddings\.(.+)", r"model.embed_tokens.\1"),
-    (r"norm\.(.+)", r"model.norm.\1"),
-    (r"output\.(.+)", r"lm_head.\1"),
-    (r"layers\.(\d+)\.attention_norm\.(.+)", r"model.layers.\1.input_layernorm.\2"),
-    (r"layers\.(\d+)\.ffn_norm\.(.+)", r"model.layers.\1.post_attention_layernorm.\2"),
-    (r"layers\.(\d+)\.attention\.w([qkvo])\.(.+)", r"model.layers.\1.self_attn.\2_proj.\3"),
-    (r"layers\.(\d+)\.attention\.([qk])_norm\.(.+)", r"model.layers.\1.self_attn.\2_norm.\3"),
-    (r"layers\.(\d+)\.feed_forward\.w1\.(.+)", r"model.layers.\1.mlp.gate_proj.\2"),
-    (r"layers\.(\d+)\.feed_forward\.w2\.(.+)", r"model.layers.\1.mlp.down_proj.\2"),
-    (r"layers\.(\d+)\.feed_forward\.w3\.(.+)", r"model.layers.\1.mlp.up_proj.\2"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Renaming rules, and whether query and key rows become interleaved or half-split."""
-
-    rules: tuple[tuple[str, str], ...]
-    interleave: bool
-    rotated: str  # pattern of the checkpoint's names whose rows are rotated; group 1 is q or k
-
-
-_FAMILIES = {
-    "hf-llama": _Family(_HF_TO_META, True, r".*\.self_attn\.([qk])_(?:proj|norm)\.\w+"),
-    "meta-llama": _Family(_META_TO_HF, False, r".*\.attention\.(?:w([qk])|([qk])_norm)\.\w+"),
-}
-
 #: Names that ``mapping=`` takes.
-MAPPINGS = tuple(_FAMILIES)
+MAPPINGS = tuple(FAMILIES)
 
 
-@dataclass(frozen=True, slots=True)
+# In place of a `RowTranspose` whose lengths are those of the last two axes.
+_LAST_AXES = RowTranspose(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Source:
-    """What fills one parameter.
+    """What fills one parameter: a value of ``mapping={parameter: Source(...)}``.
+
+    Examples:
+        ``Source("h.0.attn.c_attn.weight", transpose=True)``: a Conv1D of GPT-2 into a Linear.
+
+        ``Source(["experts.0.w1", "experts.1.w1"], shape=(2, 14336, 4096))``: experts, stacked.
+
+        ``Source([RowRange("qkv", 0, 4096)])``: the first rows of a fused tensor.
 
     Attributes:
         rows: row ranges (along the first dimension), one after the other.
@@ -77,12 +45,35 @@ class Source:
     """
 
     rows: tuple[RowRange, ...]
-    transpose: RowTranspose | None = None
-    shape: tuple[int, ...] | None = None
+    transpose: RowTranspose | None
+    shape: tuple[int, ...] | None
+
+    def __init__(
+        self,
+        rows: str | RowRange | Iterable[str | RowRange],
+        transpose: RowTranspose | bool | None = None,
+        shape: Iterable[int] | None = None,
+    ) -> None:
+        """Say what fills a parameter.
+
+        Args:
+            rows: tensors of the checkpoint, or row ranges of them, one after the other.
+            transpose: True exchanges the last two axes of what the rows make up. A `RowTranspose`
+                is a permutation of the rows.
+            shape: the parameter's; None where it is that of the rows, or of their transpose.
+        """
+        parts = (rows,) if isinstance(rows, (str, RowRange)) else tuple(rows)
+        found = tuple(RowRange(part) if isinstance(part, str) else part for part in parts)
+        if isinstance(transpose, bool):
+            transpose = _LAST_AXES if transpose else None
+        object.__setattr__(self, "rows", found)
+        object.__setattr__(self, "transpose", transpose)
+        object.__setattr__(self, "shape", None if shape is None else tuple(shape))
 
 
 Sources: TypeAlias = str | RowRange | Sequence[str | RowRange] | Source
-MappingArgument: TypeAlias = str | Mapping[str, Sources]
+Layouts: TypeAlias = Mapping[str, Sources]
+MappingArgument: TypeAlias = str | Layouts | tuple[str, Layouts]
 
 
 class Unchanged(Mapping[str, Source]):
@@ -124,7 +115,8 @@ def sources(
     Args:
         checkpoint: the headers.
         mapping: a family's name, or for some parameters the tensors (or row ranges of tensors)
-            whose rows they are, concatenated, or a `Source`; all other tensors keep their names.
+            whose rows they are, concatenated, or a `Source`; all other tensors keep their names. Or
+            both: a family, and parameters that are to be filled otherwise.
         rename: what becomes of names after that: a dict (others stay), or a callable that returns
             a name, or None to skip.
 
@@ -140,7 +132,8 @@ def sources(
     """
     if mapping is None and rename is None:
         return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
-    named = _mapped(checkpoint, mapping)
+    family, layouts = _read(mapping)
+    named = _mapped(checkpoint, family, layouts)
     by_tensor = {source.rows[0].tensor: name for name, source in named}
     tied: dict[str, str] = {}
     out: dict[str, Source] = {}
@@ -160,7 +153,7 @@ def sources(
             )
         out[new], origin[new] = source, first
     for head, embedding in _tied_names(checkpoint):
-        new_head = _renamed(_new_name(head, mapping), rename)
+        new_head = _renamed(family.name(head), rename)
         new_embedding = _renamed(by_tensor.get(embedding, embedding), rename)
         if new_head is not None and new_embedding in out and new_head not in out:
             tied[new_head] = new_embedding
@@ -206,69 +199,125 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     return new
 
 
-def _mapped(checkpoint: Checkpoint, mapping: MappingArgument | None) -> list[tuple[str, Source]]:
-    if isinstance(mapping, str):
-        if mapping not in _FAMILIES:
-            raise ValueError(f"no mapping {mapping!r}; there are {', '.join(_FAMILIES)}")
-        return _of_family(checkpoint, _FAMILIES[mapping])
-    if mapping is not None and not isinstance(mapping, Mapping):
-        raise ValueError(f"mapping is {', '.join(_FAMILIES)} or a dict, not {mapping!r}")
-    explicit = []
-    used = set()
-    for parameter, given in (mapping or {}).items():
-        parts: Sequence[object] = given if isinstance(given, (list, tuple)) else [given]
-        if isinstance(given, Source):
-            parts = given.rows
-        rows = []
-        for part in parts:
-            if not isinstance(part, (str, RowRange)):
-                raise ValueError(
-                    f"mapping of {parameter!r}: expected tensor names or RowRanges, not {part!r}"
-                )
-            name = part if isinstance(part, str) else part.tensor
-            if name not in checkpoint.tensors:
-                raise ValueError(
-                    f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
-                    + did_you_mean(name, checkpoint.tensors)
-                )
-            used.add(name)
-            rows.append(whole(checkpoint.tensors[name]) if isinstance(part, str) else part)
-        if not rows:
-            raise ValueError(f"mapping of {parameter!r}: no tensor is given")
-        explicit.append((parameter, given if isinstance(given, Source) else Source(tuple(rows))))
-    rest = [
-        (name, Source((whole(info),)))
-        for name, info in checkpoint.tensors.items()
-        if name not in used
-    ]
+def _read(mapping: MappingArgument | None) -> tuple[Family, Layouts]:
+    """The family of a mapping, and the parameters that it names."""
+    given: tuple[object, ...] = (mapping,)
+    if isinstance(mapping, (tuple, list)) and len(mapping) == 2:
+        given = tuple(mapping)
+    family, layouts = Family(()), {}
+    for part in given:
+        if isinstance(part, str):
+            if part not in FAMILIES:
+                raise ValueError(f"no mapping {part!r}; there are {', '.join(FAMILIES)}")
+            family = FAMILIES[part]
+        elif isinstance(part, Mapping):
+            layouts = dict(part)
+        elif part is not None:
+            raise ValueError(
+                f"mapping is {', '.join(FAMILIES)} or a dict, or a tuple of both, not {mapping!r}"
+            )
+    return family, layouts
+
+
+def _mapped(checkpoint: Checkpoint, family: Family, layouts: Layouts) -> list[tuple[str, Source]]:
+    """What fills each parameter: those that are named, and what the family makes of the rest."""
+    explicit = [(name, _source(checkpoint, name, given)) for name, given in layouts.items()]
+    used = {r.tensor for _, source in explicit for r in source.rows}
+    rest = _of_family(checkpoint, family, [name for name in checkpoint.tensors if name not in used])
+    if family.rules:  # what is named stands in place of what the family has
+        rest = [(name, source) for name, source in rest if name not in layouts]
     return explicit + rest
 
 
-def _of_family(checkpoint: Checkpoint, family: _Family) -> list[tuple[str, Source]]:
+def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
+    """A source that a user gave, with the lengths that he left out."""
+    parts = given.rows if isinstance(given, Source) else given
+    listed: Sequence[object] = parts if isinstance(parts, (list, tuple)) else [parts]
+    for part in listed:
+        if not isinstance(part, (str, RowRange)):
+            raise ValueError(
+                f"mapping of {parameter!r}: expected tensor names or RowRanges, not {part!r}"
+            )
+        name = part if isinstance(part, str) else part.tensor
+        if name not in checkpoint.tensors:
+            raise ValueError(
+                f"mapping of {parameter!r}: no tensor {name!r} in {checkpoint.path}"
+                + did_you_mean(name, checkpoint.tensors)
+            )
+    if not listed:
+        raise ValueError(f"mapping of {parameter!r}: no tensor is given")
+    source = given if isinstance(given, Source) else Source(listed)  # type: ignore[arg-type]
+    rows = tuple(
+        replace(r, stop=whole(checkpoint.tensors[r.tensor]).stop) if r.stop == END else r
+        for r in source.rows
+    )
+    return _with_lengths(checkpoint, parameter, replace(source, rows=rows))
+
+
+def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Source:
+    """The same, with the lengths of the axes where the last two change places."""
+    if source.transpose != _LAST_AXES:
+        return source
+    shape = source.shape
+    if shape is None:
+        first = checkpoint.tensors[source.rows[0].tensor].shape
+        shape = (sum(r.stop - r.start for r in source.rows), *first[1:])
+        if len(first) > 1:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+    if len(shape) < 2:
+        raise ValueError(
+            f"mapping of {parameter!r}: a transpose needs two axes, and its shape is {list(shape)}"
+        )
+    *before, inner, outer = shape
+    transpose = RowTranspose(math.prod(before), outer, inner) if inner > 1 < outer else None
+    return replace(source, transpose=transpose, shape=tuple(shape))
+
+
+def _of_family(
+    checkpoint: Checkpoint, family: Family, names: Sequence[str]
+) -> list[tuple[str, Source]]:
+    """What a family makes of tensors."""
     rotated = re.compile(family.rotated)
     out = []
-    for name in checkpoint.tensors:
+    stacks: dict[str, dict[int, str]] = {}
+    for name in names:
         row = whole(checkpoint.tensors[name])
-        match = rotated.fullmatch(name)
-        transpose = None
-        if match:
-            kind = next(group for group in match.groups() if group)
-            if _in_rows(checkpoint, name, row.stop):
-                transpose = _rotation(checkpoint, name, kind, row.stop, family.interleave)
-        out.append((_family_name(name, family), Source((row,), transpose)))
-    return out
+        rule = family.rule(name)
+        match, template, layout = rule if rule is not None else (None, name, None)
+        new = match.expand(template) if match is not None else name
+        if layout == "drop":
+            continue
+        if layout == "stack" and match is not None:
+            stacks.setdefault(new, {})[int(match["n"])] = name
+            continue
+        source = Source(row)
+        rotation = rotated.fullmatch(name) if family.interleave is not None else None
+        if layout == "transpose":
+            source = _with_lengths(checkpoint, new, Source(row, transpose=True))
+        elif layout == "flatten":
+            source = Source(row, shape=(math.prod(checkpoint.tensors[name].shape),))
+        elif rotation and _in_rows(checkpoint, name, row.stop):
+            kind = next(group for group in rotation.groups() if group)
+            turned = _rotation(checkpoint, name, kind, row.stop, family.interleave is True)
+            source = Source(row, turned)
+        out.append((new, source))
+    return out + [(new, _stack(checkpoint, new, parts)) for new, parts in stacks.items()]
 
 
-def _family_name(name: str, family: _Family) -> str:
-    for pattern, replacement in family.rules:
-        match = re.fullmatch(pattern, name)  # re keeps the compiled patterns
-        if match:
-            return match.expand(replacement)
-    return name
-
-
-def _new_name(name: str, mapping: MappingArgument | None) -> str:
-    return _family_name(name, _FAMILIES[mapping]) if isinstance(mapping, str) else name
+def _stack(checkpoint: Checkpoint, parameter: str, parts: Mapping[int, str]) -> Source:
+    """Tensors by number, one after the other along a new first axis."""
+    missing = next((n for n in range(len(parts)) if n not in parts), None)
+    if missing is not None:
+        last = parts[max(parts)]
+        raise CheckpointError(
+            checkpoint.path,
+            f"it cannot be stacked to {parameter!r}: number {missing} is missing",
+            f"tensors numbered 0 to {max(parts)}",
+            f"{len(parts)} of them",
+            tensor=last,
+        )
+    infos = [checkpoint.tensors[parts[n]] for n in range(len(parts))]
+    return Source(map(whole, infos), shape=(len(infos), *infos[0].shape))
 
 
 def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:

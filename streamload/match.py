@@ -19,7 +19,7 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.mapping import Source
 from streamload.options import Shapes
 from streamload.planning.demand import DTypePolicy, Want
-from streamload.planning.plan import Placements
+from streamload.planning.plan import Placements, RowTranspose
 from streamload.report import callers_level
 
 _BLOCK_NBYTES = 2**20
@@ -86,7 +86,22 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
     found = _rows_shape(checkpoint, source)
     if source.shape is not None and math.prod(source.shape) != math.prod(found):
         return f"rows of shape {list(found)} are not a tensor of shape {list(source.shape)}"
+    if source.transpose is not None and not _fits(source.transpose, found):
+        t = source.transpose
+        return (
+            f"rows of shape {list(found)} are not ({t.groups}, {t.outer}, {t.inner}) rows, whose "
+            "last two axes are exchanged"
+        )
     return ""
+
+
+def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
+    """Whether it is a permutation of the rows of a shape, or of parts of them."""
+    rows, numel = (shape or (1,))[0], math.prod(shape)
+    if t.rows == rows or not numel:
+        return True
+    parts, rest = divmod(t.rows, rows)
+    return not rest and parts > 0 and numel % t.rows == 0 and parts % t.inner == 0
 
 
 @dataclass(slots=True)

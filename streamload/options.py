@@ -6,11 +6,13 @@ An entrance takes them as ``**options: Unpack[LoadOptions]``, or those of a narr
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, cast, get_args, get_type_hints
 
 from streamload.cast.table import OutOfRange
+from streamload.changes import Transform
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.dtypes import DTypeArgument, DTypeLike
@@ -46,6 +48,13 @@ class NameOptions(TypedDict, total=False):
     mapping: MappingArgument | None
 
 
+class ChangeOptions(TypedDict, total=False):
+    """What changes the weights on the way; see `LoadOptions`."""
+
+    transform: Transform | None
+    adapters: Sequence[str | os.PathLike[str]] | None
+
+
 class StreamOptions(TypedDict, total=False):
     """How bytes are read, cast and moved; see `LoadOptions`."""
 
@@ -57,11 +66,20 @@ class StreamOptions(TypedDict, total=False):
     threads: int | None
 
 
+class IterateOptions(NameOptions, ChangeOptions, StreamOptions, total=False):
+    """The options of `streamload.iterate`; see `LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | None
+    dtype: DTypeArgument
+    reserve: float | str
+
+
 class SplitOptions(WeightOptions, NameOptions, StreamOptions, total=False):
     """The options of `streamload.split`; see `LoadOptions`."""
 
 
-class PlanOptions(SplitOptions, total=False):
+class PlanOptions(SplitOptions, ChangeOptions, total=False):
     """The options of `streamload.plan`; see `LoadOptions`."""
 
     budget: BudgetLike
@@ -106,7 +124,18 @@ class LoadOptions(PlanOptions, total=False):
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
-            or a dict from parameter names to the tensors or `RowRange` s that they consist of.
+            "hf-gpt2" (Conv1D to Linear), "hf-mixtral" and "hf-olmoe" (to tinygrad's examples),
+            "hf-qwen" (to tinygrad.llm; experts are stacked), or a dict from parameter names to the
+            tensors or `RowRange` s that they consist of, or to a `Source` (transposed, stacked). A
+            family and a dict for the rest: ``("hf-llama", {...})``.
+        transform: by pattern of the checkpoint's names, a function that gets some whole rows as a
+            numpy array, in the dtype of the checkpoint and read-only, and returns as many, which
+            are cast once: ``{"*norm.weight": lambda rows: rows + 1}``. The first pattern that
+            matches decides. Threads call it, with at most 1 MiB at a time (or one row); the plan
+            counts three such arrays for each thread, in float32 or what is wider.
+        adapters: folders of LoRA adapters as peft saves them, merged into the weights on the way,
+            in float64, and rounded once. What is not plain LoRA (DoRA, biases, whole modules) is
+            refused. ``transform`` comes after them, and gets float64.
         strict: every parameter must be in the checkpoint and the other way round, but for what
             models compute (positions, masks, rotary frequencies). With False, what matches is
             loaded and the report names the rest; a warning says if that is little.
@@ -143,6 +172,8 @@ DEFAULTS: LoadOptions = {
     "page_cache": "auto",
     "rename": None,
     "mapping": None,
+    "transform": None,
+    "adapters": None,
     "strict": True,
     "shapes": "error",
     "progress": "auto",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import groupby, islice
 
+from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import Reader
 from streamload.device_casts import DeviceCasts
@@ -48,6 +49,7 @@ def stream(
     progress: Callable[[int], None] = lambda nbytes: None,
     opener: Opener = open_shard,
     headroom: Headroom | None = None,
+    changes: Changes = NO_CHANGES,
 ) -> StreamStats:
     """Run a plan.
 
@@ -60,6 +62,7 @@ def stream(
         progress: told the file bytes read so far, often.
         opener: opens the shards.
         headroom: looks whether there still is what was promised; None looks nowhere.
+        changes: what changes values on the way.
 
     Returns:
         What was done.
@@ -79,7 +82,7 @@ def stream(
             stack.enter_context(ledger.lease(device.device, device.scratch_nbytes))
         if plan.host_nbytes:
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
-        job = Job(plan, checkpoint, target, devices, progress, opener, headroom)
+        job = Job(plan, checkpoint, target, devices, progress, opener, headroom, changes)
         for name in job.casting:
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))

@@ -88,7 +88,11 @@ def verify(
 
     Raises:
         PlanInfeasibleError: there is too little memory.
+        ValueError: functions changed values of the load.
     """
+    changed = [p.name for p in report.plan.placements if p.cast == "rows"]
+    if changed:
+        raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
     sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
@@ -174,6 +178,9 @@ def _reference(
             shard: stack.enter_context(_open(shard, checkpoint))
             for shard in dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
         }
+        if p.turned:
+            yield from (_cast(p, data, clamp) for data in _columns(p, checkpoint, files, block))
+            return
         for shard, start, nbytes in _extents(p, checkpoint):
             stop = start + nbytes
             while start < stop:
@@ -234,6 +241,33 @@ def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, i
     for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
         info = checkpoint.tensors[p.source[which].tensor]
         yield info.shard, info.start + int(row) * row_nbytes, row_nbytes
+
+
+def _columns(
+    p: Placement, checkpoint: Checkpoint, files: Mapping[Location, _Read], block_nbytes: int
+) -> Iterator[bytearray]:
+    """The same where the parts of lines are exchanged: some columns of all lines at a time."""
+    t = p.transpose
+    assert t is not None
+    part_nbytes = p.src_nbytes // max(t.rows, 1)
+    line_nbytes = t.inner * part_nbytes
+    row_nbytes = p.src_nbytes // max(sum(r.stop - r.start for r in p.source), 1)
+    lines = []  # where each begins
+    for r in p.source if line_nbytes else ():
+        info = checkpoint.tensors[r.tensor]
+        start, stop = (info.start + row * row_nbytes for row in (r.start, r.stop))
+        lines += [(info.shard, at) for at in range(start, stop, line_nbytes)]
+    step = max(block_nbytes // (t.outer * part_nbytes), 1) * part_nbytes if lines else 1
+    for first in range(0, len(lines), t.outer):
+        for at in range(0, line_nbytes, step):
+            nbytes = min(step, line_nbytes - at)
+            found = [files[shard](start + at, nbytes) for shard, start in lines[first:][: t.outer]]
+            if any(len(data) < nbytes for data in found):
+                shard, start = lines[first]
+                problem, name = "the file ended", p.source[0].tensor
+                raise TruncatedFileError(shard, problem, start + at + nbytes, None, tensor=name)
+            parts = np.frombuffer(b"".join(found), f"V{part_nbytes}").reshape(len(found), -1)
+            yield bytearray(parts.T.tobytes())
 
 
 def _cast(p: Placement, data: bytearray, clamp: bool) -> bytes:

@@ -26,6 +26,7 @@ from streamload.job import NO_COUNTS, Job, Unit
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.reads import Slot, copy_of, reads_of
+from streamload.turning import Turner
 
 Outcome = tuple[Unit, list[CastCounts], BaseException | None]
 
@@ -74,6 +75,7 @@ class Worker:
         self._under_way: deque[_UnderWay] = deque()
         self._finished: list[Outcome] = []  # and not told yet
         self._source = memoryview(b"")
+        self._turner = Turner(job.plan)
         self._fresh = False  # it has the slot of `open` alone, and has begun nothing
 
     def open(self) -> None:
@@ -363,7 +365,7 @@ class Worker:
             if len(chunk.runs) != 1 or not as_it_is:
                 return None
             run = chunk.runs[0]
-            if run.rows != 1 or (start >= 0 and run.start != stop):
+            if run.rows * run.lines != 1 or (start >= 0 and run.start != stop):
                 return None
             start, stop = start if start >= 0 else run.start, run.stop
         return start, stop
@@ -455,16 +457,27 @@ class Worker:
         base: int,
     ) -> CastCounts:
         """Read the chunk's runs and cast them into ``out``, the chunk's bytes."""
+        if p.cast == "rows":
+            counts = NO_COUNTS
+            for run in chunk.runs:
+                with self._bytes(reader, run, whole, base) as src:
+                    counts += self._change(src, run, chunk, p, out)
+            return counts
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
         counts = NO_COUNTS
         for run in chunk.runs:
-            n = (run.stop - run.start) // run.rows
+            n = run.line_nbytes // run.rows
             width = n if moved else n // p.src.itemsize * p.dst.itemsize
             offset, stride = run.offset - chunk.start, run.stride
             if p.cast == "device":  # the same places, in elements that are still to be cast
                 offset = offset // p.dst.itemsize * p.src.itemsize
                 stride = stride // p.dst.itemsize * p.src.itemsize
+            if p.turned and run.rows * run.lines > 1:
+                memory = self._memory(reader)
+                turned = None if moved else cast
+                counts += self._turner.turn(reader, run, turned, out, offset, stride, width, memory)
+                continue
             if moved and run.rows == 1 and not reader.mapped:
                 reader.read_into(run.start, out[offset : offset + n])
                 continue
@@ -472,6 +485,21 @@ class Worker:
                 for row in range(run.rows):
                     start = offset + row * stride
                     counts += cast(src[row * n : (row + 1) * n], out[start : start + width])
+        return counts
+
+    def _change(
+        self, src: memoryview, run: Run, chunk: Chunk, p: Placement, out: memoryview
+    ) -> CastCounts:
+        """Let functions change the rows of a run, and cast what they return to its place."""
+        info, first = self._job.rows_at(chunk, run.start)
+        rows, dtype = self._job.changes.apply(info, src, first)
+        cast = self._job.cast_of(dtype, p.dst)
+        given, n = rows.data, len(rows) // run.rows
+        width = n // dtype.itemsize * p.dst.itemsize
+        counts = NO_COUNTS
+        for row in range(run.rows):
+            start = run.offset - chunk.start + row * run.stride
+            counts += cast(given[row * n : (row + 1) * n], out[start : start + width])
         return counts
 
     def _bytes(
@@ -482,10 +510,15 @@ class Worker:
         if reader.mapped:
             return reader.view(run.start, run.stop)
         nbytes = run.stop - run.start
-        if not self._source:
+        source = self._memory(reader)[:nbytes]
+        reader.read_into(run.start, source)
+        return source
+
+    def _memory(self, reader: Reader) -> memoryview:
+        """Memory to read into, for files that are not mapped."""
+        if not self._source and not reader.mapped:
             self._source = memoryview(bytearray(self._job.plan.slot_nbytes))
-        reader.read_into(run.start, self._source[:nbytes])
-        return self._source[:nbytes]
+        return self._source
 
 
 def _slot_nbytes(chunk: Chunk, placement: Placement) -> int:

@@ -13,10 +13,11 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload import RowRange
+from streamload import RowRange, Source
 from streamload.errors import CheckpointError, StateDictMismatchError
 from streamload.mapping import MAPPINGS, sources
-from streamload.planning.plan import RowTranspose
+from streamload.planning.plan import Plan, RowTranspose
+from streamload.verify import verify
 
 Array = np.ndarray[Any, Any]
 
@@ -216,7 +217,7 @@ def test_a_permutation_is_its_transposes_inverse(tmp_path: Path) -> None:
     assert fill["layers.0.attention.wq.weight"].transpose == RowTranspose(4, 2, 4)
     assert fill["layers.0.attention.wk.weight"].transpose == RowTranspose(2, 2, 4)
     assert fill["layers.0.attention.wv.weight"].transpose is None
-    assert MAPPINGS == ("hf-llama", "meta-llama")
+    assert MAPPINGS[:2] == ("hf-llama", "meta-llama")
 
 
 def test_without_a_mapping_every_tensor_fills_the_parameter_of_its_name(tmp_path: Path) -> None:
@@ -274,7 +275,12 @@ def test_names_can_be_exchanged(tmp_path: Path) -> None:
     ("mapping", "message"),
     [
         ("llama", "no mapping 'llama'; there are hf-llama, meta-llama"),
-        (["a"], "hf-llama, meta-llama or a dict"),
+        (["a"], "hf-llama, meta-llama, .* or a dict"),
+        (("hf-llama", 3), "hf-llama, meta-llama, .* or a dict"),
+        (("llama", {}), "no mapping 'llama'; there are hf-llama, meta-llama"),
+        (("hf-llama", {"x": "nope"}), "no tensor 'nope'"),
+        ({"x": Source("nope", transpose=True)}, "no tensor 'nope'"),
+        ({"x": Source("c", transpose=True)}, r"a transpose needs two axes, and its shape is \[3\]"),
         ({"x": "nope"}, "no tensor 'nope'"),
         ({"x": ["a", "nope"]}, "no tensor 'nope'"),
         ({"x": RowRange("nope", 0, 1)}, "no tensor 'nope'"),
@@ -296,6 +302,10 @@ def test_bad_mappings(tmp_path: Path, mapping: Any, message: str) -> None:
         (RowRange("a", 0, 4), "no rows 0 to 4"),
         (RowRange("a", -1, 2), "no rows -1 to 2"),
         (RowRange("a", 2, 1), "no rows 2 to 1"),
+        (Source("a", shape=(5,)), r"are not a tensor of shape \[5\]"),
+        (Source("a", transpose=True, shape=(3, 3)), r"are not a tensor of shape \[3, 3\]"),
+        (Source("a", RowTranspose(1, 2, 2)), r"\[3, 2\] are not \(1, 2, 2\) rows"),
+        (Source(["a", "b"], RowTranspose(1, 2, 5)), r"\[5, 2\] are not \(1, 2, 5\) rows"),
     ],
 )
 def test_rows_that_do_not_go_together(tmp_path: Path, given: Any, message: str) -> None:
@@ -306,6 +316,161 @@ def test_rows_that_do_not_go_together(tmp_path: Path, given: Any, message: str) 
     assert caught.value.problems[0].startswith("x: ")
     with pytest.raises(StateDictMismatchError, match=message):
         streamload.plan(path, budget="1GB", dtype="float16", mapping={"x": given})
+
+
+EXPERTS = [np.arange(6 * n, 6 * n + 6, dtype=np.float32).reshape(2, 3) for n in range(3)]
+LAYOUTS: dict[str, tuple[Any, Array]] = {
+    "t": (Source("a", transpose=True), ABC["a"].T),
+    "rows": (
+        Source([RowRange("a", 1), "b"], transpose=True),
+        np.vstack([ABC["a"][1:], ABC["b"]]).T,
+    ),
+    "stack": (Source(["e0", "e1", "e2"], shape=(3, 2, 3)), np.stack(EXPERTS)),
+    "turned": (
+        Source(["e0", "e1", "e2"], transpose=True, shape=(3, 3, 2)),
+        np.stack(EXPERTS).swapaxes(1, 2),
+    ),
+    "stored": (Source("s", transpose=True), np.stack(EXPERTS).swapaxes(1, 2)),
+    "row": (Source("row", transpose=True), np.arange(4, dtype=np.float32)[:, None]),
+    "none": (Source("none", transpose=True), np.zeros((0, 3), np.float32)),
+    "one": (RowRange("b", 1), ABC["b"][1:]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
+@pytest.mark.parametrize("chunk_nbytes", [4, 9, 64, 2**20])
+@pytest.mark.parametrize("device", ["host", "cpu", "CPU"])
+def test_layouts(tmp_path: Path, device: str, chunk_nbytes: int, dtype: str) -> None:
+    """Transposed, stacked and both, over several files, at any size of chunk, cast or not."""
+    if device == "cpu":
+        pytest.importorskip("torch")
+    first = ABC | {"e1": EXPERTS[1], "s": np.stack(EXPERTS)}
+    second = {"e0": EXPERTS[0], "e2": EXPERTS[2], "row": np.arange(4, dtype=np.float32)[None]}
+    second["none"] = np.zeros((3, 0), np.float32)
+    for number, tensors in enumerate((first, second)):
+        write_safetensors(
+            tmp_path / f"{number}.safetensors",
+            {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in tensors.items()},
+        )
+    mapping = {name: source for name, (source, _) in LAYOUTS.items()}
+    options = {"chunk_nbytes": chunk_nbytes, "dtype": dtype, "progress": False}
+    report = streamload.load_state_dict(
+        None, tmp_path, device=device, mapping=mapping, budget="1GB", **options
+    )
+    for name, (_, expected) in LAYOUTS.items():
+        found = report.state_dict[name]
+        if expected.size:
+            found = found if device == "host" else found.numpy()
+            assert np.array_equal(found, expected), name
+            assert found.dtype == ("float32" if dtype == "checkpoint" else dtype)
+        assert tuple(found.shape) == expected.shape, name
+    assert verify(report, streamload.open_checkpoint(tmp_path)) == []
+    assert Plan.from_json(report.plan.to_json()) == report.plan
+
+
+def test_a_transpose_says_what_it_takes(tmp_path: Path) -> None:
+    """Its blocks are in the plan, and its peak as a budget is enough."""
+    w = np.random.default_rng(0).standard_normal((1200, 3000)).astype(np.float32)
+    path = write(tmp_path, {"w": w})
+    arguments: dict[str, Any] = {"dtype": "float16", "mapping": {"w": Source("w", transpose=True)}}
+    plain = streamload.plan(path, budget="1GB", dtype="float16", device="host", threads=2)
+    turned = streamload.plan(path, budget="1GB", device="host", threads=2, **arguments)
+    (a,), (b,) = plain.devices, turned.devices
+    assert b.scratch_nbytes - a.scratch_nbytes == 2 * 2 * 2**19
+    least = b.resident_nbytes + 2**21
+    report = streamload.load_state_dict(
+        None, path, device="host", budget=least, progress=False, reader="pread", **arguments
+    )
+    assert np.array_equal(report.state_dict["w"], w.T.astype(np.float16))
+    assert report.held_nbytes["host"] <= least
+
+
+# --- families -------------------------------------------------------------------------------------
+
+
+def test_hf_gpt2(tmp_path: Path) -> None:
+    """Conv1D becomes Linear, masks are left out, and the head is the embedding."""
+    rng = np.random.default_rng(0)
+    shapes = {"wte.weight": (11, 4), "wpe.weight": (8, 4), "ln_f.weight": (4,)}
+    at = "h.0."
+    shapes |= {f"{at}attn.c_attn.weight": (4, 12), f"{at}attn.c_attn.bias": (12,)}
+    shapes |= {f"{at}attn.c_proj.weight": (4, 4), f"{at}mlp.c_fc.weight": (4, 16)}
+    shapes |= {f"{at}mlp.c_proj.weight": (16, 4), f"{at}attn.bias": (1, 1, 8, 8)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    for prefix in ("", "transformer."):
+        tensors = {prefix + name: array for name, array in arrays.items()}
+        path = write(tmp_path / f"p{prefix}", tensors, {"architectures": ["GPT2LMHeadModel"]})
+        found = load(path, mapping="hf-gpt2")
+        assert found.keys() == arrays.keys() - {"h.0.attn.bias"}
+        for name, array in found.items():
+            turned = array.ndim == 2 and name.startswith("h.")
+            assert np.array_equal(array, arrays[name].T if turned else arrays[name]), name
+        model = {name: np.zeros_like(array) for name, array in found.items()}
+        model["lm_head.weight"] = np.zeros((11, 4), np.float32)
+        streamload.load_state_dict(model, path, mapping="hf-gpt2", progress=False, budget="1GB")
+        assert np.array_equal(model["lm_head.weight"], arrays["wte.weight"])
+
+
+def moe(style: str, rng: np.random.Generator) -> dict[str, Array]:
+    """A Llama with two experts a layer, named as families do."""
+    tensors = hf_llama(rng, dim=32, heads=4, kv=2)
+    tensors = {name: array for name, array in tensors.items() if ".mlp." not in name}
+    names = ("w1", "w2", "w3") if style == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = "block_sparse_moe" if style == "mixtral" else "mlp"
+    for layer in range(2):
+        at = f"model.layers.{layer}.{block}"
+        tensors[f"{at}.gate.weight"] = rng.standard_normal((2, 32)).astype(np.float32)
+        for expert in range(2):
+            for name in names:
+                array = rng.standard_normal((6, 32)).astype(np.float32)
+                tensors[f"{at}.experts.{expert}.{name}.weight"] = array
+    return tensors
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Mixtral's stay apart, those of OLMoE and Qwen are stacked, by the names of their models."""
+    rng = np.random.default_rng(0)
+    tensors = moe("mixtral", rng)
+    found = load(write(tmp_path / "mixtral", tensors, CONFIG), mapping="hf-mixtral")
+    at = "model.layers.1.block_sparse_moe"
+    for name in ("gate", "experts.1.w2"):
+        assert np.array_equal(
+            found[f"layers.1.feed_forward.{name}.weight"], tensors[f"{at}.{name}.weight"]
+        )
+    q = "model.layers.1.self_attn.q_proj.weight"
+    assert np.array_equal(found["layers.1.attention.wq.weight"], to_meta(tensors[q], 4))
+    tensors = moe("qwen", rng)
+    path = write(tmp_path / "qwen", tensors, CONFIG)
+    expected = np.stack([tensors[f"model.layers.1.mlp.experts.{n}.up_proj.weight"] for n in (0, 1)])
+    olmoe, qwen = load(path, mapping="hf-olmoe"), load(path, mapping="hf-qwen")
+    assert np.array_equal(olmoe["layers.1.feed_forward.up_proj"], expected)
+    assert np.array_equal(olmoe["layers.1.attention.wq.weight"], to_meta(tensors[q], 4))
+    assert np.array_equal(qwen["blk.1.ffn_up_exps.weight"], expected)
+    assert np.array_equal(qwen["blk.1.attn_q.weight"], tensors[q])
+    assert not [name for name in (*olmoe, *qwen) if "model." in name]
+    del tensors["model.layers.1.mlp.experts.0.up_proj.weight"]
+    with pytest.raises(CheckpointError, match="number 0 is missing") as caught:
+        load(write(tmp_path / "less", tensors, CONFIG), mapping="hf-qwen")
+    assert caught.value.tensor == "model.layers.1.mlp.experts.1.up_proj.weight"
+
+
+def test_a_family_with_overrides(tmp_path: Path) -> None:
+    """What the dict names is filled as it says, everything else as the family does."""
+    tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=4)
+    at = "model.layers.0.self_attn"
+    path = write(tmp_path, tensors, {"num_attention_heads": 4})
+    parts = [f"{at}.{kind}_proj.weight" for kind in "qkv"]
+    over = {"layers.0.attention.wqkv.weight": parts, "norm.weight": [f"{at}.o_proj.bias"]}
+    found = load(path, mapping=("hf-llama", over))
+    whole = load(path, mapping="hf-llama")
+    assert np.array_equal(
+        found["layers.0.attention.wqkv.weight"], np.concatenate([tensors[p] for p in parts])
+    )
+    assert np.array_equal(found["norm.weight"], tensors[f"{at}.o_proj.bias"])
+    gone = {f"layers.0.attention.w{kind}.weight" for kind in "qkv"} | {"layers.0.attention.wo.bias"}
+    assert found.keys() == whole.keys() - gone | over.keys()
+    same = found.keys() - over.keys()
+    assert all(np.array_equal(found[name], whole[name]) for name in same)
 
 
 # --- rename ---------------------------------------------------------------------------------------

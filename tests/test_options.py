@@ -15,11 +15,13 @@ from needs import module
 import streamload
 from streamload.options import DEFAULTS, LoadOptions, takes
 
+CHANGES = {"transform", "adapters"}
 ENTRANCES = {
     "load_state_dict": DEFAULTS.keys(),
     "plan": DEFAULTS.keys() - {"strict", "shapes", "progress"},
-    "split": DEFAULTS.keys() - {"strict", "shapes", "progress", "budget", "device", "residence"},
-    "distributed.load_state_dict": DEFAULTS.keys() - {"residence"},
+    "split": DEFAULTS.keys()
+    - {"strict", "shapes", "progress", "budget", "device", "residence", *CHANGES},
+    "distributed.load_state_dict": DEFAULTS.keys() - {"residence", *CHANGES},
     "distributed.plan": {
         *("budget", "device", "dtype", "rename", "mapping"),
         *("reserve", "context", "batch", "cache_dtype"),

@@ -152,7 +152,7 @@ def reference(tensors: Tensors, want: Want, dst: Any) -> np.ndarray[Any, Any]:
     whole = np.concatenate(rows)
     if want.transpose is not None:
         t = want.transpose
-        split = whole.reshape(t.groups, t.outer, t.inner, *whole.shape[1:])
+        split = whole.reshape(t.groups, t.outer, t.inner, -1 if whole.size else 0)
         whole = np.swapaxes(split, 1, 2)
     whole = np.ascontiguousarray(whole).reshape(want.shape)
     if dst.kind != "float" or whole.dtype == dst.numpy:
@@ -220,6 +220,12 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Want]]:
             rest = total // groups
             outer = draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0]))
             transpose = RowTranspose(groups, outer, rest // outer)
+        elif total and width and draw(st.booleans()):  # parts of rows change places
+            parts = draw(st.sampled_from([n for n in range(1, width + 1) if width % n == 0]))
+            inner = draw(st.sampled_from([n for n in range(1, parts + 1) if parts % n == 0]))
+            lines = total * parts // inner
+            outer = draw(st.sampled_from([n for n in range(1, lines + 1) if lines % n == 0]))
+            transpose = RowTranspose(lines // outer, outer, inner)
         wants.append(Want(f"p{i}", (total, *tail), tuple(rows), transpose))
     if draw(st.booleans()):
         shards[0]["scalar"] = ("F32", (), b"\x00\x00\x80\x3f")

@@ -31,14 +31,16 @@ _Column = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Contiguous file bytes and the rows that they become.
+    """File bytes and the rows that they become: one line of them, or several at equal distances.
 
     Attributes:
         start: first file byte.
-        stop: last file byte, exclusive.
+        stop: last file byte of the last line, exclusive.
         offset: byte of the parameter at which the first row begins.
-        rows: how many rows; 1 where rows stay together.
+        rows: how many rows a line has; 1 where rows stay together.
         stride: bytes of the parameter from one row's beginning to the next one's.
+        lines: how many lines. A row of a line begins where that of the line before it ends.
+        pitch: file bytes from one line's beginning to the next one's.
     """
 
     start: int
@@ -46,6 +48,18 @@ class Run:
     offset: int
     rows: int = 1
     stride: int = 0
+    lines: int = 1
+    pitch: int = 0
+
+    @property
+    def line_nbytes(self) -> int:
+        """File bytes of one line."""
+        return self.stop - self.start - (self.lines - 1) * self.pitch
+
+    @property
+    def nbytes(self) -> int:
+        """File bytes of all lines."""
+        return self.lines * self.line_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +83,7 @@ class Chunk:
     @property
     def read_nbytes(self) -> int:
         """File bytes that are read for it."""
-        return sum(run.stop - run.start for run in self.runs)
+        return sum(run.nbytes for run in self.runs)
 
     def staged_nbytes(self, placement: Placement) -> int:
         """Bytes that it takes in a staging slot: raw ones where the device casts."""
@@ -140,7 +154,7 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
         start: the first file byte that is wanted; where it lies in the chunk, it is the first of an
             element.
     """
-    if len(chunk.runs) != 1 or chunk.runs[0].rows != 1:
+    if len(chunk.runs) != 1 or chunk.runs[0].rows != 1 or chunk.runs[0].lines != 1:
         yield chunk
         return
     run, p = chunk.runs[0], placement
@@ -150,6 +164,9 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
         yield chunk  # it is small: there may be very many of these
         return
     step = max(nbytes // max(src, dst), 1)
+    if p.cast == "rows":  # whole ones
+        row = p.row_numel if p.src is not p.dst else p.src.nbytes(p.row_numel)
+        step = max(step // row, 1) * row
     first = max(start - run.start, 0) // src
     for at in range(first, (run.stop - run.start) // src, step):
         n = min(step, (run.stop - run.start) // src - at)
@@ -278,7 +295,8 @@ class Cut:
             yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
         else:
             ranges = list(_ranges(p, self._checkpoint, self._shard_of))
-            yield from _transposed(index, p, ranges, offset, largest(p))
+            cut = _turned if p.turned else _transposed
+            yield from cut(index, p, ranges, offset, largest(p))
 
 
 def chunks(plan: Plan, checkpoint: Checkpoint) -> Iterator[Chunk]:
@@ -351,6 +369,7 @@ class _Range(NamedTuple):
     start: int  # file byte of the first row
     stop: int  # of the last one, exclusive
     offset: int  # byte of the concatenation
+    first_byte: int  # the same, of what is in the file
 
 
 def _ranges(
@@ -368,7 +387,8 @@ def _ranges(
         if count:
             start = info.start + r.start * src_row
             stop = start + p.src.nbytes(count * per_row)
-            yield _Range(shard_of[info.shard], row, count, start, stop, row * dst_row)
+            shard = shard_of[info.shard]
+            yield _Range(shard, row, count, start, stop, row * dst_row, row * src_row)
         row += count
 
 
@@ -432,6 +452,60 @@ def _transposed(
             stop * t.outer * dst_row,
             tuple(runs),
         )
+
+
+def _turned(
+    index: int, p: Placement, ranges: Sequence[_Range], offset: int, chunk_nbytes: int
+) -> Iterator[Chunk]:
+    """The same, where a row of the permutation is a part of a line, such as one element.
+
+    Lines of the file, of ``inner`` rows each, become columns: a chunk takes some columns of all
+    lines of a group, or some lines of one column.
+    """
+    t = p.transpose
+    assert t is not None
+    row_numel = math.prod(p.shape) // t.rows
+    src, dst = p.src.nbytes(row_numel), p.dst.nbytes(row_numel)
+    pitch = t.inner * src
+    mine = next(r for r in ranges if r.offset == offset)
+
+    def lines(r: _Range) -> range:
+        first = r.first_byte // pitch
+        return range(first, first + (r.stop - r.start) // pitch)
+
+    def run(r: _Range, begin: int, end: int, column: int, columns: int) -> Run:
+        """Columns of some lines of a range, all of one group."""
+        group, line = divmod(begin, t.outer)
+        start = r.start + (begin - lines(r).start) * pitch + column * src
+        stop = start + (end - begin - 1) * pitch + columns * src
+        to = ((group * t.inner + column) * t.outer + line) * dst
+        return Run(start, stop, to, columns, t.outer * dst, end - begin, pitch)
+
+    own = lines(mine)
+    for group in range(own.start // t.outer, -(-own.stop // t.outer)):
+        base = group * t.outer
+        parts = [(r, max(lines(r).start, base), min(lines(r).stop, base + t.outer)) for r in ranges]
+        parts = [part for part in parts if part[1] < part[2]]
+        step = chunk_nbytes // (t.outer * max(src, dst))  # columns
+        if step and len({r.shard for r, _, _ in parts}) == 1:
+            for column in range(0, t.inner if parts[0][0] is mine else 0, step):
+                columns = min(step, t.inner - column)
+                runs = tuple(run(*part, column, columns) for part in parts)
+                first = (group * t.inner + column) * t.outer * dst
+                yield Chunk(index, mine.shard, first, first + columns * t.outer * dst, runs)
+            continue
+        begin, end = max(own.start, base), min(own.stop, base + t.outer)
+        step = max(chunk_nbytes // max(src, dst), 1)  # lines
+        for line in range(begin, end, step):
+            for column in range(t.inner):
+                one = run(mine, line, min(line + step, end), column, 1)
+                if max(src, dst) > chunk_nbytes:
+                    yield from _contiguous(
+                        index, p, mine.shard, one.start, one.stop, one.offset, chunk_nbytes
+                    )
+                else:
+                    stop = one.offset + one.lines * dst
+                    yield Chunk(index, mine.shard, one.offset, stop, (one,))
 
 
 def _locate(

@@ -21,6 +21,7 @@ from streamload.planning.plan import (
     STAGING_SLOTS,
     TALLY_NBYTES,
     DevicePlan,
+    Placement,
     Placements,
     Plan,
     slot_nbytes,
@@ -30,6 +31,7 @@ from streamload.units import round_up
 MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
+_CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
@@ -48,6 +50,9 @@ class Share:
         host_moves: the host casts or reorders some bytes: they cannot be read to where they go.
         tallies: how many placements the device casts and counts in streamload's kernels.
         resizes: some of these casts change the size of the elements.
+        turns: some matrices are transposed.
+        row_nbytes: the longest row that functions change, in the file or as it is placed.
+        changed_nbytes: what a thread takes for rows that it changes.
     """
 
     spec: DeviceSpec
@@ -60,6 +65,9 @@ class Share:
     host_moves: bool
     tallies: int
     resizes: bool
+    turns: bool
+    row_nbytes: int
+    changed_nbytes: int
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
@@ -67,15 +75,22 @@ class Share:
         base = timeline(placements, spec)
         counted = placements.counted
         own = [(p, n) for p, n in counted if p.cast == "device" and spec.casts]
+        rows = any(p.cast == "rows" for p, _ in counted)
+        changed = [p for p in placements if p.cast == "rows"] if rows else []
         return cls(
             spec,
             placements,
             *base,
             fresh_nbytes=_fresh(placements, spec, *base),
             casts={p.cast for p, _ in counted},
-            host_moves=any(p.cast in ("llvm", "numpy") or p.transpose for p, _ in counted),
+            host_moves=any(p.cast in ("llvm", "numpy", "rows") or p.transpose for p, _ in counted),
             tallies=sum(count for _, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
+            turns=any(p.turned for p, _ in counted),
+            row_nbytes=max((p.row_numel * _widest(p) for p in changed), default=0),
+            changed_nbytes=max(
+                (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed), default=0
+            ),
         )
 
     def has_room(self, scratch_nbytes: int) -> bool:
@@ -151,7 +166,8 @@ def fit(
     while chunk < min(_SHARED_CHUNK_NBYTES, longest) and threads > 1:
         threads -= 1
         chunk = _host_chunk(draft, shares, threads)
-    chunk = max(min(longest, chunk), min(longest, MIN_CHUNK_NBYTES))
+    row = max((share.row_nbytes for share in shares), default=0)
+    chunk = max(min(longest, chunk), min(longest, MIN_CHUNK_NBYTES), row)
     while True:
         slot = min(slot_nbytes(chunk), whole)
         plan = replace(draft, threads=threads, chunk_nbytes=chunk, slot_nbytes=slot)
@@ -160,11 +176,11 @@ def fit(
             not nbytes or share.has_room(nbytes)
             for share, nbytes in zip(shares, scratch, strict=True)
         )
-        if fits or (chunk <= MIN_CHUNK_NBYTES and threads <= 1):
+        if fits or (chunk <= max(MIN_CHUNK_NBYTES, row) and threads <= 1):
             break
         # fewer threads before chunks below 1 MiB: a chunk costs tens of microseconds in calls
-        if chunk > _SHARED_CHUNK_NBYTES or threads <= 1:
-            chunk //= 2
+        if chunk > max(_SHARED_CHUNK_NBYTES, row) or threads <= 1:
+            chunk = max(chunk // 2, row)
         else:
             threads -= 1
     devices = [
@@ -172,6 +188,11 @@ def fit(
         for share, nbytes in zip(shares, scratch, strict=True)
     ]
     return replace(plan, devices=tuple(devices), host_nbytes=host)
+
+
+def _widest(p: Placement) -> int:
+    """Bytes of an element, in the file or as it is placed."""
+    return max(p.src.itemsize, p.dst.itemsize)
 
 
 def _host_chunk(draft: Plan, shares: Sequence[Share], threads: int) -> int:
@@ -206,7 +227,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
             staged = slots * plan.staging_nbytes
             scratch[at] += staged if spec.shared_memory else 0
             host += 0 if spec.shared_memory else staged
-    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast
+    # what a worker holds of its own: a source buffer, the temporaries of a numpy cast, two blocks
     host_moves = any(share.host_moves for share in shares)
     if host_moves and not {"pread", "direct"}.isdisjoint(plan.readers):
         own += workers * plan.slot_nbytes
@@ -219,6 +240,10 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
     on_host = [at for at in used if shares[at].spec.shared_memory]
     if on_host and host_moves and not own and not any(scratch[at] for at in on_host):
         own = least_read_nbytes(plan.placements)
+    if any(share.turns for share in shares):
+        own += workers * 2 * plan.turn_nbytes
+    changed = max((share.changed_nbytes for share in shares), default=0)
+    own += plan.change_nbytes + workers * (changed + plan.change_thread_nbytes)
     for at in on_host if any(shares[n].spec.own_host for n in on_host) else on_host[:1]:
         scratch[at] += own  # of one memory it counts once
     return scratch, host if on_host else host + own

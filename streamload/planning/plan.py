@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +39,10 @@ SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 # What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
 # reader's alignment before the first byte that is wanted, and end at one after the last.
 DIRECT_ROOM_NBYTES = 2 * 4096
+# Most bytes of a block of lines that become columns; a thread holds two.
+TURN_NBYTES = 2**19
+# Most bytes of rows that are changed at once, but for a row that is longer.
+CHANGE_NBYTES = 2**20
 # What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
@@ -54,13 +59,20 @@ def slot_nbytes(nbytes: int) -> int:
     return round_up(nbytes, SLOT_ALIGNMENT)
 
 
+#: In place of the stop of a `RowRange`: up to the last row.
+END = sys.maxsize
+
+
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor."""
+    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
+
+    Without either, all rows.
+    """
 
     tensor: str
-    start: int
-    stop: int
+    start: int = 0
+    stop: int = END
 
     def __post_init__(self) -> None:
         if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
@@ -74,6 +86,9 @@ class RowTranspose:
     Output row (g, i, o) is input row (g, o, i). Query and key rows of Hugging Face Llamas are
     half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
     ``(heads, head_dim / 2, 2)`` they go back.
+
+    Where a row of the tensor is ``inner`` of these rows, or a multiple, its parts move: a matrix of
+    (r, c) is transposed by ``(1, r, c)``, each of n stacked ones by ``(n, r, c)``.
     """
 
     groups: int
@@ -100,7 +115,8 @@ class Placement:
         transpose: a permutation of those rows, or None.
         action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
             holds is released first).
-        cast: "copy", "llvm", "numpy", "device", or "mapped": a view on the file, which is not read.
+        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, or "mapped"
+            for a view on the file, which is not read.
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
             fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
@@ -130,6 +146,22 @@ class Placement:
     def src_nbytes(self) -> int:
         """Bytes of its elements in the checkpoint."""
         return self.src.nbytes(math.prod(self.shape))
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of its source."""
+        return math.prod(self.shape) // max(sum(r.stop - r.start for r in self.source), 1)
+
+    @property
+    def changed_numel(self) -> int:
+        """Most elements that are changed at once."""
+        fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
+        return min(max(fitting, self.row_numel), math.prod(self.shape))
+
+    @property
+    def turned(self) -> bool:
+        """Whether the transpose may move parts of rows, as that of a matrix does."""
+        return self.transpose is not None and self.transpose.rows != (self.shape or (1,))[0]
 
 
 class Placements(Sequence[Placement]):
@@ -362,6 +394,8 @@ class Plan:
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
         reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
         cache: the KV cache that there is room for when the load is done, with its dtype, or None.
+        change_nbytes: what functions that change values hold for all threads.
+        change_thread_nbytes: what they take in each thread, beside its rows.
     """
 
     path: str
@@ -378,11 +412,18 @@ class Plan:
     page_cache: PageCacheKind = "auto"
     reader_reasons: tuple[str, ...] = ()
     cache: CacheRequest | None = None
+    change_nbytes: int = 0
+    change_thread_nbytes: int = 0
 
     @property
     def staging_nbytes(self) -> int:
         """Bytes of one staging slot as it is allocated: chunks, and what is read around them."""
         return self.slot_nbytes + (DIRECT_ROOM_NBYTES if "direct" in self.readers else 0)
+
+    @property
+    def turn_nbytes(self) -> int:
+        """Bytes of a block of lines that become columns."""
+        return min(TURN_NBYTES, self.slot_nbytes)
 
     @property
     def resident_nbytes(self) -> int:

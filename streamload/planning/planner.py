@@ -7,7 +7,7 @@ specs give the same plan on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -63,6 +63,8 @@ def make_plan(
     cache: KvCache | None = None,
     residence: Residence = "memory",
     mappable: Sequence[bool] = (),
+    changed: Collection[str] = (),
+    change_nbytes: tuple[int, int] = (0, 0),
 ) -> Plan:
     """Decide a load.
 
@@ -87,6 +89,8 @@ def make_plan(
         residence: whether parameters are views on mapped files: "mapped" all, "auto" those that
             can be.
         mappable: which shards can be mapped; asked for under these two.
+        changed: tensors whose values functions change on the way.
+        change_nbytes: what these hold, for all threads and for each beside its rows.
 
     Raises:
         PlanInfeasibleError: the parameters do not fit, or not with the cache.
@@ -107,10 +111,14 @@ def make_plan(
     room = room.placed(checkpoint, wants, where, dtype) if room is not None else None
     on = [specs[name] for name in where]
     dsts = _dsts(wants, on, dtype)
+    rows = [False] * len(wants)
+    if changed:
+        rows = [any(r.tensor in changed for r in source) for source in wants.sources]
     mapped = [False] * len(wants)
     if residence != "memory":
-        mapped = _mapped(checkpoint, wants, on, dsts, mappable, strict=residence == "mapped")
-    placements = _place(checkpoint, wants, on, dsts, mapped, engine)
+        strict = residence == "mapped"
+        mapped = _mapped(checkpoint, wants, on, dsts, mappable, rows, strict=strict)
+    placements = _place(checkpoint, wants, on, dsts, mapped, engine, rows)
     placements = _allocated(_settled(placements, specs, notes), specs)
     draft = Plan(
         path=str(checkpoint.path),
@@ -127,6 +135,8 @@ def make_plan(
         page_cache=page_cache,
         reader_reasons=tuple(reader_reasons),
         cache=room.request if room is not None else None,
+        change_nbytes=change_nbytes[0],
+        change_thread_nbytes=change_nbytes[1],
     )
     shares = [Share.of(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
@@ -141,6 +151,7 @@ def _place(
     dsts: Sequence[DType],
     mapped: Sequence[bool],
     engine: _EngineChoice,
+    rows: Sequence[bool],
 ) -> Placements:
     """Place wants on a device each, in the order of the files, so that each is read once.
 
@@ -149,7 +160,7 @@ def _place(
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, mapped),
+            *(wants.shapes, wants.transposes, wants.held, mapped, rows),
             strict=True,
         )
     )
@@ -157,7 +168,7 @@ def _place(
     doubtful = set()
     for key, at in _firsts(keys).items():
         kind = _kind(wants[at], wants.srcs[at], dsts[at], specs[at], engine, mapped=mapped[at])
-        kinds[key] = kind
+        kinds[key] = kind = replace(kind, cast="rows") if rows[at] else kind
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
         if kind.dst.name in specs[at].unsupported or (kind.src is not kind.dst and small):
             doubtful.add(key)
@@ -196,6 +207,7 @@ def _mapped(
     specs: Sequence[DeviceSpec],
     dsts: Sequence[DType],
     mappable: Sequence[bool],
+    rows: Sequence[bool],
     *,
     strict: bool,
 ) -> list[bool]:
@@ -214,6 +226,8 @@ def _mapped(
             why = f"{spec.name} does not compute on mapped files"
         elif not mappable[shards[at]]:
             why = "the file is not on this machine"
+        elif rows[at]:
+            why = "its values change on the way"
         elif others or wants.transposes[at] is not None:
             why = "its rows do not follow each other in the file"
         elif info.dtype is not dst:

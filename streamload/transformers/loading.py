@@ -16,7 +16,15 @@ from streamload.devices.names import framework
 from streamload.errors import DeviceError
 from streamload.load import load_state_dict
 from streamload.lookup import open_devices
-from streamload.options import LoadOptions, Shapes, StreamOptions, Strictness, WeightOptions, takes
+from streamload.options import (
+    ChangeOptions,
+    LoadOptions,
+    Shapes,
+    StreamOptions,
+    Strictness,
+    WeightOptions,
+    takes,
+)
 from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
@@ -31,7 +39,7 @@ from streamload.units import parse_bytes
 _SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
 
 
-class ModelOptions(WeightOptions, StreamOptions, total=False):
+class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
     """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
 
     budget: BudgetLike

@@ -1,0 +1,150 @@
+"""Names, row orders and layouts of model families, as rules.
+
+Sources: the conversion of Meta's Llama weights by transformers (``convert_llama_weights_to_hf.py``:
+names, and ``permute`` of the query and key rows); Meta's ``llama/model.py`` (``tok_embeddings``,
+``attention.wq``, ...); tinygrad's models (``examples/gpt2.py``, ``examples/mixtral.py``,
+``examples/olmoe.py``, ``extra/models/llama.py``, ``tinygrad/llm/model.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+#: What a rule does to a tensor besides: nothing, its last two axes change places, it becomes one of
+#: those that are stacked to one parameter (in the order of the rule's group ``n``), a matrix of one
+#: row becomes a vector, or it is left out.
+Layout = Literal["", "transpose", "stack", "flatten", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the tensors of a family become parameters; those that no rule matches stay as they are.
+
+    Attributes:
+        rules: (pattern of the checkpoint's name, the parameter's name, layout); the first that
+            matches decides.
+        interleave: query and key rows become interleaved (True), half-split (False), or stay (None)
+        rotated: pattern of the checkpoint's names whose rows are rotated; one group is q or k.
+    """
+
+    rules: tuple[tuple[str, str, Layout], ...]
+    interleave: bool | None = None
+    rotated: str = ""
+
+    def rule(self, name: str) -> tuple[re.Match[str], str, Layout] | None:
+        """The rule for a tensor, and how it matches."""
+        for pattern, new, layout in self.rules:
+            match = re.fullmatch(pattern, name)  # re keeps the compiled patterns
+            if match:
+                return match, new, layout
+        return None
+
+    def name(self, name: str) -> str:
+        """The parameter that a tensor becomes, or a part of."""
+        found = self.rule(name)
+        return found[0].expand(found[1]) if found else name
+
+
+def _rules(names: Mapping[str, str], layout: Layout = "") -> tuple[tuple[str, str, Layout], ...]:
+    return tuple((pattern, new, layout) for pattern, new in names.items())
+
+
+_LAYER = r"model\.layers\.(\d+)\."
+_HF_TO_META = _rules(
+    {
+        r"model\.embed_tokens\.(.+)": r"tok_embeddings.\1",
+        r"model\.norm\.(.+)": r"norm.\1",
+        r"lm_head\.(.+)": r"output.\1",
+        rf"{_LAYER}input_layernorm\.(.+)": r"layers.\1.attention_norm.\2",
+        rf"{_LAYER}post_attention_layernorm\.(.+)": r"layers.\1.ffn_norm.\2",
+        rf"{_LAYER}self_attn\.([qkvo])_proj\.(.+)": r"layers.\1.attention.w\2.\3",
+        rf"{_LAYER}self_attn\.([qk])_norm\.(.+)": r"layers.\1.attention.\2_norm.\3",
+        rf"{_LAYER}mlp\.gate_proj\.(.+)": r"layers.\1.feed_forward.w1.\2",
+        rf"{_LAYER}mlp\.down_proj\.(.+)": r"layers.\1.feed_forward.w2.\2",
+        rf"{_LAYER}mlp\.up_proj\.(.+)": r"layers.\1.feed_forward.w3.\2",
+    }
+)
+_META_TO_HF = _rules(
+    {
+        r"tok_embeddings\.(.+)": r"model.embed_tokens.\1",
+        r"norm\.(.+)": r"model.norm.\1",
+        r"output\.(.+)": r"lm_head.\1",
+        r"layers\.(\d+)\.attention_norm\.(.+)": r"model.layers.\1.input_layernorm.\2",
+        r"layers\.(\d+)\.ffn_norm\.(.+)": r"model.layers.\1.post_attention_layernorm.\2",
+        r"layers\.(\d+)\.attention\.w([qkvo])\.(.+)": r"model.layers.\1.self_attn.\2_proj.\3",
+        r"layers\.(\d+)\.attention\.([qk])_norm\.(.+)": r"model.layers.\1.self_attn.\2_norm.\3",
+        r"layers\.(\d+)\.feed_forward\.w1\.(.+)": r"model.layers.\1.mlp.gate_proj.\2",
+        r"layers\.(\d+)\.feed_forward\.w2\.(.+)": r"model.layers.\1.mlp.down_proj.\2",
+        r"layers\.(\d+)\.feed_forward\.w3\.(.+)": r"model.layers.\1.mlp.up_proj.\2",
+    }
+)
+# Conv1D keeps the inputs along its first axis, Linear along its last.
+_CONV1D = r"(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)"
+_GPT2 = (
+    *_rules({r"(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias": ""}, "drop"),
+    *_rules({rf"(?:transformer\.)?(h\.\d+\.{_CONV1D}\.weight)": r"\1"}, "transpose"),
+    *_rules({r"transformer\.(.+)": r"\1"}),
+)
+_MIXTRAL = (
+    *_HF_TO_META,
+    *_rules({rf"{_LAYER}block_sparse_moe\.(.+)": r"layers.\1.feed_forward.\2"}),
+)
+_OLMOE = (
+    *_rules(
+        {
+            rf"{_LAYER}mlp\.experts\.(?P<n>\d+)\.(gate|up|down)_proj\.weight": (
+                r"layers.\1.feed_forward.\3_proj"
+            )
+        },
+        "stack",
+    ),
+    *_rules({rf"{_LAYER}mlp\.gate\.(.+)": r"layers.\1.feed_forward.gate.\2"}),
+    *_HF_TO_META,
+)
+# The names of GGUF, which tinygrad.llm's Transformer has: its rows are half-split, as they are in
+# the checkpoint.
+_QWEN = (
+    *_rules(
+        {
+            rf"{_LAYER}mlp\.experts\.(?P<n>\d+)\.(gate|up|down)_proj\.weight": (
+                r"blk.\1.ffn_\3_exps.weight"
+            )
+        },
+        "stack",
+    ),
+    *_rules(
+        {rf"{_LAYER}mlp\.shared_expert_gate\.weight": r"blk.\1.ffn_gate_inp_shexp.weight"},
+        "flatten",
+    ),
+    *_rules(
+        {
+            r"model\.embed_tokens\.(.+)": r"token_embd.\1",
+            r"model\.norm\.(.+)": r"output_norm.\1",
+            r"lm_head\.(.+)": r"output.\1",
+            rf"{_LAYER}input_layernorm\.(.+)": r"blk.\1.attn_norm.\2",
+            rf"{_LAYER}post_attention_layernorm\.(.+)": r"blk.\1.ffn_norm.\2",
+            rf"{_LAYER}self_attn\.([qkv])_proj\.(.+)": r"blk.\1.attn_\2.\3",
+            rf"{_LAYER}self_attn\.o_proj\.(.+)": r"blk.\1.attn_output.\2",
+            rf"{_LAYER}self_attn\.([qk])_norm\.(.+)": r"blk.\1.attn_\2_norm.\3",
+            rf"{_LAYER}mlp\.gate\.(.+)": r"blk.\1.ffn_gate_inp.\2",
+            rf"{_LAYER}mlp\.(gate|up|down)_proj\.(.+)": r"blk.\1.ffn_\2.\3",
+            rf"{_LAYER}mlp\.shared_expert\.(gate|up|down)_proj\.(.+)": r"blk.\1.ffn_\2_shexp.\3",
+        }
+    ),
+)
+
+_HF_ROTATED = r".*\.self_attn\.([qk])_(?:proj|norm)\.\w+"
+_META_ROTATED = r".*\.attention\.(?:w([qk])|([qk])_norm)\.\w+"
+
+#: By the name that ``mapping=`` takes.
+FAMILIES = {
+    "hf-llama": Family(_HF_TO_META, True, _HF_ROTATED),
+    "meta-llama": Family(_META_TO_HF, False, _META_ROTATED),
+    "hf-gpt2": Family(_GPT2),
+    "hf-mixtral": Family(_MIXTRAL, True, _HF_ROTATED),
+    "hf-olmoe": Family(_OLMOE, True, _HF_ROTATED),
+    "hf-qwen": Family(_QWEN),
+}

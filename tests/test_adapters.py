@@ -1,0 +1,249 @@
+"""`adapters=`: LoRA merged on the way, rounded once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload.errors import CheckpointError
+
+Array = np.ndarray[Any, Any]
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8"}
+BASE = "base_model.model."
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none", "use_dora": False}
+
+
+def write(path: Path, arrays: Mapping[str, Array]) -> None:
+    """A file of these arrays."""
+    tensors = {n: (CODES[a.dtype.name], a.shape, a.tobytes()) for n, a in arrays.items()}
+    write_safetensors(path, tensors)
+
+
+def random(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
+    """Ordinary numbers."""
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return np.asarray(values.astype(np.float32).astype(dtype))
+
+
+def adapter(folder: Path, arrays: Mapping[str, Array], **config: Any) -> Path:
+    """An adapter as peft saves one."""
+    write(folder / "adapter_model.safetensors", arrays)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def pair(module: str, rows: int, columns: int, rank: int = 4, seed: int = 5) -> dict[str, Array]:
+    """Both factors of a module."""
+    return {
+        f"{BASE}{module}.lora_A.weight": random(seed, rank, columns),
+        f"{BASE}{module}.lora_B.weight": random(seed + 1, rows, rank),
+    }
+
+
+def load(path: Path, *adapters: Path, **options: Any) -> dict[str, Array]:
+    """Load onto the host."""
+    given: dict[str, Any] = {"device": "host", "dtype": "checkpoint", "budget": "1GB"} | options
+    report = streamload.load_state_dict(
+        None, path, adapters=list(adapters), progress=False, **given
+    )
+    return report.state_dict
+
+
+def ordinals(values: Array) -> Array:
+    """Numbers of the codes of 16-bit floats, in the order of their values."""
+    codes = values.view(np.int16).astype(np.int32)
+    return np.where(codes < 0, -32768 - codes, codes)
+
+
+def assert_within_one_rounding(found: Array, exact: Array) -> None:
+    """At most the next number to what float64 rounds to, and that very one nearly always."""
+    away = np.abs(ordinals(found) - ordinals(exact.astype(np.float32).astype(found.dtype)))
+    assert away.max() <= 1
+    assert (away > 0).mean() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_rounded_once_whatever_the_chunks_are(tmp_path: Path, dtype: Any, rslora: bool) -> None:
+    """Within one rounding of float64; the same bytes for any chunks, readers and devices."""
+    w, other = random(0, 300, 1000, dtype=dtype), random(1, 30, 10, dtype=dtype)
+    path = tmp_path / "model.safetensors"
+    write(path, {"h.q.weight": w, "h.k.weight": other})
+    factors = pair("h.q", 300, 1000)
+    patterns = {"alpha_pattern": {"q": 3}} if rslora else {}
+    folder = adapter(tmp_path / "lora", factors, use_rslora=rslora, **patterns)
+    scale = 3 / 2 if rslora else 6 / 4
+    a, b = (array.astype(np.float64) for array in factors.values())
+    exact = w.astype(np.float64) + scale * (b @ a)
+    found = load(path, folder)
+    assert np.array_equal(found["h.k.weight"], other)
+    assert_within_one_rounding(found["h.q.weight"], exact)
+    again = [{"chunk_nbytes": 100}, {"chunk_nbytes": 20_000, "threads": 1}, {"reader": "pread"}]
+    for options in (*again, {"device": "CL", "dtype": "float16"}):
+        if options.get("dtype") == "float16" and dtype is not np.float16:
+            continue
+        one = load(path, folder, **options)["h.q.weight"]
+        one = one if isinstance(one, np.ndarray) else one.numpy()
+        assert one.tobytes() == found["h.q.weight"].tobytes(), options
+    (_, q), (_, k) = sorted(
+        streamload.iterate(path, device="host", dtype="checkpoint", adapters=[folder]),
+        key=lambda step: -step[1].size,
+    )
+    assert q.tobytes() == found["h.q.weight"].tobytes()
+    assert np.array_equal(k, other)
+
+
+def test_merged_and_cast_is_rounded_once(tmp_path: Path) -> None:
+    """From bf16 to float32 nothing of the sum is lost on the way; two adapters add up."""
+    w = random(0, 20, 12, dtype=ml_dtypes.bfloat16)
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": w, "e.weight": w})
+    first = adapter(tmp_path / "a", pair("m", 20, 12))
+    embedded = {f"{BASE}e.lora_embedding_A": random(1, 4, 20)}
+    embedded[f"{BASE}e.lora_embedding_B"] = random(2, 12, 4)
+    second = adapter(tmp_path / "b", pair("m", 20, 12, seed=9) | embedded, lora_alpha=4)
+    found = load(path, first, second, dtype="float32")
+    deltas = [1.5 * b @ a for a, b in [pair("m", 20, 12).values()]]
+    deltas += [b @ a for a, b in [pair("m", 20, 12, seed=9).values()]]
+    expected = w.astype(np.float64) + sum(deltas)
+    assert np.allclose(found["m.weight"], expected, rtol=1e-6, atol=1e-5)
+    a, b = embedded.values()
+    assert np.allclose(found["e.weight"], w.astype(np.float64) + (b @ a).T, rtol=1e-6, atol=1e-5)
+
+
+def test_rows_that_a_family_permutes(tmp_path: Path) -> None:
+    """The sum is of the checkpoint's rows, which take their places after it."""
+    q = "model.layers.0.self_attn.q_proj"
+    (tmp_path / "m").mkdir()
+    write(tmp_path / "m" / "model.safetensors", {f"{q}.weight": random(0, 32, 8)})
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    folder = adapter(tmp_path / "a", pair(q, 32, 8))
+    name = "layers.0.attention.wq.weight"
+    for chunk_nbytes in (100, None):
+        options: dict[str, Any] = {"mapping": "hf-llama", "chunk_nbytes": chunk_nbytes}
+        merged = load(tmp_path / "m", folder)[f"{q}.weight"]
+        found = load(tmp_path / "m", folder, **options)[name]
+        expected = merged.reshape(4, 2, 4, 8).swapaxes(1, 2).reshape(32, 8)
+        assert np.array_equal(found, expected)
+
+
+def test_a_transposed_weight_and_another_prefix(tmp_path: Path) -> None:
+    """Conv1D keeps its inputs along the first axis; a prefix may be there or not."""
+    path = tmp_path / "model.safetensors"
+    w = random(0, 12, 20)
+    write(path, {"h.0.c.weight": w})
+    factors = pair("transformer.h.0.c", 20, 12)
+    found = load(path, adapter(tmp_path / "a", factors, fan_in_fan_out=True))["h.0.c.weight"]
+    a, b = factors.values()
+    assert np.allclose(found, w + 1.5 * (b @ a).T, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"target_parameters": ["experts.w"]}, "target_parameters"),
+        ({"layer_replication": [[0, 4]]}, "layer_replication"),
+        ({"something_new": True}, "something_new"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"peft_type": None}, "only plain LoRA"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], named: str
+) -> None:
+    """With the file, and what it has."""
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": random(0, 20, 12)})
+    folder = adapter(tmp_path / "a", pair("m", 20, 12), **config)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        load(path, folder)
+    assert caught.value.path == str(folder / "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (pair("m", 20, 12) | {f"{BASE}m.lora_magnitude_vector": random(0, 20)}, "magnitude"),
+        (pair("n", 20, 12), "a tensor 'n.weight' there"),
+        (pair("m", 20, 11), r"matrix of \[20, 12\]"),
+        (pair("i", 20, 12), "floats of 16 bits"),
+        ({f"{BASE}m.lora_A.weight": random(0, 4, 12)}, "lora_A and lora_B of 'm'"),
+        (
+            {f"{BASE}m.lora_A.weight": random(0, 4, 12, 1, 1)}
+            | {f"{BASE}m.lora_B.weight": random(0, 20, 4, 1, 1)},
+            "matrices",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit(
+    tmp_path: Path, arrays: dict[str, Array], message: str
+) -> None:
+    """Named before anything is read of the checkpoint."""
+    path = tmp_path / "model.safetensors"
+    write(path, {"m.weight": random(0, 20, 12), "i.weight": np.zeros((20, 12), np.int8)})
+    with pytest.raises(CheckpointError, match=message):
+        load(path, adapter(tmp_path / "a", arrays))
+    with pytest.raises(ValueError, match="list of paths"):
+        streamload.load_state_dict(None, path, adapters="a", device="host")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "dora", "bias"])
+def test_adapters_of_peft(tmp_path: Path, kind: str) -> None:
+    """What peft saves: as near to float64 as peft's own merge or nearer, or refused by name."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, **sizes)
+        make, targets = transformers.GPT2LMHeadModel, ["c_attn"]
+    else:
+        sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.LlamaConfig(num_attention_heads=4, **sizes)
+        make, targets = transformers.LlamaForCausalLM, ["q_proj", "down_proj", "embed_tokens"]
+    make(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    base = make.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    extra = {"dora": {"use_dora": True}, "bias": {"bias": "all"}}.get(kind, {})
+    if kind == "dora":
+        targets = targets[:1]
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=7, target_modules=targets, fan_in_fan_out=kind == "gpt2", **extra
+    )
+    wrapped = peft.get_peft_model(base, lora)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers=False)
+    model = make(config).to(torch.bfloat16)
+    arguments: dict[str, Any] = {"adapters": [tmp_path / "lora"], "progress": False}
+    if extra:
+        with pytest.raises(CheckpointError, match=next(iter(extra))):
+            streamload.load_state_dict(model, tmp_path / "base", strict=False, **arguments)
+        return
+    streamload.load_state_dict(model, tmp_path / "base", strict=False, **arguments)
+    exact = make.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    exact = peft.PeftModel.from_pretrained(exact, tmp_path / "lora").merge_and_unload()
+    theirs, ours = wrapped.merge_and_unload().state_dict(), model.state_dict()
+    away = {"ours": 0.0, "theirs": 0.0}
+    for name, wanted in exact.state_dict().items():
+        found = ours[name].view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        assert_within_one_rounding(found, wanted.numpy())
+        away["ours"] += float((ours[name].double() - wanted).abs().sum())
+        away["theirs"] += float((theirs[name].double() - wanted).abs().sum())
+    assert 0 < away["ours"] <= away["theirs"]

@@ -1,0 +1,101 @@
+"""`streamload.iterate`: one tensor after the other."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload import Source
+from streamload.errors import CheckpointError, PlanInfeasibleError
+
+SHAPES = {"b": (300, 1000), "a": (500, 1000), "s": (), "none": (0, 4), "c": (7,)}
+
+
+def arrays() -> dict[str, np.ndarray[Any, Any]]:
+    """A few megabytes, in the order of the file."""
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def write(folder: Path, shards: int = 2) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors, in files of their own by turns."""
+    found = arrays()
+    for shard in range(shards):
+        mine = list(found.items())[shard::shards]
+        write_safetensors(
+            folder / f"{shard}.safetensors", {n: ("F32", a.shape, a.tobytes()) for n, a in mine}
+        )
+    return found
+
+
+@pytest.mark.parametrize("device", ["host", "cpu", "CPU"])
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
+def test_every_tensor_once_in_the_order_of_the_files(
+    tmp_path: Path, device: str, dtype: str
+) -> None:
+    """With the framework's own tensors, cast as asked for."""
+    if device == "cpu":
+        pytest.importorskip("torch")
+    expected = write(tmp_path)
+    found = list(streamload.iterate(tmp_path, device=device, dtype=dtype, budget="50MB"))
+    assert [name for name, _ in found] == ["b", "s", "c", "a", "none"]
+    for name, tensor in found:
+        assert tuple(tensor.shape) == SHAPES[name]
+        if expected[name].size:
+            array = tensor if device == "host" else tensor.numpy()
+            kind = "float32" if dtype == "checkpoint" else dtype
+            assert np.array_equal(array, expected[name].astype(kind))
+
+
+def test_a_tensor_counts_until_the_next_step(tmp_path: Path) -> None:
+    """A budget for the largest alone is enough for all, and nothing refers to what was taken."""
+    write(tmp_path)
+    seen = []
+    for name, tensor in streamload.iterate(tmp_path, device="host", budget="2.2MB"):
+        assert all(ref() is None for ref in seen), name
+        seen.append(weakref.ref(tensor))
+        del tensor
+    assert len(seen) == 5
+    with pytest.raises(PlanInfeasibleError) as caught:
+        streamload.iterate(tmp_path, device="host", budget="1.9MB")  # at once: no step is made
+    assert caught.value.largest[0][0] == "a"
+
+
+def test_names_and_layouts(tmp_path: Path) -> None:
+    """What a load takes of names and layouts, it takes."""
+    expected = write(tmp_path)
+    rows = {"t": Source("a", transpose=True)}
+    steps = streamload.iterate(
+        tmp_path, device="host", mapping=rows, rename=lambda n: None if n == "b" else n.upper()
+    )
+    found = dict(steps)
+    assert found.keys() == {"T", "S", "NONE", "C"}
+    assert np.array_equal(found["T"], expected["a"].T)
+
+
+def test_a_file_that_breaks_ends_the_loop(tmp_path: Path) -> None:
+    """The error of the step names the file; what came before is right."""
+    expected = write(tmp_path)
+    steps = streamload.iterate(tmp_path, device="host", budget="2.2MB")
+    name, tensor = next(steps)
+    assert np.array_equal(tensor, expected[name])
+    (tmp_path / "1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"1\.safetensors"):
+        list(steps)
+
+
+def test_its_options(tmp_path: Path) -> None:
+    """They are those of a load that make sense for one tensor; errors come before the first."""
+    write(tmp_path)
+    names = inspect.signature(streamload.iterate).parameters
+    assert {"budget", "device", "dtype", "mapping", "rename", "reader", "threads"} <= names.keys()
+    assert not {"strict", "progress", "context"} & names.keys()
+    with pytest.raises(ValueError, match="one device"):
+        streamload.iterate(tmp_path, device=["host", "host:1"])  # type: ignore[arg-type]
