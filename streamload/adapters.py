@@ -30,9 +30,11 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<part>[AB])"
     r"(?:\.weight)?"
 )
-# Elements of a product that are computed at once. By the tensor's shape alone: the order in which a
-# product is summed up may depend on its shape, and the bytes are the same whatever the chunks are.
-_BLOCK_NUMEL = 2**17
+# Multiplications of a block, and its columns. OpenBLAS does so few in the thread that asks: its own
+# threads, beside those of the load, made it ten times slower. Blocks lie where the tensor's shape
+# says, since the order in which sums are made may depend on theirs.
+_BLOCK_PRODUCTS = 2**18
+_BLOCK_COLUMNS = 1024
 
 # What of peft's configuration does not change the sum, with anything in it.
 _WITHOUT_EFFECT = {
@@ -86,13 +88,17 @@ class _Merge:
         out = rows.astype(np.float64)
         right = self.right.astype(np.float64)
         right *= self.scale
-        step = max(_BLOCK_NUMEL // self.right.shape[1], 1)
+        rank, columns = right.shape
+        width = max(min(_BLOCK_COLUMNS, columns, _BLOCK_PRODUCTS // rank), 1)
+        height = max(_BLOCK_PRODUCTS // (rank * width), 1)
         stop = first + len(rows)
-        for begin in range(first // step * step, stop, step):
-            delta = self.left[begin : begin + step].astype(np.float64) @ right
-            a, b = max(begin, first), min(begin + step, stop)
-            part = out[a - first : b - first]
-            np.add(part, delta[a - begin : b - begin], out=part)
+        for begin in range(first // height * height, stop, height):
+            left = self.left[begin : begin + height].astype(np.float64)
+            a, b = max(begin, first), min(begin + height, stop)
+            for column in range(0, columns, width):
+                delta = left @ right[:, column : column + width]
+                part = out[a - first : b - first, column : column + width]
+                np.add(part, delta[a - begin : b - begin], out=part)
         return out
 
 

@@ -366,12 +366,8 @@ class Decision:
             instead = [demand.mapped(), demand.wider()]
             raise error.suggesting([line for line in instead if line is not None]) from None
         place.devices.check_buffers(made)
-        for name, kind in zip(made.placements.names, made.placements.kinds, strict=True):
-            if kind.cast == "rows" and kind.turned:
-                raise ValueError(
-                    f"{name}: its values cannot change on the way (transform, adapters) where its "
-                    "matrix is transposed: functions get whole rows of the checkpoint"
-                )
+        if options.changes.by_tensor:
+            _check_changes(made)
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
@@ -395,6 +391,16 @@ class Decision:
         """File bytes that it will read."""
         counted = self.plan.placements.counted
         return sum(p.src_nbytes * count for p, count in counted if p.cast != "mapped")
+
+
+def _check_changes(made: Plan) -> None:
+    """Raise ValueError for a parameter whose rows functions cannot change on the way."""
+    for name, kind in zip(made.placements.names, made.placements.kinds, strict=True):
+        if kind.cast == "rows" and kind.turned:
+            raise ValueError(
+                f"{name}: its values cannot change on the way (transform, adapters) where its "
+                "matrix is transposed: functions get whole rows of the checkpoint"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import records
+from streamload.checkpoint.header import TensorInfo, records
 from streamload.errors import CheckpointError
 from streamload.families import FAMILIES, Family
 from streamload.planning.plan import END, RowRange, RowTranspose, all_rows, whole
@@ -91,10 +91,7 @@ class Unchanged(Mapping[str, Source]):
 
     def __getitem__(self, name: str) -> Source:
         if self._found is None:
-            names = list(self.checkpoint.tensors)
-            rows = list(zip(all_rows(tuple(self.checkpoint.tensors.values()))))
-            made = records(Source, rows, repeat(None), repeat(None))
-            self._found = dict(zip(names, made, strict=True))
+            self._found = dict(_as_they_are(tuple(self.checkpoint.tensors.values())))
         return self._found[name]
 
     def __contains__(self, name: object) -> bool:
@@ -273,10 +270,18 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
     return replace(source, transpose=transpose, shape=tuple(shape))
 
 
+def _as_they_are(infos: Sequence[TensorInfo]) -> Iterator[tuple[str, Source]]:
+    """Tensors under their own names, all of them."""
+    made = records(Source, list(zip(all_rows(infos))), repeat(None), repeat(None))
+    return zip((info.name for info in infos), made, strict=True)
+
+
 def _of_family(
     checkpoint: Checkpoint, family: Family, names: Sequence[str]
 ) -> list[tuple[str, Source]]:
     """What a family makes of tensors."""
+    if not family.rules:
+        return list(_as_they_are([checkpoint.tensors[name] for name in names]))
     rotated = re.compile(family.rotated)
     out = []
     stacks: dict[str, dict[int, str]] = {}

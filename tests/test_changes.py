@@ -13,7 +13,7 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import RowRange, Source
-from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.errors import PlanInfeasibleError, ResidenceError, UnsupportedCastError
 from streamload.verify import verify
 
 Array = np.ndarray[Any, Any]
@@ -111,6 +111,17 @@ def test_into_a_model_and_by_iterate(tmp_path: Path) -> None:
     assert np.array_equal(found["a.weight"], kept)
     with pytest.raises(ValueError, match=r"a\.weight: its values were changed"):
         verify(report, streamload.open_checkpoint(path), model)
+
+
+def test_what_changes_is_not_mapped(tmp_path: Path) -> None:
+    """Views on the file are the checkpoint's own values."""
+    path = tmp_path / "x.safetensors"
+    arrays = write(path)
+    with pytest.raises(ResidenceError, match="its values change on the way"):
+        load(path, transform={"a.*": centred}, residence="mapped")
+    found = load(path, transform={"a.*": centred}, residence="auto")
+    assert np.array_equal(found["a.weight"], centred(arrays["a.weight"]))
+    assert np.array_equal(found["b.weight"], arrays["b.weight"])
 
 
 def test_its_memory_is_in_the_plan(tmp_path: Path) -> None:

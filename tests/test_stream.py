@@ -24,6 +24,7 @@ from recording import Faults, RecordedBuffer, RecordingDevice, RecordingFramewor
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import PreadReader, Reader, ResolvedKind
@@ -59,6 +60,7 @@ class Run:
     devices: dict[str, RecordingDevice]
     ledger: Ledger
     target: ModelTarget
+    changes: Changes = NO_CHANGES
 
     def go(
         self,
@@ -68,7 +70,8 @@ class Run:
         """Stream, the way a load does."""
         self.target.begin_all()
         return stream(
-            self.plan, self.checkpoint, self.target, self.devices, self.ledger, progress, opener
+            *(self.plan, self.checkpoint, self.target, self.devices, self.ledger),
+            *(progress, opener, None, self.changes),
         )
 
     def loaded(self) -> dict[str, RecordedBuffer]:
@@ -104,6 +107,7 @@ def prepare(
     cast: Any = "llvm",
     out_of_range: Any = "inf",
     budget_nbytes: int = 10**9,
+    changes: Changes = NO_CHANGES,
 ) -> Run:
     """Plan a real load of real files into recording devices."""
     checkpoint = open_checkpoint(path)
@@ -134,12 +138,13 @@ def prepare(
         tied={},
         chunk_nbytes=chunk_nbytes,
         threads=threads,
+        changed=changes.by_tensor,
     )
     ledger = Ledger({s.name: s.budget_nbytes for s in specs} | {STAGING: plan.host_nbytes})
     by_name = {d.name: d for d in devices}
     framework: Any = RecordingFramework()
     target = ModelTarget(plan, framework, by_name, None, ledger)
-    return Run(checkpoint, plan, by_name, ledger, target)
+    return Run(checkpoint, plan, by_name, ledger, target, changes)
 
 
 def reference(tensors: Tensors, want: Want, dst: Any) -> np.ndarray[Any, Any]:
@@ -325,6 +330,36 @@ def test_permuted_rows_that_the_device_casts_are_staged_in_their_order(
             buffer = run.loaded()["w"]
             assert buffer.written_once
             assert_same(bytes(buffer.data), reference(tensors, want, buffer.dtype))
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("cast", ["llvm", "device"])
+def test_rows_that_change_are_staged_as_they_become(
+    tmp_path: Path, cast: str, shared_memory: bool
+) -> None:
+    """A function's rows are cast on the host, whatever casts; permuted ones take their places."""
+    values = np.random.default_rng(1).standard_normal((12, 30)).astype(ml_dtypes.bfloat16)
+    path = write_safetensors(
+        tmp_path / "x.safetensors", {"w": ("BF16", (12, 30), values.tobytes())}
+    )
+    changed = (values.astype(np.float32) * 3).astype(np.float16)
+    checkpoint = open_checkpoint(path)
+    changes = NO_CHANGES.then(checkpoint, {"w": lambda rows: rows.astype(np.float32) * 3})
+    for transpose in (None, RowTranspose(2, 2, 3)):
+        for chunk_nbytes in (10, 130, 2**20):
+            device = RecordingDevice(host_visible=False, shared_memory=shared_memory)
+            want = Want("w", (12, 30), (RowRange("w", 0, 12),), transpose)
+            options: dict[str, Any] = {"dtype": "float16", "cast": cast, "changes": changes}
+            run = prepare(path, [device], wants=[want], chunk_nbytes=chunk_nbytes, **options)
+            assert [p.cast for p in run.plan.placements] == ["rows"]
+            run.go()
+            buffer = run.loaded()["w"]
+            assert buffer.written_once
+            expected = changed
+            if transpose is not None:
+                expected = changed.reshape(2, 2, 3, 30).swapaxes(1, 2)
+            assert bytes(buffer.data) == np.ascontiguousarray(expected).tobytes()
+            run.check_ended()
 
 
 @pytest.mark.parametrize(("tensors", "most"), [(40, 2), (1, 16)])
