@@ -19,11 +19,10 @@ import numpy as np
 
 from streamload.changes import Change, Changes, Rows, Transform
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_json_file
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import TensorInfo, parse_json_object
 from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError
-from streamload.nesting import parse_json
 
 _CONFIG = "adapter_config.json"
 _NAME = re.compile(
@@ -134,15 +133,10 @@ def _read(checkpoint: Checkpoint, path: Any) -> Iterator[tuple[str, _Merge]]:
 
 def _config(path: Location) -> Mapping[str, Any]:
     """peft's configuration; raises CheckpointError for what is not plain LoRA, by name."""
-    try:
-        config = parse_json(read_json_file(path).decode())
-    except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(path, f"it is not JSON: {error}") from error
-    if not isinstance(config, Mapping) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, Mapping) else config
-        raise CheckpointError(path, "only plain LoRA is merged", "peft_type LORA", kind)
+    config = parse_json_object(read_json_file(path), path)
+    if config.get("peft_type") != "LORA":
+        found = config.get("peft_type")
+        raise CheckpointError(path, "only plain LoRA is merged", "peft_type LORA", found)
     for key, value in config.items():
         plain = value in _PLAIN_INITIALISATIONS if key == "init_lora_weights" else value in _NOTHING
         if key not in _WITHOUT_EFFECT and not plain:
