@@ -41,6 +41,7 @@ from streamload.lookup import Devices, open_devices
 from streamload.mapping import Source
 from streamload.options import StreamOptions, Strictness, takes
 from streamload.planning.budget import BudgetLike
+from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.transformers.arguments import takes_those_of_transformers
@@ -63,6 +64,7 @@ class PipelineOptions(StreamOptions, total=False):
     device: str | None
     dtype: DTypeArgument
     reserve: float | str
+    residence: Residence
     progress: Progress
 
 

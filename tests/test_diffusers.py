@@ -110,6 +110,14 @@ def test_variants(tmp_path: Path) -> None:
         ours(folder, variant="bf16")
 
 
+def test_weights_that_stay_in_their_files(tmp_path: Path) -> None:
+    """``residence="mapped"`` reaches all models: nothing is read, and the image is the same."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    found = ours(folder, residence="auto")
+    assert found.streamload_report.plan.resident_nbytes < ours(folder).streamload_report.read_nbytes
+    assert np.allclose(image(found), image(ours(folder)), atol=1e-5)
+
+
 def test_components_that_are_given(tmp_path: Path) -> None:
     """A model of one's own, or none, in the place of a component, which is not read then."""
     folder = saved(tmp_path, "SDXL")

@@ -14,40 +14,20 @@ from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.checkpoint.url import Location, Url, is_url
 from streamload.devices.names import framework
 from streamload.errors import DeviceError
-from streamload.load import load_state_dict
 from streamload.lookup import open_devices
-from streamload.options import (
-    ChangeOptions,
-    LoadOptions,
-    Shapes,
-    StreamOptions,
-    Strictness,
-    WeightOptions,
-    takes,
-)
-from streamload.planning.budget import BudgetLike
-from streamload.planning.planner import Residence
-from streamload.progress import Progress
-from streamload.report import LoadReport
+from streamload.options import Strictness, takes
 from streamload.transformers.adapter import Adapter
 from streamload.transformers.arguments import takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
-from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
-from streamload.units import parse_bytes
+from streamload.transformers.prepared import (
+    ModelOptions,
+    Prepared,
+    load_untied,
+    without_stale_notes,
+)
 
 #: Arguments of transformers that say the same as an option of ours.
 _SAME = {"dtype": ("torch_dtype",), "device": ("device_map",), "budget": ("max_memory",)}
-
-
-class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
-    """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
-
-    budget: BudgetLike
-    device: str | Sequence[str] | None
-    residence: Residence
-    strict: bool
-    shapes: Shapes
-    progress: Progress
 
 
 @takes_those_of_transformers
@@ -175,26 +155,13 @@ def from_pretrained(
         cast=options["cast"],
         strictness=strictness,
     )
-    names, model = prepared.names, prepared.model
-    reserve_nbytes = parse_bytes(options["reserve"]) + (adapter.nbytes if adapter else 0)
-
-    def load() -> LoadReport:
-        asked: LoadOptions = {
-            **options,
-            "dtype": prepared.rules(),
-            "rename": lambda name: name if name in names.fill else None,
-            "mapping": names.fill,
-            "strict": False,  # `names.check` knows what may be ignored
-            "shapes": "skip",
-            "reserve": reserve_nbytes + prepared.beside_nbytes(devices),
-        }
-        return load_state_dict(model, prepared.checkpoint, **asked)
-
-    report = without_stale_notes(load_untied(load, prepared), model)
+    adapter_nbytes = 0 if adapter is None else adapter.nbytes
+    report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
+    report = without_stale_notes(report, prepared.model)
     prepared.finish(report)
     if adapter is not None:
-        adapter.add(model, adapter_name)
-    return model
+        adapter.add(prepared.model, adapter_name)
+    return prepared.model
 
 
 @contextmanager

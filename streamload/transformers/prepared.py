@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,21 @@ from streamload.decide import on_unstored
 from streamload.devices.names import framework
 from streamload.dtypes import DTypeArgument
 from streamload.errors import StateDictMismatchError
+from streamload.load import load_state_dict
 from streamload.lookup import Devices
 from streamload.mapping import Source
-from streamload.options import CastArgument, Strictness
+from streamload.options import (
+    CastArgument,
+    ChangeOptions,
+    LoadOptions,
+    Shapes,
+    StreamOptions,
+    Strictness,
+    WeightOptions,
+)
 from streamload.planning.budget import BudgetLike
+from streamload.planning.planner import Residence
+from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta
 from streamload.transformers.dtypes import Dtypes
@@ -27,6 +38,18 @@ from streamload.transformers.rest import (
     stored_otherwise,
     untie,
 )
+from streamload.units import parse_bytes
+
+
+class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
+    """The options of `from_pretrained`; see `streamload.options.LoadOptions`."""
+
+    budget: BudgetLike
+    device: str | Sequence[str] | None
+    residence: Residence
+    strict: bool
+    shapes: Shapes
+    progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +110,28 @@ class Prepared:
     def beside_nbytes(self, devices: Devices) -> int:
         """Bytes that it takes on a device beside what the checkpoint fills."""
         return beside_nbytes(self.model, self.names, devices)
+
+    def load(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadReport:
+        """Fill it.
+
+        Args:
+            devices: where it goes.
+            beside_nbytes: what else will be added to it.
+            options: those of the load, as the caller gave them.
+        """
+        fill = self.fill
+        asked: LoadOptions = {
+            **options,
+            "dtype": self.rules(),
+            "rename": lambda name: name if name in fill else None,
+            "mapping": fill,
+            "strict": False,  # `names.check` knows what may be ignored
+            "shapes": "skip",
+            "reserve": parse_bytes(options["reserve"])
+            + beside_nbytes
+            + self.beside_nbytes(devices),
+        }
+        return load_state_dict(self.model, self.checkpoint, **asked)
 
     def untied(self) -> bool:
         """Leave apart what is tied and stored with different values; whether anything was."""

@@ -233,7 +233,7 @@ def finish(
             revision="main",
             subfolder="",
             trust_remote_code=wanted.trust_remote_code,
-            **wanted.changes,
+            **{name: value for name, value in wanted.changes.items() if name != "dtype"},
         )
     model.streamload_report = report
     places = dict(report.device_map)
