@@ -20,7 +20,10 @@ class ShownOptions(Extension):
         """Called for each function that was read."""
         if not any(str(d.value).partition("(")[0] == "takes" for d in func.decorators):
             return
-        entrance = getattr(importlib.import_module(func.module.path), func.name)
+        try:
+            entrance = getattr(importlib.import_module(func.module.path), func.name)
+        except ImportError:  # its framework is not installed: it is shown as it is written
+            return
         written = {parameter.name: parameter.annotation for parameter in func.parameters}
         func.parameters = Parameters(
             *(

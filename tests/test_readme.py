@@ -13,6 +13,8 @@ from pathlib import Path
 import needs
 import pytest
 
+from streamload.options import DEFAULTS
+
 _ROOT = Path(__file__).parent.parent
 _PAGES = {
     str(path.relative_to(_ROOT)): path.read_text()
@@ -115,6 +117,12 @@ def test_commands_run(page: str, folder: Path) -> None:
     """Every command of a page ends with exit code 0, after those before it."""
     for command in _commands(page):
         _run([sys.executable, "-m", *shlex.split(command)], folder)
+
+
+def test_every_option_has_a_row() -> None:
+    """The table of options is complete."""
+    rows = re.findall(r"^\| (`.*?) \|", _PAGES["docs/options.md"], re.M)
+    assert set(DEFAULTS) <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
