@@ -6,6 +6,7 @@ It looks at a whole checkpoint, whatever part of it a rank loads, and only when 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,10 @@ class Wanted:
                 most, found = plain[0], [plain]
             if most > best and 2 * most >= needed:
                 best, lines = most, [line for filled, line in found if filled == most]
+        if best < needed and self.mapping is None:
+            most, line = self._turned(model)
+            if most > best:
+                best, lines = most, [line]
         return tuple(Suggestion(line, best, needed) for line in dict.fromkeys(lines))
 
     def _judged(
@@ -96,6 +101,27 @@ class Wanted:
         if (unexpected or filled < len(model.needed)) and not self.is_part:
             arguments.append("strict=False")
         return filled, ", ".join(arguments)
+
+    def _turned(self, model: _Model) -> tuple[int, str]:
+        """How many parameters are filled where matrices are transposed, and the arguments."""
+        stored = self._stored(None)
+        if stored is None:
+            return -1, ""
+        either_way = model.with_shapes(_either_way)  # names are found whichever way matrices are
+        loose = _Stored({n: _either_way(s) for n, s in stored.shapes.items()}, stored.heads)
+        first = _orders(either_way, loose)[0]
+        found = _Search(either_way, loose, self._given).renaming(first)
+        names = _stored_transposed(
+            stored.shapes, {n: model.shapes.get(found(n) or "") for n in loose.shapes}
+        )
+        source = _listed(names)
+        if not source:
+            return -1, ""
+        turned = {name: stored.shapes[name][::-1] for name in names}
+        shapes = _Stored({**stored.shapes, **turned}, stored.heads)
+        filled, line = self._judged(None, model, shapes, first)
+        mapping = f"mapping={{name: streamload.Source(name, transpose=True) {source}}}"
+        return filled, ", ".join([mapping, line] if line else [mapping])
 
     def _mappings(self) -> list[MappingArgument | None]:
         """Those to try, the given one first; one that names parameters has no alternative."""
@@ -140,6 +166,13 @@ class _Model:
         self.shapes = {name: p.shape for _, p, name in names}
         self.number = {name: n for n, _, name in names}  # one for all names of a parameter
         self.needed = {n for n, p in enumerate(parameters) if not p.is_computed()}
+
+    def with_shapes(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Model:
+        """The same names, of other shapes."""
+        out = _Model(())
+        out.number, out.needed = self.number, self.needed
+        out.shapes = {name: change(shape) for name, shape in self.shapes.items()}
+        return out
 
     def takes(self, name: str | None, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that name and shape fills a parameter."""
@@ -356,6 +389,46 @@ def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]
             yield from ((head, name[:at]) for head in found)
             if found:
                 break
+
+
+def _either_way(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that a matrix and its transpose share."""
+    return tuple(sorted(shape)) if len(shape) == 2 else shape
+
+
+def _stored_transposed(
+    stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...] | None]
+) -> list[str]:
+    """Matrices that a checkpoint has transposed; none where that cannot be told of a square one.
+
+    A square matrix is as all others of its layer are.
+    """
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name, shape in stored.items():
+        if len(shape) == 2 and wanted[name] is not None:
+            layers[re.split(r"\.\d+\.", name)[0]].append(name)
+    out = []
+    for names in layers.values():
+        oblong = [name for name in names if len(set(stored[name])) == 2]
+        turned = [name for name in oblong if stored[name] != wanted[name]]
+        if turned and len(oblong) < len(names) and len(turned) < len(oblong):
+            return []
+        out += names if turned and len(turned) == len(oblong) else turned
+    return out
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Source text that goes through names: those of layers by their numbers; "" for too many."""
+    if 0 < len(names) <= _MOST_RULES:
+        return f"for name in [{', '.join(map(_text, names))}]"
+    found = [(re.sub(r"\.\d+\.", ".{i}.", n, count=1), re.search(r"\.(\d+)\.", n)) for n in names]
+    layers = {(pattern, int(match[1])) for pattern, match in found if match}
+    patterns, count = dict.fromkeys(p for p, _ in found), 1 + max((n for _, n in layers), default=0)
+    complete = len(names) == len(layers) == len(patterns) * count
+    if not names or not complete or any("{" in name for name in names):
+        return ""
+    listed = ", ".join("f" + _text(pattern) for pattern in patterns)
+    return f"for i in range({count}) for name in [{listed}]"
 
 
 def _starts(name: str) -> Iterator[int]:

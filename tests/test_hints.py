@@ -72,7 +72,7 @@ def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...
 
 def follow(suggestion: Suggestion, model: Any, path: Path, **arguments: Any) -> Any:
     """Load with what was suggested, as it stands."""
-    written = eval(f"dict({suggestion.arguments})", {})
+    written = eval(f"dict({suggestion.arguments})", {"streamload": streamload})
     return load(model, path, **arguments | written)
 
 
@@ -274,6 +274,48 @@ def test_families(tmp_path: Path, wrapped: bool) -> None:
     follow(found, inside, stored)
     wanted = llama().state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in back.state_dict().items())
+
+
+GPT2 = transformers.GPT2Config(
+    n_embd=16, n_layer=3, n_head=2, vocab_size=50, n_positions=20, bos_token_id=0, eos_token_id=0
+)
+
+
+def with_linear() -> Any:
+    """GPT-2 with Linear layers in place of its Conv1D, as most implementations have it."""
+    model = transformers.GPT2Model(GPT2)
+    for layer in model.h:
+        for inner, name in [
+            *((layer.attn, "c_attn"), (layer.attn, "c_proj")),
+            *((layer.mlp, "c_fc"), (layer.mlp, "c_proj")),
+        ]:
+            setattr(inner, name, torch.nn.Linear(*getattr(inner, name).weight.shape))
+    return model
+
+
+def test_transposed_matrices(tmp_path: Path) -> None:
+    """By their family where the names are its own, else by name; square ones too."""
+    source = transformers.GPT2Model(GPT2)
+    renamed = {n.replace("h.", "blocks.", 1): t for n, t in source.state_dict().items()}
+    model = with_linear()
+    blocks = torch.nn.ModuleDict({n.replace("h", "blocks"): m for n, m in model.named_children()})
+    listed = (
+        "mapping={name: streamload.Source(name, transpose=True) for i in range(3) for name in "
+        '[f"blocks.{i}.attn.c_attn.weight", f"blocks.{i}.attn.c_proj.weight", '
+        'f"blocks.{i}.mlp.c_fc.weight", f"blocks.{i}.mlp.c_proj.weight"]}'
+    )
+    for target, tensors, line in (
+        (model, source.state_dict(), 'mapping="hf-gpt2"'),
+        (blocks, renamed, listed),
+    ):
+        path = save(tmp_path, tensors)
+        (found,) = suggested(target, path)
+        assert found == Suggestion(line, 40, 40)
+        follow(found, target, path)
+        for layer, stored in zip(model.h, source.h, strict=True):
+            assert torch.equal(layer.attn.c_proj.weight, stored.attn.c_proj.weight.T)
+            assert torch.equal(layer.mlp.c_fc.weight, stored.mlp.c_fc.weight.T)
+        torch.nn.init.zeros_(model.h[0].mlp.c_fc.weight)
 
 
 def test_the_wrong_family(tmp_path: Path) -> None:
