@@ -73,7 +73,7 @@ class Suggestion:
     parameters: int
 
     def __str__(self) -> str:
-        return f"{self.arguments} fills {self.filled} of {self.parameters} parameters"
+        return f"{self.arguments} (fills {self.filled} of {self.parameters} parameters)"
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -65,7 +65,7 @@ def suggested(model: Any, path: Path, **arguments: Any) -> tuple[Suggestion, ...
     with pytest.raises(StateDictMismatchError) as caught:
         load(model, path, **arguments)
     found = caught.value.suggestions
-    assert all(f"write {each.arguments} fills" in str(caught.value) for each in found)
+    assert all(f"write {each.arguments} (fills" in str(caught.value) for each in found)
     assert pickle.loads(pickle.dumps(caught.value)).suggestions == found
     return found
 
@@ -339,7 +339,7 @@ def test_little_that_matches_is_a_warning(tmp_path: Path, strict: bool) -> None:
     assert warned.filename == __file__
     said = str(warned.message)
     assert "fills 0 of the model's 41 parameters, and 41 of its 41 tensors are in no" in said
-    assert 'write rename=lambda name: name.removeprefix("module.") fills 41 of 41' in said
+    assert 'write rename=lambda name: name.removeprefix("module.") (fills 41 of 41' in said
     assert len(report.missing) == 41
 
 
