@@ -395,11 +395,13 @@ class Decision:
 
 def _check_changes(made: Plan) -> None:
     """Raise ValueError for a parameter whose rows functions cannot change on the way."""
-    for name, kind in zip(made.placements.names, made.placements.kinds, strict=True):
-        if kind.cast == "rows" and kind.turned:
+    placed = made.placements
+    for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
+        if kind.cast == "rows" and (kind.turned or rows[0].columns is not None):
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where its "
-                "matrix is transposed: functions get whole rows of the checkpoint"
+                "matrix is transposed or sharded by columns: functions get whole rows of the "
+                "checkpoint"
             )
 
 

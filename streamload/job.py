@@ -219,7 +219,8 @@ class Job:
         Which may cast them there.
         """
         as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
-        return as_they_are and p.transpose is None and self.bulk[p.device] is not None
+        in_order = p.transpose is None and not p.strided
+        return as_they_are and in_order and self.bulk[p.device] is not None
 
     def unit_nbytes(self, p: Placement) -> int:
         """Most bytes of a unit, each chunk rounded up to what it takes in a slot."""

@@ -55,7 +55,8 @@ def load_state_dict(
     Args:
         model: a torch module (on the meta device, the CPU or others), a tinygrad object as
             ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
-            report's ``state_dict`` holds the tensors by name.
+            report's ``state_dict`` holds the tensors by name. Of a parameter that is sharded (a
+            DTensor, or by tinygrad's ``shard_``) each process or device reads its own shard alone.
         path: a ``.safetensors`` file, a folder, an index, the URL of one of these (see
             `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
             `Checkpoint`.

@@ -18,8 +18,10 @@ from streamload.devices.base import Parameter
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.mapping import Source
 from streamload.options import Shapes
+from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want
-from streamload.planning.plan import Placements, RowTranspose
+from streamload.planning.parts import Block, RowTranspose
+from streamload.planning.plan import Placements
 from streamload.report import callers_level
 
 _BLOCK_NBYTES = 2**20
@@ -52,7 +54,7 @@ def _whole(checkpoint: Checkpoint, source: Source) -> TensorInfo | None:
     """
     r = source.rows[0]
     info = checkpoint.tensors[r.tensor]
-    is_all = r.start == 0 and r.stop == (info.shape[0] if info.shape else 1)
+    is_all = r.start == 0 and r.stop == (info.shape[0] if info.shape else 1) and not r.columns
     if len(source.rows) > 1 or source.transpose is not None or source.shape is not None:
         return None
     return info if is_all else None
@@ -62,7 +64,9 @@ def _rows_shape(checkpoint: Checkpoint, source: Source) -> tuple[int, ...]:
     first = checkpoint.tensors[source.rows[0].tensor].shape
     if not first:
         return ()
-    return (sum(r.stop - r.start for r in source.rows), *first[1:])
+    columns = source.rows[0].columns
+    rest = first[1:] if columns is None else (columns.stop - columns.start,)
+    return (sum(r.stop - r.start for r in source.rows), *rest)
 
 
 def incoherent(checkpoint: Checkpoint, source: Source) -> str:
@@ -78,10 +82,16 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
                 f"{first.name} ({first.dtype}, {list(first.shape)})"
             )
         rows = info.shape[0] if info.shape else 1
+        if (c := r.columns) != source.rows[0].columns:
+            return f"the columns of {r.tensor} are not those of {first.name}"
+        if c is not None:
+            rows, rest = divmod(math.prod(info.shape), max(c.width, 1))
+            if rest or not 0 <= c.start < c.stop <= c.width or source.transpose is not None:
+                return f"{r.tensor} ({list(info.shape)}) has no rows with {c}"
         if not 0 <= r.start <= r.stop <= rows:
             return f"{r.tensor} has no rows {r.start} to {r.stop}, but {rows}"
-        cut = (r.start, r.stop) != (0, rows) or source.transpose is not None
-        if cut and info.dtype.bits < 8:
+        is_cut = (r.start, r.stop) != (0, rows) or source.transpose is not None or c is not None
+        if is_cut and info.dtype.bits < 8:
             return f"rows of {r.tensor} ({info.dtype}) are not whole bytes"
     found = _rows_shape(checkpoint, source)
     if source.shape is not None and math.prod(source.shape) != math.prod(found):
@@ -93,6 +103,28 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
             "last two axes are exchanged"
         )
     return ""
+
+
+def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
+    """What fills a block of a source, with nothing of the rest; None where that cannot be said."""
+    if block is None or block.is_all:
+        return source
+    rows, t = source.rows, source.transpose
+    if checkpoint.tensors[rows[0].tensor].dtype.bits < 8 or rows[0].columns is not None:
+        return None
+    found = _rows_shape(checkpoint, source)
+    row_numel = math.prod(found[1:])
+    if t is not None:
+        # rows of whole groups change places among themselves, and keep their columns
+        per_group = t.outer * t.inner
+        size = block.shape[0]
+        if t.rows != found[0] or source.shape is not None or block.shape[1:] != block.whole[1:]:
+            return None
+        if block.first[0] % per_group or size % per_group:
+            return None
+        t = RowTranspose(size // per_group, t.outer, t.inner) if size else None
+    made = cut(rows, row_numel, block)
+    return None if made is None else Source(made, t, block.shape)
 
 
 def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:
@@ -191,6 +223,10 @@ class Match:
             for name, kind in rows
             if kind.action != "in_place" and (why := self.parameters[name].fixed)
         ]
+        for name, kind in zip(placements.names, placements.kinds, strict=True):
+            where = self.parameters[name].device
+            if self.parameters[name].shard and where != kind.device:
+                problems.append(f"{name}: it is a shard on {where}: leave device= away")
         if problems:
             raise StateDictMismatchError(path, problems=problems)
 
@@ -274,20 +310,29 @@ def match(
             out.problems.append(f"{name}: {problem}")
             continue
         shape = stored.shape if stored is not None else shape_of(checkpoint, source)
-        if fits(shape, parameter.shape):
-            shape = parameter.shape
-        else:
-            out.wrong_shape.append(ShapeMismatch(name, parameter.shape, shape))
+        block = parameter.block
+        wanted = parameter.shape if block is None else block.whole
+        if not fits(shape, wanted):
+            out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names
+            continue
+        filled = _part(checkpoint, source, block)
+        if filled is None:
+            out.problems.append(
+                f"{name}: it is sharded, and what fills it is put in another order: load the whole,"
+                " and shard it then"
+            )
             continue
         for other in found[1:]:
             why = incoherent(checkpoint, fill[other])
-            if why:
-                out.problems.append(f"{other}: {why}")
+            theirs = None if why else _part(checkpoint, fill[other], block)
+            if theirs is None:
+                out.problems.append(f"{other}: {why or 'its values are in another order'}")
             else:
-                out.ties.append((name, source, other, fill[other]))
+                out.ties.append((name, filled, other, theirs))
         own = name if name in parameter.names else parameter.names[0]  # or a wrapper's
-        out.tied += [other for other in parameter.names if other != own]
+        out.tied += [o for o in parameter.names if o != own and o not in out.tied]
+        name += parameter.shard
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
             held = (parameter.device, parameter.dtype, parameter.nbytes)
@@ -295,7 +340,10 @@ def match(
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
         there = reusable.get(number)
         out.wants.append(
-            Want(name, shape, source.rows, source.transpose, where, held, dtype, there)
+            Want(
+                *(name, parameter.shape, filled.rows, filled.transpose),
+                *(where, held, dtype, there),
+            )
         )
         out.parameters[name] = parameter
     for end, said in _REPLACED.items():
@@ -303,6 +351,9 @@ def match(
         if replaced:
             listed = ", ".join(replaced[:8])
             out.notes.append(f"{len(replaced)} parameters are replaced by {said}: {listed}")
+    # what several shards have in common is said once
+    out.missing, out.problems = (list(dict.fromkeys(x)) for x in (out.missing, out.problems))
+    out.wrong_shape = list(dict.fromkeys(out.wrong_shape))
     out.problems += _overlaps(out.parameters)
     out.unexpected = [
         name
@@ -349,15 +400,20 @@ def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
     for r in source.rows:
         info = checkpoint.tensors[r.tensor]
         row_nbytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
-        start, stop = info.start + r.start * row_nbytes, info.start + r.stop * row_nbytes
+        lines = [(r.start * row_nbytes, r.stop * row_nbytes)]
+        if (c := r.columns) is not None:
+            size = info.dtype.nbytes
+            at = (row * c.width for row in range(r.start, r.stop))
+            lines = [(size(first + c.start), size(first + c.stop)) for first in at]
         header = headers[info.shard]
         with open_reader(info.shard, header.file_nbytes, "pread", header.state) as reader:
-            while start < stop:
-                out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
-                reader.read_into(start, memoryview(out))
-                start += len(out)
-                held += out
-                if len(held) == _BLOCK_NBYTES:
-                    yield bytes(held)
-                    held.clear()
+            for start, stop in lines:
+                while start < stop:
+                    out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
+                    reader.read_into(info.start + start, memoryview(out))
+                    start += len(out)
+                    held += out
+                    if len(held) == _BLOCK_NBYTES:
+                        yield bytes(held)
+                        held.clear()
     yield bytes(held)

@@ -32,6 +32,7 @@ from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.errors import CheckpointError, TruncatedFileError
+from streamload.planning.blocks import begins_at
 from streamload.planning.budget import first_that_fits
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
@@ -150,7 +151,9 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
     if model is None:  # one by one: a name may be anything, and tinygrad strips dots from it
         found = {name: owner.parameters({"it": t})[0] for name, t in loaded.items()}
     else:
-        found = {name: p for p in owner.parameters(loaded) for name in (*p.names, *p.wrapped)}
+        found = {
+            name + p.shard: p for p in owner.parameters(loaded) for name in (*p.names, *p.wrapped)
+        }
     for placement in report.plan.placements:
         buffer = found[placement.name].buffer() if placement.nbytes else None
         yield placement, owner.device(placement.device), buffer
@@ -232,7 +235,12 @@ def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, i
     if p.transpose is None:
         for r in p.source:
             info = checkpoint.tensors[r.tensor]
-            yield info.shard, info.start + r.start * row_nbytes, (r.stop - r.start) * row_nbytes
+            first, count = info.start + begins_at(r, p.src, row_nbytes), r.stop - r.start
+            if r.columns is None:
+                yield info.shard, first, count * row_nbytes
+                continue
+            pitch = p.src.nbytes(r.columns.width)
+            yield from ((info.shard, first + row * pitch, row_nbytes) for row in range(count))
         return
     rows = np.concatenate(
         [np.array([(i, row) for row in range(r.start, r.stop)]) for i, r in enumerate(p.source)]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from streamload._system import populate, scatter
-from streamload.cast.table import CastCounts
+from streamload.cast.table import Cast, CastCounts
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
@@ -478,6 +478,10 @@ class Worker:
                 turned = None if moved else cast
                 counts += self._turner.turn(reader, run, turned, out, offset, stride, width, memory)
                 continue
+            if run.lines > 1:
+                lines = out[offset : offset + run.lines * width]
+                counts += self._read_lines(reader, run, None if moved else cast, lines)
+                continue
             if moved and run.rows == 1 and not reader.mapped:
                 reader.read_into(run.start, out[offset : offset + n])
                 continue
@@ -501,6 +505,29 @@ class Worker:
             start = run.offset - chunk.start + row * run.stride
             counts += cast(given[row * n : (row + 1) * n], out[start : start + width])
         return counts
+
+    def _read_lines(
+        self, reader: Reader, run: Run, cast: Cast | None, out: memoryview
+    ) -> CastCounts:
+        """Read lines at equal distances, and nothing between them, one after the other into out."""
+        n = run.line_nbytes
+        if reader.mapped:
+            with reader.view(run.start, run.stop) as view:
+                lines = np.ndarray((run.lines, n), np.uint8, view, strides=(run.pitch, 1))
+                if cast is None:
+                    np.ndarray((run.lines, n), np.uint8, out)[:] = lines
+                    del lines
+                    return NO_COUNTS
+                del lines
+                counts, width = NO_COUNTS, len(out) // run.lines
+                for line in range(run.lines):
+                    at = line * run.pitch
+                    counts += cast(view[at : at + n], out[line * width : (line + 1) * width])
+                return counts
+        into = out if cast is None else self._memory(reader)[: run.nbytes]
+        for line in range(run.lines):
+            reader.read_into(run.start + line * run.pitch, into[line * n : (line + 1) * n])
+        return NO_COUNTS if cast is None else cast(into, out)
 
     def _bytes(
         self, reader: Reader, run: Run, whole: memoryview | None, base: int

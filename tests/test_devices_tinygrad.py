@@ -46,6 +46,7 @@ from streamload.planning.plan import RowRange
 from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget
+from streamload.verify import verify
 
 ROOT = str(Path(streamload.__file__).parent.parent)
 DEVICES = ("CL", "CPU")
@@ -296,11 +297,74 @@ def test_a_view_that_cannot_be_written_is_refused_by_name(
     assert (whole.numpy() == 1).all()
 
 
-def test_a_parameter_sharded_over_devices_is_refused_by_name(tmp_path: Path) -> None:
-    """Tensors over several devices are for a later day."""
-    tensor = Tensor.ones(4, 4).contiguous().shard(("CPU", "CPU:1"), axis=0).realize()
-    with pytest.raises(StateDictMismatchError, match="w: it is sharded over CPU, CPU:1"):
-        load({"w": tensor}, save(tmp_path, {"w": floats(1, 4, 4)}))
+SPREAD = ("CPU", "CPU:1")
+
+
+def sharded(dtype: Any, *, lazy: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by rows, by columns, by an axis between, copied, and of one device; with values."""
+    axes = {"rows": 0, "columns": 1, "between": 1, "copied": None}
+    values = {"rows": floats(1, 8, 6), "columns": floats(2, 7, 6), "between": floats(3, 3, 4, 5)}
+    values |= {"copied": floats(4, 5), "alone": floats(5, 3)}
+    model = {}
+    for name, value in values.items():
+        tensor = Tensor.zeros(*value.shape, device="CPU", dtype=dtype).contiguous()
+        if name in axes:
+            tensor.shard_(SPREAD, axis=axes[name])
+        model[name] = tensor if lazy else tensor.realize()
+    return model, values
+
+
+@pytest.mark.parametrize("code", ["F32", "BF16"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_each_device_reads_its_own_shard(tmp_path: Path, lazy: bool, code: str) -> None:
+    """Rows and columns of its own; equal to the full load that is sharded afterwards."""
+    model, values = sharded(dtypes.float32, lazy=lazy)
+    path = save(tmp_path, values, code)
+    report = load(model, path)
+    stored = {name: v.astype(BY_CODE[code].numpy) for name, v in values.items()}
+    whole = sum(v.nbytes for v in stored.values())
+    assert report.read_nbytes == whole + stored["copied"].nbytes
+    kind = np.float32 if code == "F32" or not lazy else np.float16
+    for name, tensor in model.items():
+        assert tensor.device == ("CPU" if name == "alone" else SPREAD)
+        expected = stored[name].astype(np.float32).astype(kind)
+        assert (tensor.numpy() == expected).all()
+        assert ((tensor + 1).numpy() == expected + kind(1)).all()
+    assert [p.device for p in report.plan.placements if p.name.startswith("rows")] == [*SPREAD]
+    assert verify(report, open_checkpoint(path), model) == []
+    load(model, path)
+    assert all((t.numpy() == stored[n].astype(kind)).all() for n, t in model.items())
+
+
+def test_a_failed_load_into_shards_is_completed_by_another(tmp_path: Path) -> None:
+    """Whatever shard failed, the tensor raises until all of its shards have been written."""
+    model = {"w": Tensor.zeros(4, 4, dtype=dtypes.float16, device="CPU").contiguous()}
+    model["w"].shard_(SPREAD, axis=0).realize()
+    value = np.ones((4, 4), np.float32)
+    value[3] = 1e9
+    path = save(tmp_path, {"w": value})
+    with pytest.raises(OutOfRangeError):
+        load(model, path, out_of_range="error")
+    with pytest.raises(DeviceError, match="'w' holds no values"):
+        model["w"].numpy()
+    with pytest.raises(OutOfRangeError):
+        load(model, path, out_of_range="error")
+    with pytest.raises(DeviceError, match="'w' holds no values"):
+        model["w"].numpy()
+    load(model, path, out_of_range="clamp")
+    assert model["w"].numpy()[:3].tolist() == [[1] * 4] * 3
+    assert model["w"].device == SPREAD
+
+
+def test_shards_stay_where_they_are(tmp_path: Path) -> None:
+    """Another dtype for memory, and another device, are refused before anything is read."""
+    for lazy, options, said in (
+        (False, {"dtype": "float16"}, "it is one of 2 shards"),
+        (True, {"device": "CPU"}, "it is a shard on CPU:1: leave device= away"),
+    ):
+        model, values = sharded(dtypes.float32, lazy=lazy)
+        with pytest.raises(StateDictMismatchError, match=said):
+            load(model, save(tmp_path, values), **options)
 
 
 class Net:

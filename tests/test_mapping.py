@@ -16,7 +16,8 @@ import streamload
 from streamload import RowRange, Source
 from streamload.errors import CheckpointError, StateDictMismatchError
 from streamload.mapping import MAPPINGS, sources
-from streamload.planning.plan import Plan, RowTranspose
+from streamload.planning.parts import RowTranspose
+from streamload.planning.plan import Plan
 from streamload.verify import verify
 
 Array = np.ndarray[Any, Any]

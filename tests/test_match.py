@@ -17,7 +17,8 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source, sources
 from streamload.match import Match, incoherent, match
 from streamload.planning.demand import DeviceSpec, DTypePolicy
-from streamload.planning.plan import RowRange, RowTranspose
+from streamload.planning.parts import Block, RowTranspose
+from streamload.planning.plan import RowRange
 from streamload.planning.planner import make_plan
 
 
@@ -34,6 +35,8 @@ class FakeParameter:
     fixed: str = ""
     refused: str = ""
     invalid: bool = False
+    block: Block | None = None
+    shard: str = ""
     span: tuple[int, int, int] | None = None
     wrapped: tuple[str, ...] = ()
 

@@ -24,13 +24,13 @@ from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
+from streamload.planning.parts import RowTranspose
 from streamload.planning.plan import (
     DevicePlan,
     Placement,
     Placements,
     Plan,
     RowRange,
-    RowTranspose,
 )
 from streamload.planning.planner import make_plan
 

@@ -20,6 +20,7 @@ from streamload._system import bytes_at, trim_heap
 from streamload.dtypes import DType
 from streamload.errors import DeviceError
 from streamload.planning.allocators import NO_COSTS, AllocatorKind, TensorCosts
+from streamload.planning.parts import Block
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -401,6 +402,8 @@ class Parameter(Protocol):
         fixed: why it can only be written in place (it is a view of ...), or "".
         refused: why it cannot be written at all, or "".
         invalid: whether an earlier load failed and left it without values.
+        block: what it is of the checkpoint's tensor, where it holds one shard; None for all.
+        shard: what is added to its name in a plan, where this process has several of its shards.
         span: the memory that it stands on, as (identity of the allocation, first byte, stop); None
             where it holds none. Two parameters whose bytes overlap in one allocation stand on the
             same memory.
@@ -416,6 +419,8 @@ class Parameter(Protocol):
     fixed: str = ""
     refused: str = ""
     invalid: bool = False
+    block: Block | None = None
+    shard: str = ""
     span: tuple[int, int, int] | None = None
     wrapped: tuple[str, ...] = ()
 

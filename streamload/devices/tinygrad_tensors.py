@@ -28,6 +28,7 @@ from streamload.devices import cuda
 from streamload.devices.slots import EntryParameter, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
+from streamload.planning.parts import Block
 
 #: tinygrad's dtype for each of ours that it has.
 _UNLIKE = {"float8_e4m3fn": "fp8e4m3", "float8_e5m2": "fp8e5m2"}  # names of its own
@@ -204,9 +205,7 @@ class TinygradParameter(EntryParameter):
         self.invalid = invalid is not None
         self.keeps = invalid.keeps if invalid is not None else None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
-        if isinstance(first.device, tuple):
-            self.refused = f"it is sharded over {', '.join(first.device)}"
-        elif any(not isinstance(n, int) for n in first.shape):
+        if any(not isinstance(n, int) for n in first.shape):
             self.refused = "its shape is symbolic"
         else:
             self._look_at(_stands_on(first.uop))
@@ -373,6 +372,111 @@ class TinygradParameter(EntryParameter):
             tensor.uop = uop if tensor.shape == self.shape else uop.reshape(tensor.shape)
 
 
+class ShardParameter(EntryParameter):
+    """One device's shard of tensors that ``Tensor.shard`` has spread over several.
+
+    Memory is written in place. A lazy tensor stands on new memory when all of its shards are there.
+    """
+
+    def __init__(self, whole: TinygradParameter, at: int, others: list[ShardParameter]) -> None:
+        self._whole, self._at, self._others = whole, at, others
+        self._new: Buffer | None = None  # to be attached with the others
+        self._written = False
+        super().__init__(whole.names, whole._tensors, whole._collect)
+
+    def _look(self) -> None:
+        first = self._entries[0]
+        uop = _stands_on(first.uop)
+        self.invalid = _invalid(first.uop) is not None
+        self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
+        devices, axis, shape = uop.device, uop.axis, tuple(map(int, first.shape))
+        begins, part = [0] * len(shape), list(shape)
+        if axis is not None:
+            part[axis] //= len(devices)
+            begins[axis] = self._at * part[axis]
+        self.shape = tuple(part)
+        self.block = Block(shape, tuple(begins), self.shape)
+        self.device = devices[self._at]
+        self.shard = f"[{self.device}]"
+        memory = _spread(uop) if uop.has_buffer_identity() else None
+        if memory is None or not memory.bufs[self._at].is_allocated():
+            return
+        buffer = memory.bufs[self._at]
+        self.nbytes = buffer.nbytes
+        self.span = (id(buffer.base), buffer.offset, buffer.offset + buffer.nbytes)
+        self.keeps = BY_NAME.get(self.dtype)
+        self.fixed = f"it is one of {len(devices)} shards"
+
+    def memory(self) -> Sequence[tuple[int, int]]:
+        """The bytes of this shard, on devices that show them."""
+        address = None if self.span is None else _address(self.buffer().base)
+        if self.span is None or address is None:
+            return ()
+        return ((address + self.span[1], self.span[2] - self.span[1]),)
+
+    def buffer(self) -> Buffer:
+        """The memory of this shard."""
+        return _spread(_stands_on(self._entries[0].uop)).bufs[self._at]
+
+    def is_computed(self) -> bool:
+        """Whether the whole is."""
+        return self._whole.is_computed()
+
+    def release(self) -> str:
+        """A lazy tensor holds nothing of this device; memory is not let go of by one shard."""
+        return self.fixed
+
+    def attach(self, buffer: Buffer, dtype: DType) -> None:
+        """Keep the memory until there is that of all shards, and make the tensors stand on it."""
+        self._new = buffer
+        if any(other._new is None for other in self._others):
+            return
+        first = Tensor(_stands_on(self._entries[0].uop))
+        made = first.cast(TO_TINYGRAD[dtype.name]).empty_like()
+        memory = _spread(made.uop)
+        memory.bufs[:] = [other._new for other in self._others]
+        self._put(made.uop)
+        for other in self._others:
+            other._new = None
+
+    def invalidate(self, keep: bool) -> None:
+        """Put memory in place that raises when it is used, whatever the other shards are."""
+        first = self._entries[0]
+        self._written = False
+        if _invalid(first.uop) is None and math.prod(first.shape):
+            where = str(self.device), math.prod(first.shape), first.dtype
+            buffer = _InvalidBuffer(self.names[0], *where, first.uop, self.keeps)
+            self._put(UOp.from_buffer(buffer).reshape(first.shape))
+
+    def revive(self) -> None:
+        """Put the kept memory back in its place when all shards of it have been written."""
+        self._written = True
+        invalid = _invalid(self._entries[0].uop)
+        if invalid is not None and all(other._written for other in self._others):
+            self._put(invalid.kept)
+
+    def _put(self, uop: UOp) -> None:
+        for tensor in self._entries:
+            tensor.uop = uop if tensor.shape == uop.shape else uop.reshape(tensor.shape)
+
+
+def _spread(uop: UOp) -> Any:
+    """The buffers of a tensor that stands on memory of several devices."""
+    while uop.op is not Ops.BUFFER:
+        uop = uop.src[0]
+    return uop.buffer
+
+
+def _shards_of(whole: TinygradParameter) -> list[Any]:
+    """The shards of a parameter that has some, or the parameter."""
+    devices = _stands_on(whole._tensors[0].uop).device
+    if not isinstance(devices, tuple) or whole.refused:
+        return [whole]
+    shards: list[ShardParameter] = []
+    shards += [ShardParameter(whole, at, shards) for at in range(len(devices))]
+    return shards
+
+
 def map_opencl(device: Any, buffer: Buffer, flags: int, start: int, nbytes: int) -> tuple[int, int]:
     """Map bytes of a buffer for the CPU; returns OpenCL's status, and their address."""
     from tinygrad.runtime.autogen import opencl as cl
@@ -478,10 +582,10 @@ def _key(tensor: Tensor) -> Any:
     return uop.base if uop.has_buffer_identity() else uop
 
 
-def parameters_of(model: Any) -> list[TinygradParameter]:
+def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
     found = make_parameters(
         tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter
     )
     _share_out(found)
-    return found
+    return [shard for parameter in found for shard in _shards_of(parameter)]

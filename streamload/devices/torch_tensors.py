@@ -5,6 +5,7 @@ torch's devices are in `devices.torch`.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from streamload.computed import is_computed
 from streamload.devices.slots import Slot, SlotParameter, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
+from streamload.planning.parts import Block
 
 # torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
 # checkpoint's shapes are those of whole bytes
@@ -87,11 +89,12 @@ class TorchParameter(SlotParameter):
         entry = self._objects()[0]
         self.invalid = hasattr(entry, _BEFORE)
         kept = self.invalid and getattr(entry, _INVALID).kept
-        self.refused = "" if self.invalid else _why_refused(entry)
+        before, tensor = getattr(entry, _BEFORE, entry), self._tensors()[0]
+        self.refused = "" if self.invalid else _why_refused(tensor) or _why_no_block(before)
         if self.refused:
             return
-        self.shape = tuple(entry.shape)
-        tensor = self._tensors()[0]
+        self.block = _block(before)
+        self.shape = tuple(entry.shape) if self.block is None else self.block.shape
         self.dtype = _FROM_TORCH.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         if tensor.device.type == "meta":
             return
@@ -133,8 +136,11 @@ class TorchParameter(SlotParameter):
         return any(is_computed(name, self.shape) for name in self.names)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The objects, with those that stood there before in place of invalid ones."""
-        return [getattr(entry, _BEFORE, entry) for entry in self._objects()]
+        """The objects, with those that stood there before in place of invalid ones.
+
+        Of those that are sharded, what this process has.
+        """
+        return [_local(getattr(entry, _BEFORE, entry)) for entry in self._objects()]
 
     def memory(self) -> Sequence[tuple[int, int]]:
         """The tensor's own bytes, on the CPU."""
@@ -210,6 +216,49 @@ class TorchParameter(SlotParameter):
             _changed(tensor)
 
 
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor; its module is imported where there are any."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of a DTensor that this process has; any other tensor itself."""
+    if not _is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # else it is a view for autograd
+        return tensor.to_local()
+
+
+def _why_no_block(tensor: Any) -> str:
+    """Why what this process has of a DTensor is not one block of it, or ""."""
+    if not _is_sharded(tensor):
+        return ""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.get_coordinate() is None:
+        return "this process is not in its mesh"
+    for at, placement in enumerate(placements):
+        if placement.is_partial():
+            return f"it is a DTensor of partial sums ({placement})"
+        # FSDP over tensor parallelism: it halves what the later axes of the mesh have cut
+        factor = getattr(placement, "split_factor", None)
+        later = (n for n, p in enumerate(placements) if n > at and p.is_shard(placement.dim))
+        if factor is not None and factor != math.prod(mesh.size(n) for n in later):
+            return f"its shards are not blocks ({placement})"
+    return ""
+
+
+def _block(tensor: Any) -> Block | None:
+    """What this process has of a DTensor; None of any other tensor."""
+    if not _is_sharded(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as computed
+
+    whole = tuple(tensor.shape)
+    shape, first = computed(whole, tensor.device_mesh, tensor.placements)
+    return Block(whole, tuple(map(int, first)), tuple(map(int, shape)))
+
+
 _PLAIN = (torch.Tensor, nn.Parameter)  # a parameter over another kind of tensor is of that kind
 
 
@@ -238,6 +287,8 @@ def _changed(tensor: torch.Tensor) -> None:
 
 def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """The old object with new memory, or an object like it where torch cannot keep it."""
+    if _is_sharded(old):
+        return _with_local(old, new)
     if old.dtype != new.dtype or old.device != new.device:
         old.grad = None  # autograd takes none of another dtype or place
     same_kind = old.is_inference() == new.is_inference()
@@ -251,6 +302,22 @@ def _with_data(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return old
     with torch.inference_mode(False):
         return _like(old, new)
+
+
+def _with_local(old: Any, new: torch.Tensor) -> torch.Tensor:
+    """The same for a DTensor, of which the new memory is this process's part."""
+    local = _local(old)
+    alike = (local.dtype, local.device) == (new.dtype, new.device)
+    if alike and old.is_inference() == new.is_inference():
+        local.data = new
+        _changed(local)
+        return old
+    like = {"run_check": False, "shape": old.shape, "stride": old.stride()}
+    made = type(old).from_local(new, old.device_mesh, old.placements, **like)
+    if isinstance(old, nn.Parameter):
+        made = nn.Parameter(made, old.requires_grad and _can_have_grad(new))
+    made.__dict__.update({k: v for k, v in old.__dict__.items() if k not in made.__dict__})
+    return made
 
 
 def _can_have_grad(tensor: torch.Tensor) -> bool:

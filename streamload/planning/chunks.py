@@ -14,6 +14,7 @@ import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
+from streamload.planning.blocks import begins_at
 from streamload.planning.plan import SLOT_ALIGNMENT, Placement, Placements, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
@@ -291,6 +292,10 @@ class Cut:
         p = self._plan.placements[index]
         if start == stop:
             yield Chunk(index, shard, 0, 0, ())
+        elif p.strided:
+            parts = _ranges(p, self._checkpoint, self._shard_of)
+            mine = next(part for part in parts if part.offset == offset)
+            yield from _strided(index, p, mine, largest(p))
         elif p.transpose is None:
             yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
         else:
@@ -344,7 +349,8 @@ def _extents(
     columns = np.stack([starts, stops, shards, numbers, np.zeros_like(numbers), together])
     of_rows: dict[int, list[tuple[int, ...]]] = {}  # several, or some rows of one
     for index, (source, info) in enumerate(zip(placements.sources, infos, strict=True)):
-        if len(source) > 1 or source[0].start or source[0].stop != (info.shape or (1,))[0]:
+        r = source[0]
+        if len(source) > 1 or r.start or r.columns or r.stop != (info.shape or (1,))[0]:
             of_rows[index] = [
                 (part.start, part.stop, part.shard, index, part.offset, _ALONE)
                 for part in _ranges(placements[index], checkpoint, shard_of)
@@ -370,6 +376,7 @@ class _Range(NamedTuple):
     stop: int  # of the last one, exclusive
     offset: int  # byte of the concatenation
     first_byte: int  # the same, of what is in the file
+    pitch: int  # file bytes from one row's beginning to the next one's
 
 
 def _ranges(
@@ -385,10 +392,11 @@ def _ranges(
         info = checkpoint.tensors[r.tensor]
         count = r.stop - r.start
         if count:
-            start = info.start + r.start * src_row
-            stop = start + p.src.nbytes(count * per_row)
+            start = info.start + begins_at(r, p.src, src_row)
+            pitch = src_row if r.columns is None else p.src.nbytes(r.columns.width)
+            stop = start + (count - 1) * pitch + src_row
             shard = shard_of[info.shard]
-            yield _Range(shard, row, count, start, stop, row * dst_row, row * src_row)
+            yield _Range(shard, row, count, start, stop, row * dst_row, row * src_row, pitch)
         row += count
 
 
@@ -400,6 +408,22 @@ def _contiguous(
         nbytes = nbytes // p.src.itemsize * p.dst.itemsize
     chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
     yield from split(chunk, p, chunk_nbytes)
+
+
+def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
+    """Some columns of rows: lines at equal distances, that follow each other in the parameter."""
+    dst_row = p.nbytes // sum(r.stop - r.start for r in p.source)
+    src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
+    step = chunk_nbytes // max(src_row, dst_row)
+    for row in range(0, mine.rows, max(step, 1)):
+        start, to = mine.start + row * mine.pitch, mine.offset + row * dst_row
+        if not step:
+            yield from _contiguous(index, p, mine.shard, start, start + src_row, to, chunk_nbytes)
+            continue
+        lines = min(step, mine.rows - row)
+        stop = start + (lines - 1) * mine.pitch + src_row
+        run = Run(start, stop, to, lines=lines, pitch=mine.pitch)
+        yield Chunk(index, mine.shard, to, to + lines * dst_row, (run,))
 
 
 def _transposed(

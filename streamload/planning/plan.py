@@ -13,7 +13,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, overload
@@ -27,6 +27,7 @@ from streamload.dtypes import BY_NAME, DType
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.kv_cache import CacheRequest
+from streamload.planning.parts import Columns, RowTranspose
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -67,38 +68,18 @@ END = sys.maxsize
 class RowRange:
     """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
 
-    Without either, all rows.
+    Without either, all rows. With columns, rows of the matrix that these are of, and of each only
+    these elements: a strided range of the file.
     """
 
     tensor: str
     start: int = 0
     stop: int = END
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
             raise ValueError(f"a row range is a tensor's name and two whole numbers, not {self}")
-
-
-@dataclass(frozen=True, slots=True)
-class RowTranspose:
-    """A row permutation: rows seen as (groups, outer, inner), with the last two axes swapped.
-
-    Output row (g, i, o) is input row (g, o, i). Query and key rows of Hugging Face Llamas are
-    half-split per head; with ``(heads, 2, head_dim / 2)`` they become interleaved, and with
-    ``(heads, head_dim / 2, 2)`` they go back.
-
-    Where a row of the tensor is ``inner`` of these rows, or a multiple, its parts move: a matrix of
-    (r, c) is transposed by ``(1, r, c)``, each of n stacked ones by ``(n, r, c)``.
-    """
-
-    groups: int
-    outer: int
-    inner: int
-
-    @property
-    def rows(self) -> int:
-        """Rows that the permutation is for."""
-        return self.groups * self.outer * self.inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +138,11 @@ class Placement:
         """Most elements that are changed at once."""
         fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
         return min(max(fitting, self.row_numel), math.prod(self.shape))
+
+    @property
+    def strided(self) -> bool:
+        """Whether only some columns of its rows are read."""
+        return any(r.columns is not None for r in self.source)
 
     @property
     def turned(self) -> bool:
@@ -291,7 +277,8 @@ def whole(info: TensorInfo) -> RowRange:
 def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
     """What `whole` says of each."""
     stops = [info.shape[0] if info.shape else 1 for info in infos]
-    return records(RowRange, [info.name for info in infos], repeat(0), stops)
+    names = [info.name for info in infos]
+    return records(RowRange, names, repeat(0), stops, repeat(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +538,10 @@ class Plan:
                 placements=[
                     record(
                         p,
-                        source=[[r.tensor, r.start, r.stop] for r in p.source],
+                        source=[
+                            [r.tensor, r.start, r.stop, r.columns and list(astuple(r.columns))]
+                            for r in p.source
+                        ],
                         transpose=p.transpose
                         and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
                     )
@@ -579,7 +569,10 @@ class Plan:
                         "shape": tuple(p["shape"]),
                         "src": BY_NAME[p["src"]],
                         "dst": BY_NAME[p["dst"]],
-                        "source": tuple(RowRange(*r) for r in p["source"]),
+                        "source": tuple(
+                            RowRange(n, i, j, Columns(*c) if c else None)
+                            for n, i, j, c in p["source"]
+                        ),
                         "transpose": RowTranspose(*p["transpose"]) if p["transpose"] else None,
                     }
                 )

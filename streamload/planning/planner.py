@@ -20,6 +20,7 @@ from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BF16, F16, DType
 from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
+from streamload.planning.blocks import begins_at
 from streamload.planning.budget import DEFAULT_HOST_NBYTES
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
@@ -228,7 +229,7 @@ def _mapped(
             why = "the file is not on this machine"
         elif rows[at]:
             why = "its values change on the way"
-        elif others or wants.transposes[at] is not None:
+        elif others or row.columns is not None or wants.transposes[at] is not None:
             why = "its rows do not follow each other in the file"
         elif info.dtype is not dst:
             why = f"{info.dtype} becomes {dst}"
@@ -285,11 +286,14 @@ def _first_bytes(checkpoint: Checkpoint, wants: Wants) -> list[tuple[int, int]]:
     places = list(zip(shards, map(attrgetter("start"), wants.infos), strict=True))
     number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
     for at, source in enumerate(wants.sources):
-        if len(source) > 1 or source[0].start:
+        if len(source) > 1 or source[0].start or source[0].columns:
             rows = sum(r.stop - r.start for r in source)
             numel = math.prod(wants.shapes[at])
-            row_nbytes = wants.infos[at].dtype.nbytes(numel) // rows if rows else 0
-            infos = [(checkpoint.tensors[r.tensor], r.start * row_nbytes) for r in source]
+            dtype = wants.infos[at].dtype
+            row_nbytes = dtype.nbytes(numel) // rows if rows else 0
+            infos = [
+                (checkpoint.tensors[r.tensor], begins_at(r, dtype, row_nbytes)) for r in source
+            ]
             places[at] = min((number_of[info.shard], info.start + n) for info, n in infos)
     return places
 

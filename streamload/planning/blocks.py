@@ -1,0 +1,79 @@
+"""Blocks of tensors as ranges of rows: what a parameter reads that holds one shard of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from streamload.dtypes import DType
+from streamload.planning.parts import Block, Columns
+from streamload.planning.plan import RowRange
+
+
+def begins_at(rows: RowRange, dtype: DType, row_nbytes: int) -> int:
+    """The first byte of rows in their tensor, whose rows have so many bytes without columns."""
+    if rows.columns is None:
+        return rows.start * row_nbytes
+    return dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
+
+
+def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:
+    """The strided ranges that a block consists of, in its order; None where there are no such.
+
+    Args:
+        rows: what the whole consists of: rows of tensors, one after the other, no columns.
+        row_numel: elements of each of these rows.
+        block: the part.
+    """
+    if block.is_all:
+        return tuple(rows)
+    if 0 in block.shape:
+        return (RowRange(rows[0].tensor, 0, 0),)
+    sizes = zip(block.whole, block.shape, strict=True)
+    last = max(axis for axis, (whole, part) in enumerate(sizes) if whole != part)
+    inner = math.prod(block.whole[last + 1 :])
+    if last == 0:  # whole rows
+        width, columns = inner, None
+    else:
+        width = block.whole[last] * inner
+        begin = block.first[last] * inner
+        columns = Columns(begin, begin + block.shape[last] * inner, width)
+    out: list[RowRange] = []
+    unit = row_numel if columns is None else width
+    for start, stop in _lines(block, max(last, 1)):
+        found = list(_within(rows, row_numel, start * width, stop * width, unit, columns))
+        if sum(r.stop - r.start for r in found) * unit != (stop - start) * width:
+            return None  # a line is of two tensors, or of a part of a row
+        out += found
+    return tuple(out)
+
+
+def _lines(block: Block, axes: int) -> Iterator[tuple[int, int]]:
+    """The lines of a block that follow each other, numbered by the leading axes of the whole."""
+    leading = block.whole[:axes]
+    part = tuple(slice(f, f + n) for f, n in zip(block.first, block.shape, strict=True))
+    numbers = np.arange(math.prod(leading)).reshape(leading)[part[:axes]].ravel()
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    for run in np.split(numbers, breaks):
+        yield int(run[0]), int(run[-1]) + 1
+
+
+def _within(
+    rows: Sequence[RowRange],
+    row_numel: int,
+    start: int,
+    stop: int,
+    unit: int,
+    columns: Columns | None,
+) -> Iterator[RowRange]:
+    """Elements ``start`` to ``stop`` of the rows, as lines of ``unit`` elements of a tensor."""
+    at = 0
+    for r in rows:
+        end = at + (r.stop - r.start) * row_numel
+        first, last = max(start, at), min(stop, end)
+        shift = r.start * row_numel - at  # to elements of the tensor
+        if first < last and not ((first + shift) % unit or (last + shift) % unit):
+            yield RowRange(r.tensor, (first + shift) // unit, (last + shift) // unit, columns)
+        at = end
