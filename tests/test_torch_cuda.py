@@ -23,6 +23,7 @@ from streamload.planning.allocators import taken
 from streamload.verify import verify
 
 torch = needs.module("torch")
+save_file = needs.module("safetensors.torch").save_file
 if not torch.cuda.is_available():  # CI has none: what needs no GPU is in test_torch_staged.py
     pytest.skip("no CUDA device here", allow_module_level=True)
 
@@ -244,3 +245,101 @@ def test_what_was_seen_of_a_gpu_is_kept(tmp_path: Path) -> None:
     ]
     assert said[0] == said[1] != ""
     assert any("GPU UUID" in part for part in nvidia_parts()), nvidia_parts()
+
+
+@pytest.mark.parametrize("dtype", ["checkpoint", "float16"])
+def test_matrices_are_transposed_on_the_way(tmp_path: Path, dtype: str) -> None:
+    """Slabs of columns go through staging; the cast is made on the host or on the GPU."""
+    whole = torch.randn(1501, 2003).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file({"w": whole}, path)
+    with torch.device("meta"):
+        model = torch.nn.Linear(1501, 2003, bias=False)
+    report = streamload.load_state_dict(
+        model,
+        path,
+        mapping={"weight": streamload.Source("w", transpose=True)},
+        device="cuda:0",
+        dtype=dtype,
+        budget="50MB",
+        progress=False,
+    )
+    wanted = whole.T if dtype == "checkpoint" else whole.T.half()
+    assert torch.equal(model.weight.cpu(), wanted)
+    check(report, path, model)
+
+
+def test_rows_change_on_the_way(tmp_path: Path) -> None:
+    """Functions get rows on the host, and their results go to the GPU."""
+    whole = torch.randn(3001, 1003).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file({"w": whole, "v": whole[:7].clone()}, path)
+    made = streamload.load_state_dict(
+        None,
+        path,
+        transform={"w": lambda rows: rows.astype("float32") * 2},
+        dtype={"w": "float32"},
+        device="cuda:0",
+        budget="50MB",
+        progress=False,
+    ).state_dict
+    assert torch.equal(made["w"].cpu(), whole.float() * 2)
+    assert torch.equal(made["v"].cpu(), whole[:7])
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_columns_of_a_shard_alone(tmp_path: Path, there: bool) -> None:
+    """One rank of four that shard a matrix by columns: strided ranges of the file."""
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    whole = torch.randn(2001, 1603).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file({"w": whole}, path)
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cuda", (4,))
+        empty = torch.empty_like(whole, device="cuda" if there else "meta")
+        model = {"w": distribute_tensor(empty, mesh, [Shard(1)])}
+        report = streamload.load_state_dict(
+            model, path, device="cuda:0", dtype="checkpoint", budget="50MB", progress=False
+        )
+        local = model["w"].to_local()
+        assert torch.equal(local.cpu(), whole.chunk(4, dim=1)[1])
+        assert report.read_nbytes == local.nbytes
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_adapter_is_merged_on_the_way(tmp_path: Path) -> None:
+    """As on the CPU, to the bit."""
+    base, folder = tmp_path / "model.safetensors", tmp_path / "adapter"
+    folder.mkdir()
+    w = torch.randn(801, 603).bfloat16()
+    save_file({"layer.weight": w}, base)
+    down, up = torch.randn(8, 603), torch.randn(801, 8)
+    prefix = "base_model.model.layer"
+    save_file(
+        {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["layer"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    merged = [
+        streamload.load_state_dict(
+            None,
+            base,
+            adapters=[folder],
+            device=device,
+            dtype="checkpoint",
+            budget="50MB",
+            progress=False,
+        ).state_dict["layer.weight"]
+        for device in ("cpu", "cuda:0")
+    ]
+    assert torch.equal(merged[0], merged[1].cpu())
+    assert not torch.equal(merged[0], w)
