@@ -41,6 +41,7 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
+from streamload.quantise import NO_QUANT, QuantPolicy, quantised
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -66,6 +67,7 @@ class Options:
     room: Room
     residence: Residence = "memory"
     changes: Changes = NO_CHANGES
+    quant: QuantPolicy = NO_QUANT
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
@@ -82,6 +84,7 @@ class Options:
             budget=Budget.parse(options["budget"]),
             policy=DTypePolicy.parse(options["dtype"], environment_fp16_cast()),
             residence=options["residence"],
+            quant=QuantPolicy.parse(options["quant"]),
         )
 
     def check_names(self, names: Iterable[str], device: object) -> None:
@@ -341,7 +344,9 @@ class Decision:
         fill, skipped, tied = found
         match = None
         if place.owner is None:
+            changed = options.changes.by_tensor
             wants = wants_of(checkpoint, fill)
+            wants = quantised(checkpoint, wants, options.quant, changed)
         else:
             match = match_parameters(
                 checkpoint,
@@ -397,7 +402,7 @@ def _check_changes(made: Plan) -> None:
     """Raise ValueError for a parameter whose rows functions cannot change on the way."""
     placed = made.placements
     for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
-        if kind.cast == "rows" and (kind.turned or rows[0].columns is not None):
+        if kind.changes and (kind.turned or rows[0].columns is not None):
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where its "
                 "matrix is transposed or sharded by columns: functions get whole rows of the "

@@ -13,6 +13,7 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.load import opened_checkpoint, run, uncollected
 from streamload.mapping import Source, sources
 from streamload.options import IterateOptions, Strictness, takes
+from streamload.quantise import quantised
 from streamload.report import Clock
 
 # Tensors that are read at once: to plan and to start threads takes some milliseconds.
@@ -59,9 +60,14 @@ def iterate(
     if device is not None and not isinstance(device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
     place = Place.look(None, checkpoint, read, device)
-    wants = wants_of(checkpoint, fill)
+    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, changes.by_tensor)
     (spec,) = place.specs(read, wants.needs_native_bf16(read.policy))
-    nbytes = dict(zip(wants.names, wants.nbytes(read.policy, spec.native_bf16), strict=True))
+    nbytes: dict[str, int] = {}
+    sizes = wants.nbytes(read.policy, spec.native_bf16)
+    for name, size, coding in zip(wants.names, sizes, wants.codings, strict=True):
+        if coding is None or not coding.part:
+            codes = name
+        nbytes[codes] = nbytes.get(codes, 0) + size  # its other parts follow it
     groups = _groups(checkpoint, fill, nbytes, min(_TOGETHER_NBYTES, spec.budget_nbytes // 2))
     if groups:
         largest = max(groups, key=lambda names: sum(nbytes[name] for name in names))
@@ -116,5 +122,5 @@ def _tensors(
         with uncollected():
             decided = _decided(place, checkpoint, read, fill, names)
             tensors = run(decided, False, Clock()).state_dict
-        for name in names:
+        for name in list(tensors):
             yield name, tensors.pop(name)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,14 +19,19 @@ from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
-from streamload.dtypes import DType
+from streamload.dtypes import F32, DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.quant.base import Encoder, QuantCounts
+from streamload.quantise import coded
 from streamload.reading import Opener, Shards, page_cache
 
 NO_COUNTS = CastCounts()
+NO_ERRORS = QuantCounts()
+#: What a chunk's cast, or its quantisation, did not keep.
+Counts: TypeAlias = CastCounts | QuantCounts
 # Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
 # without the interpreter; fewer of a load that has little for each.
 _BULK_NBYTES = 2**24
@@ -59,6 +64,7 @@ class StreamStats:
     Attributes:
         read_nbytes: file bytes read.
         counts: cast counts by placement index, of the casts that were counted.
+        errors: what quantising changed, by placement index of the codes.
         seconds: wall time.
         transfer_seconds: from the first read on until the last byte was in place.
         reader_fallbacks: why files were read otherwise than planned, and how many of them.
@@ -68,6 +74,7 @@ class StreamStats:
 
     read_nbytes: int = 0
     counts: dict[int, CastCounts] = field(default_factory=dict)
+    errors: dict[int, QuantCounts] = field(default_factory=dict)
     seconds: float = 0.0
     transfer_seconds: float = 0.0
     reader_fallbacks: Counter[str] = field(default_factory=Counter)
@@ -137,6 +144,11 @@ class Job:
         self._shards = Shards(checkpoint.shards, kind_of, opener=opener, cache=self._page_cache)
         self._to_come: Counter[int] = Counter()  # units that were begun, by shard
         self._begun: set[int] = set()  # shards, all of their units
+        self._encoders: dict[int, Encoder] = {}  # by number of the codes
+        names = zip(plan.placements.names, plan.placements.kinds, strict=True)
+        self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
+        self._values: dict[int, memoryview] = {}  # of parts that are to be placed
+        self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
 
     def units(self) -> Iterator[Unit]:
         """Cut the plan into units, made one by one in the order in which they are read."""
@@ -213,6 +225,37 @@ class Job:
                 )
             return self._casts[key]
 
+    def encoder(self, index: int) -> Encoder:
+        """What quantises a placement; any thread may ask."""
+        with self._compiling:
+            found = self._encoders.get(index)
+            if found is None:
+                p = self.plan.placements[index]
+                assert p.coding is not None, p.name
+                src = F32 if p.coding.of_rows else p.src
+                found = self._encoders[index] = coded(p.coding, p.src).encoder(src)
+            return found
+
+    def value(self, index: int) -> memoryview:
+        """The bytes of what belongs to codes that are all there."""
+        return self._values[index]
+
+    def parts(self) -> list[list[Unit]]:
+        """What belongs to codes that have become whole since this was asked: to be placed now."""
+        chunks = []
+        for chunk in self._coded:
+            p = self.plan.placements[chunk.placement]
+            assert p.coding is not None, p.name
+            made = self._encoders.pop(chunk.placement).finish()
+            for part in coded(p.coding, p.src).parts[1:]:
+                index = self._parts[part.name(p.name)]
+                self._values[index] = value = memoryview(made[part.suffix]).cast("B")
+                for start in range(0, len(value), self.plan.chunk_nbytes):
+                    stop = min(start + self.plan.chunk_nbytes, len(value))
+                    chunks.append(Chunk(index, chunk.shard, start, stop, ()))
+        self._coded.clear()
+        return [[unit] for unit in _units(chunks, self)]
+
     def is_bulk(self, p: Placement) -> bool:
         """Whether a placement's bytes go as they are to a device that takes many at a time.
 
@@ -227,7 +270,7 @@ class Job:
         return self._bulk_nbytes if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
-        if p.cast == "rows":
+        if p.changes:
             widest = max(p.src.itemsize, p.dst.itemsize)
             return min(self.plan.chunk_nbytes, p.changed_numel * widest)
         return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
@@ -281,7 +324,7 @@ class Job:
                 return info, (start - info.start) * rows // info.nbytes
         raise AssertionError("a chunk is of its sources")
 
-    def done(self, unit: Unit, counts: Sequence[CastCounts]) -> None:
+    def done(self, unit: Unit, counts: Sequence[Counts]) -> None:
         """Account for a unit whose bytes are in place."""
         if self._headroom is not None:
             self._headroom.done(written_nbytes(unit))
@@ -295,7 +338,9 @@ class Job:
             index = chunk.placement
             p = self.plan.placements[index]
             self.stats.read_nbytes += chunk.read_nbytes
-            if p.cast in ("llvm", "numpy", "rows"):
+            if isinstance(count, QuantCounts):
+                self.stats.errors[index] = self.stats.errors.get(index, NO_ERRORS) + count
+            elif p.cast in ("llvm", "numpy", "rows"):
                 self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + count
             if count.overflowed and self.plan.out_of_range == "error":
                 name, shard = self.tensor(chunk)
@@ -307,7 +352,10 @@ class Job:
                 del self._left[index]
                 if p.cast == "device" and self.plan.out_of_range == "error":
                     self._refuse_overflow(chunk, p)
+                if p.cast == "quant":
+                    self._coded.append(chunk)
                 self._finish([index])
+                self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)
 
     def _finish(self, indices: Sequence[int]) -> None:

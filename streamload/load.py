@@ -34,6 +34,7 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
+from streamload.quantise import quantised
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.selection import check_names, check_patterns
@@ -227,7 +228,7 @@ def _planned(
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
     fill, _, tied = _sources(checkpoint, read, options)
-    wants = wants_of(checkpoint, fill)
+    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, read.changes.by_tensor)
     engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
     casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
     return read.plan(checkpoint, wants, casting, tied, engine)
@@ -316,11 +317,9 @@ def _report(
     fallbacks = [
         f"{n} of {len(made.readers)} files: {why}" for why, n in stats.reader_fallbacks.items()
     ]
-    counts = {
-        made.placements[index].name: count
-        for index, count in sorted(stats.counts.items())
-        if count.total
-    }
+    names_of = made.placements.names
+    counts = {names_of[i]: count for i, count in sorted(stats.counts.items()) if count.total}
+    errors = {names_of[i]: count for i, count in sorted(stats.errors.items())}
     warn_of_overflow(decided.checkpoint.path, counts, made.out_of_range)
     names = [*(d.device for d in made.devices), STAGING]
     tensors = target.state_dict
@@ -337,6 +336,7 @@ def _report(
         held_nbytes={name: ledger.peak(name) for name in names},
         measured_nbytes=meter.peaks,
         counts=counts,
+        errors=errors,
         skipped=decided.skipped,
         missing=tuple(decided.match.left_out) if decided.match else (),
         tied=tuple(decided.match.tied) if decided.match else (),

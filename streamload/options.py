@@ -21,6 +21,7 @@ from streamload.planning.budget import BudgetLike
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
+from streamload.quantise import QuantArgument
 from streamload.units import parse_bytes
 
 #: What stands in place of an option that is gone.
@@ -35,6 +36,7 @@ class WeightOptions(TypedDict, total=False):
     """The dtype of the weights, and the room beside them; see `LoadOptions`."""
 
     dtype: DTypeArgument
+    quant: QuantArgument
     reserve: float | str
     context: int | None
     batch: int
@@ -72,6 +74,7 @@ class IterateOptions(NameOptions, ChangeOptions, StreamOptions, total=False):
     budget: BudgetLike
     device: str | None
     dtype: DTypeArgument
+    quant: QuantArgument
     reserve: float | str
 
 
@@ -111,6 +114,12 @@ class LoadOptions(PlanOptions, total=False):
             unchanged. None: arrays, and tensors of torch and tinygrad that hold memory, keep their
             dtype; otherwise bfloat16 stays where the device computes in it natively and becomes
             float16 elsewhere, and everything else stays as it is in the checkpoint.
+        quant: quantise the weights of layers on the way: a format, or patterns by name as for
+            ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
+            Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"
+            (GGUF's). Norms, routers, the embedding and the head stay as they are unless a pattern
+            other than "*" names them, and so does what has one axis. Each weight becomes several
+            tensors; see `streamload.quant`. The report has the error of each.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.
@@ -166,6 +175,7 @@ DEFAULTS: LoadOptions = {
     "device": None,
     "residence": "memory",
     "dtype": None,
+    "quant": None,
     "out_of_range": "inf",
     "cast": "auto",
     "reader": "auto",

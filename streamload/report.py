@@ -18,6 +18,7 @@ from streamload.checkpoint.header import open_regular
 from streamload.devices.base import Device
 from streamload.headroom import process_nbytes
 from streamload.planning.plan import PARTS, Plan
+from streamload.quant.base import QuantCounts
 from streamload.units import format_bytes
 
 _SAMPLE_EVERY_S = 0.02  # reading /proc takes tens of microseconds
@@ -63,6 +64,7 @@ class LoadReport:
         measured_nbytes: peaks by other counters, above what was there at the beginning:
             "process" is RssAnon + RssShmem (Linux), a device's name its framework's own count.
         counts: of each tensor whose cast changed a value.
+        errors: of each tensor that was quantised, how far its codes are from it.
         skipped: checkpoint names that were not loaded.
         missing: parameter names that were not loaded (``strict=False``).
         tied: parameter names that share another's tensor.
@@ -90,6 +92,7 @@ class LoadReport:
     held_nbytes: Mapping[str, int]
     measured_nbytes: Mapping[str, int]
     counts: Mapping[str, CastCounts]
+    errors: Mapping[str, QuantCounts] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
@@ -147,6 +150,7 @@ class LoadReport:
             "measured_nbytes": dict(self.measured_nbytes),
             "process_ratio": self.process_ratio,
             "counts": {name: asdict(count) for name, count in self.counts.items()},
+            "errors": {name: asdict(count) for name, count in self.errors.items()},
             "skipped": list(self.skipped),
             "missing": list(self.missing),
             "tied": list(self.tied),
@@ -213,6 +217,8 @@ class LoadReport:
                     f"{total.rounded} rounded",
                 )
             )
+        if self.errors:
+            rows.append(("quantised", _quantised(self.errors)))
         rows += [
             (
                 f"node {node.node}",
@@ -230,6 +236,18 @@ class LoadReport:
     def _repr_html_(self) -> str:
         """What a notebook shows: the table, and the bars of the plan."""
         return as_html(str(self), PARTS, self.plan.bars)
+
+
+def _quantised(errors: Mapping[str, QuantCounts]) -> str:
+    """The error of all that was quantised, and of what lost most."""
+    whole = sum(errors.values(), QuantCounts())
+    worst = max(errors, key=lambda name: errors[name].relative)
+    said = (
+        f"{len(errors)} tensors, error {whole.relative:.2%} of their values (root mean square); "
+        f"most {errors[worst].relative:.2%} in {worst}"
+    )
+    strange = f"; {whole.nan} NaN became 0, {whole.inf} infinities the largest finite of their unit"
+    return said + (strange if whole.nan or whole.inf else "")
 
 
 def _also(report: LoadReport) -> str:

@@ -25,7 +25,7 @@ from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, StreamStats, Target, Unit
 from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.plan import STAGING_SLOTS, Plan
+from streamload.planning.plan import Plan, units_ahead
 from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 
@@ -104,11 +104,17 @@ def stream(
                 reader = job.open(shard)
                 for batch in of_shard:
                     interrupt.check()
-                    job.begin(batch)
-                    crew.submit(reader, batch)
-                    submitted[shard] += len(batch)
+                    for each in (batch, *job.parts()):
+                        job.begin(each)
+                        crew.submit(reader, each)
+                        submitted[shard] += len(each)
                 job.has_begun(shard)
             crew.drain()
+            while parts := job.parts():  # of what was quantised last
+                for each in parts:
+                    job.begin(each)
+                    crew.submit(reader, each)
+                crew.drain()
             job.stats.transfer_seconds = time.perf_counter() - job.first_read
         except BaseException as error:
             job.fail(error)
@@ -166,14 +172,11 @@ class _Crew:
         self._work: queue.SimpleQueue[tuple[Reader, Sequence[Unit]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[list[Outcome] | None] = queue.SimpleQueue()
         self._in_flight: Counter[int] = Counter()  # units, by shard
-        bulk = any(job.bulk.values())
         staged = not all(job.host_visible.values())
         # Units for each worker: one for each of its slots and one that waits, or more where they
         # are told or handed out together. What is begun and not finished is lost by a failure.
         self._told_together = _TOLD_TOGETHER if staged else 1
-        self._ahead = STAGING_SLOTS + (
-            2 * (_BATCH_UNITS if bulk else _TOLD_TOGETHER) if staged else 1
-        )
+        self._ahead = units_ahead(staged=staged)
         self._most_in_flight = self._ahead * threads
         self._stopped = threading.Event()
         self._inline = Worker(job) if threads == 0 else None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from streamload.planning.blocks import begins_at
 from streamload.planning.budget import first_that_fits
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
+from streamload.quantise import coded
 from streamload.reading import Room
 from streamload.report import LoadReport
 from streamload.selection import Patterns, Selection
@@ -91,7 +93,7 @@ def verify(
         PlanInfeasibleError: there is too little memory.
         ValueError: functions changed values of the load.
     """
-    changed = [p.name for p in report.plan.placements if p.cast == "rows"]
+    changed = [p.name for p in report.plan.placements if p.changes]
     if changed:
         raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
     sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
@@ -100,9 +102,17 @@ def verify(
     clamp = report.plan.out_of_range == "clamp"
     out = []
     done = 0
+    parts: dict[str, bytes] = {}  # beside codes, which come first
     for placement, device, buffer in _buffers(report, model):
         at = 0
-        for expected in _reference(placement, checkpoint, clamp, block_nbytes):
+        if placement.cast == "part":
+            reference = iter([parts.pop(placement.name)])
+        elif placement.coding is not None:
+            reference = _codes(placement, checkpoint, block_nbytes, parts)
+        else:
+            raw = _reference(placement, checkpoint, block_nbytes)
+            reference = (_cast(placement, data, clamp) for data in raw)
+        for expected in reference:
             there = device.read(buffer, at, at + len(expected))
             if there != expected:
                 element = _first_difference(placement, expected, there)
@@ -162,7 +172,7 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
 def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:
     left, right = (np.frombuffer(data, f"V{p.dst.itemsize}") for data in (expected, found))
     differs = left != right
-    if p.src is not p.dst:
+    if p.src is not p.dst and p.coding is None:
         values, read = (np.frombuffer(data, p.dst.numpy) for data in (expected, found))
         with np.errstate(all="ignore"):
             differs &= ~(np.isnan(values) & np.isnan(read))
@@ -170,10 +180,31 @@ def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None
     return int(where[0]) if len(where) else None
 
 
-def _reference(
-    p: Placement, checkpoint: Checkpoint, clamp: bool, block_nbytes: int
+def _codes(
+    p: Placement, checkpoint: Checkpoint, block_nbytes: int, parts: dict[str, bytes]
 ) -> Iterator[bytes]:
-    """The bytes that the parameter must have, block by block."""
+    """The codes of a weight by the format's numpy, block by block; ``parts`` gets the others."""
+    assert p.coding is not None, p.name
+    made = coded(p.coding, p.src)
+    encoder = made.encoder(p.src, "numpy")
+    unit = p.stored_nbytes(made.unit_numel)
+    left, first = bytearray(), 0
+    for data in chain(_reference(p, checkpoint, max(block_nbytes // 8, unit)), [b""]):
+        left += data
+        whole = len(left) // unit * unit if data else len(left)
+        if whole:
+            numel = whole // p.src.itemsize
+            out = bytearray(p.placed_nbytes(numel))
+            encoder.encode(memoryview(bytes(left[:whole])), memoryview(out), first)
+            del left[:whole]
+            first += numel
+            yield bytes(out)
+    others = encoder.finish()
+    parts.update({part.name(p.name): bytes(others[part.suffix]) for part in made.parts[1:]})
+
+
+def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Iterator[bytearray]:
+    """The values in the file, in the order of the parameter, block by block."""
     block = max(block_nbytes // p.src.itemsize, 1) * p.src.itemsize
     gathered = bytearray()
     with ExitStack() as stack:
@@ -182,7 +213,7 @@ def _reference(
             for shard in dict.fromkeys(checkpoint.tensors[r.tensor].shard for r in p.source)
         }
         if p.turned:
-            yield from (_cast(p, data, clamp) for data in _columns(p, checkpoint, files, block))
+            yield from _columns(p, checkpoint, files, block)
             return
         for shard, start, nbytes in _extents(p, checkpoint):
             stop = start + nbytes
@@ -195,10 +226,10 @@ def _reference(
                 gathered += data
                 start += len(data)
                 if len(gathered) == block:
-                    yield _cast(p, gathered, clamp)
+                    yield gathered
                     gathered = bytearray()
     if gathered:
-        yield _cast(p, gathered, clamp)
+        yield gathered
 
 
 @contextmanager
@@ -231,7 +262,7 @@ def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, i
     if p.nbytes == 0:
         return
     total = sum(r.stop - r.start for r in p.source)
-    row_nbytes = p.src.nbytes(math.prod(p.shape)) // total
+    row_nbytes = p.src_nbytes // total
     if p.transpose is None:
         for r in p.source:
             info = checkpoint.tensors[r.tensor]

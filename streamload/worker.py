@@ -21,14 +21,16 @@ from streamload._system import populate, scatter
 from streamload.cast.table import Cast, CastCounts
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
+from streamload.dtypes import F32
 from streamload.errors import CheckpointError, DeviceError
-from streamload.job import NO_COUNTS, Job, Unit
+from streamload.job import NO_COUNTS, NO_ERRORS, Counts, Job, Unit
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
+from streamload.quant.base import Encoder, QuantCounts
 from streamload.reads import Slot, copy_of, reads_of
 from streamload.turning import Turner
 
-Outcome = tuple[Unit, list[CastCounts], BaseException | None]
+Outcome = tuple[Unit, list[Counts], BaseException | None]
 
 
 class _SlotTicket(NamedTuple):
@@ -49,7 +51,7 @@ class _UnderWay:
     """
 
     unit: Unit
-    counts: list[CastCounts]
+    counts: list[Counts]
     tickets: list[_SlotTicket]
 
     def outcome(self) -> Outcome:
@@ -105,7 +107,7 @@ class Worker:
             unit: the unit.
             start: the file byte from which on its bytes are to be placed; None for all.
         """
-        counts: list[CastCounts] = []
+        counts: list[Counts] = []
         tickets: list[_SlotTicket] = []
         failure: BaseException | None = None
         try:
@@ -303,7 +305,7 @@ class Worker:
             yield self._under_way.popleft().outcome()
 
     def _place(
-        self, reader: Reader, unit: Unit, counts: list[CastCounts], tickets: list[_SlotTicket]
+        self, reader: Reader, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
         job = self._job
         name = job.plan.placements[unit[0].placement].device
@@ -455,7 +457,7 @@ class Worker:
         out: memoryview,
         whole: memoryview | None,
         base: int,
-    ) -> CastCounts:
+    ) -> Counts:
         """Read the chunk's runs and cast them into ``out``, the chunk's bytes."""
         if p.cast == "rows":
             counts = NO_COUNTS
@@ -463,6 +465,8 @@ class Worker:
                 with self._bytes(reader, run, whole, base) as src:
                     counts += self._change(src, run, chunk, p, out)
             return counts
+        if p.coding is not None:
+            return self._code(reader, chunk, p, out, whole, base)
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
         counts = NO_COUNTS
@@ -504,6 +508,69 @@ class Worker:
         for row in range(run.rows):
             start = run.offset - chunk.start + row * run.stride
             counts += cast(given[row * n : (row + 1) * n], out[start : start + width])
+        return counts
+
+    def _code(
+        self,
+        reader: Reader,
+        chunk: Chunk,
+        p: Placement,
+        out: memoryview,
+        whole: memoryview | None,
+        base: int,
+    ) -> Counts:
+        """Quantise the chunk's runs, or take what belongs to codes that are there."""
+        if p.cast == "part":
+            out[:] = self._job.value(chunk.placement)[chunk.start : chunk.stop]
+            return NO_COUNTS
+        encoder = self._job.encoder(chunk.placement)
+        first = p.numel_at(chunk.start)
+        if p.turned:
+            raw = memoryview(bytearray(chunk.read_nbytes))
+            for run in chunk.runs:
+                n, at = run.line_nbytes // run.rows, run.offset - p.stored_nbytes(first)
+                memory = self._memory(reader)
+                self._turner.turn(reader, run, None, raw, at, run.stride, n, memory)
+            return encoder.encode(raw, out, first)
+        counts = NO_ERRORS
+        for run in chunk.runs:
+            if run.lines > 1:
+                raw = memoryview(bytearray(run.nbytes))
+                self._read_lines(reader, run, None, raw)
+                counts += self._encode(encoder, raw, run, chunk, p, out)
+                continue
+            with self._bytes(reader, run, whole, base) as src:
+                given = self._changed(src, run, chunk) if p.changes else src
+                counts += self._encode(encoder, given, run, chunk, p, out)
+        return counts
+
+    def _changed(self, src: memoryview, run: Run, chunk: Chunk) -> memoryview:
+        """The rows of a run as functions change them, in float32."""
+        info, first = self._job.rows_at(chunk, run.start)
+        rows, dtype = self._job.changes.apply(info, src, first)
+        out = memoryview(bytearray(len(rows) // dtype.itemsize * F32.itemsize))
+        self._job.cast_of(dtype, F32)(rows.data, out)
+        return out
+
+    def _encode(
+        self,
+        encoder: Encoder,
+        src: memoryview,
+        run: Run,
+        chunk: Chunk,
+        p: Placement,
+        out: memoryview,
+    ) -> QuantCounts:
+        """Quantise the rows of a run, each at its place."""
+        counts = NO_ERRORS
+        n = len(src) // run.rows
+        numel = run.nbytes // run.rows // p.src.itemsize
+        for row in range(run.rows):
+            at = run.offset + row * run.stride
+            first = p.numel_at(at)
+            stop = at + p.placed_nbytes(numel)
+            given = src[row * n : (row + 1) * n]
+            counts += encoder.encode(given, out[at - chunk.start : stop - chunk.start], first)
         return counts
 
     def _read_lines(

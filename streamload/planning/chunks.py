@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
 from streamload.planning.blocks import begins_at
-from streamload.planning.plan import SLOT_ALIGNMENT, Placement, Placements, Plan
+from streamload.planning.plan import SLOT_ALIGNMENT, UNREAD, Placement, Placements, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
 # stream took 26 microseconds for each with a chunk of its own, 17 of them to allocate, for which
@@ -159,21 +158,19 @@ def split(chunk: Chunk, placement: Placement, nbytes: int, start: int = 0) -> It
         yield chunk
         return
     run, p = chunk.runs[0], placement
+    unit = p.unit_numel
     # where nothing is cast bytes are bytes, also of dtypes below one
-    src, dst = (1, 1) if p.src is p.dst else (p.src.itemsize, p.dst.itemsize)
+    by_bytes = p.src is p.dst and unit == 1
+    src, dst = (1, 1) if by_bytes else (p.stored_nbytes(unit), p.placed_nbytes(unit))
     if start <= run.start and max(run.stop - run.start, chunk.stop - chunk.start) <= nbytes:
         yield chunk  # it is small: there may be very many of these
         return
     step = max(nbytes // max(src, dst), 1)
-    if p.cast == "rows":  # whole ones
-        row = p.row_numel if p.src is not p.dst else p.src.nbytes(p.row_numel)
-        step = max(step // row, 1) * row
     first = max(start - run.start, 0) // src
-    for at in range(first, (run.stop - run.start) // src, step):
-        n = min(step, (run.stop - run.start) // src - at)
-        begin = chunk.start + at * dst
-        piece = Run(run.start + at * src, run.start + (at + n) * src, begin)
-        yield Chunk(chunk.placement, chunk.shard, begin, begin + n * dst, (piece,))
+    for at in range(first, -(-(run.stop - run.start) // src), step):  # the last may be short
+        begin, end = chunk.start + at * dst, min(chunk.start + (at + step) * dst, chunk.stop)
+        piece = Run(run.start + at * src, min(run.start + (at + step) * src, run.stop), begin)
+        yield Chunk(chunk.placement, chunk.shard, begin, end, (piece,))
 
 
 class _Extents(NamedTuple):
@@ -215,9 +212,9 @@ class Cut:
         self._checkpoint = checkpoint
         self._shard_of = {header.path: index for index, header in enumerate(checkpoint.shards)}
         found = _extents(plan.placements, checkpoint, self._shard_of)
-        mapped = np.array([kind.cast == "mapped" for kind in plan.placements.kinds], bool)
-        read = ~mapped[found.placements]  # what stays in its file is not
-        self._extents = _Extents(*(column[read] for column in found)) if mapped.any() else found
+        unread = np.array([kind.cast in UNREAD for kind in plan.placements.kinds], bool)
+        read = ~unread[found.placements]
+        self._extents = _Extents(*(column[read] for column in found)) if unread.any() else found
 
     def read_nbytes(self, shards: Collection[int]) -> int:
         """File bytes that are read of some shards."""
@@ -383,10 +380,10 @@ def _ranges(
     p: Placement, checkpoint: Checkpoint, shard_of: Mapping[Location, int]
 ) -> Iterator[_Range]:
     """The sources of a placement, but for those without elements."""
-    if not math.prod(p.shape):
+    if not p.numel:
         return
-    per_row = math.prod(p.shape) // sum(r.stop - r.start for r in p.source)
-    src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
+    per_row = p.row_numel
+    src_row = p.stored_nbytes(per_row)
     row = 0
     for r in p.source:
         info = checkpoint.tensors[r.tensor]
@@ -396,7 +393,8 @@ def _ranges(
             pitch = src_row if r.columns is None else p.src.nbytes(r.columns.width)
             stop = start + (count - 1) * pitch + src_row
             shard = shard_of[info.shard]
-            yield _Range(shard, row, count, start, stop, row * dst_row, row * src_row, pitch)
+            offset = p.placed_nbytes(row * per_row)
+            yield _Range(shard, row, count, start, stop, offset, row * src_row, pitch)
         row += count
 
 
@@ -405,14 +403,14 @@ def _contiguous(
 ) -> Iterator[Chunk]:
     nbytes = stop - start
     if p.src is not p.dst:
-        nbytes = nbytes // p.src.itemsize * p.dst.itemsize
+        nbytes = p.placed_nbytes(nbytes // p.src.itemsize)
     chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
     yield from split(chunk, p, chunk_nbytes)
 
 
 def _strided(index: int, p: Placement, mine: _Range, chunk_nbytes: int) -> Iterator[Chunk]:
     """Some columns of rows: lines at equal distances, that follow each other in the parameter."""
-    dst_row = p.nbytes // sum(r.stop - r.start for r in p.source)
+    dst_row = p.placed_nbytes(p.row_numel)
     src_row = mine.stop - mine.start - (mine.rows - 1) * mine.pitch
     step = chunk_nbytes // max(src_row, dst_row)
     for row in range(0, mine.rows, max(step, 1)):
@@ -432,8 +430,8 @@ def _transposed(
     """The chunks whose first row in the file is of the range at ``offset``."""
     t = p.transpose
     assert t is not None
-    per_row = math.prod(p.shape) // t.rows
-    src_row, dst_row = p.src.nbytes(per_row), p.dst.nbytes(per_row)
+    per_row = p.numel // t.rows
+    src_row, dst_row = p.stored_nbytes(per_row), p.placed_nbytes(per_row)
     mine = next(r for r in ranges if r.offset == offset)
     slab = t.outer * max(src_row, dst_row)  # the smallest set of output rows that is contiguous
     one_shard = len({r.shard for r in ranges}) == 1
@@ -488,8 +486,11 @@ def _turned(
     """
     t = p.transpose
     assert t is not None
-    row_numel = math.prod(p.shape) // t.rows
-    src, dst = p.src.nbytes(row_numel), p.dst.nbytes(row_numel)
+    row_numel = p.numel // t.rows
+    src = p.stored_nbytes(row_numel)
+    # what is quantised is put together first: offsets are those of the weight
+    dst = p.placed_nbytes(row_numel) if p.coding is None else src
+    least = max(p.unit_numel // (t.outer * row_numel), 1)  # columns
     pitch = t.inner * src
     mine = next(r for r in ranges if r.offset == offset)
 
@@ -510,13 +511,14 @@ def _turned(
         base = group * t.outer
         parts = [(r, max(lines(r).start, base), min(lines(r).stop, base + t.outer)) for r in ranges]
         parts = [part for part in parts if part[1] < part[2]]
-        step = chunk_nbytes // (t.outer * max(src, dst))  # columns
+        step = chunk_nbytes // (t.outer * max(src, dst)) // least * least  # columns
         if step and len({r.shard for r, _, _ in parts}) == 1:
             for column in range(0, t.inner if parts[0][0] is mine else 0, step):
                 columns = min(step, t.inner - column)
                 runs = tuple(run(*part, column, columns) for part in parts)
-                first = (group * t.inner + column) * t.outer * dst
-                yield Chunk(index, mine.shard, first, first + columns * t.outer * dst, runs)
+                first = (group * t.inner + column) * t.outer * row_numel
+                stop = p.placed_nbytes(first + columns * t.outer * row_numel)
+                yield Chunk(index, mine.shard, p.placed_nbytes(first), stop, runs)
             continue
         begin, end = max(own.start, base), min(own.stop, base + t.outer)
         step = max(chunk_nbytes // max(src, dst), 1)  # lines

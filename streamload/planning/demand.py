@@ -13,7 +13,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.planning.allocators import AllocatorKind
-from streamload.planning.parts import RowTranspose
+from streamload.planning.parts import Coding, RowTranspose
 from streamload.planning.plan import RowRange, all_rows
 from streamload.units import round_up
 
@@ -149,6 +149,7 @@ class Want:
         held: (device, dtype, bytes) that the parameter holds now; None where it holds nothing.
         dtype: the dtype it must have; None asks the policy.
         reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
+        coding: what it is of a quantised tensor, in whose place it comes; None of any other.
     """
 
     name: str
@@ -159,6 +160,7 @@ class Want:
     held: tuple[str, str, int] | None = None
     dtype: DType | None = None
     reusable_nbytes: int | None = None
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +181,7 @@ class Wants(Sequence[Want]):
     held: Sequence[tuple[str, str, int] | None]
     dtypes: Sequence[DType | None]
     reusable_nbytes: Sequence[int | None]
+    codings: Sequence[Coding | None]
     srcs: Sequence[DType] = field(init=False)
     _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]] = field(init=False, default_factory=dict)
 
@@ -201,7 +204,7 @@ class Wants(Sequence[Want]):
         names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
         none = [None] * len(infos)
         sources = list(zip(all_rows(infos), strict=True))
-        return cls(infos, names, shapes, sources, none, none, none, none, none)
+        return cls(infos, names, shapes, sources, *(none for _ in range(6)))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -216,7 +219,7 @@ class Wants(Sequence[Want]):
             return [self[i] for i in range(len(self))[at]]
         columns: tuple[Sequence[Any], ...] = (
             *(self.names, self.shapes, self.sources, self.transposes),
-            *(self.devices, self.held, self.dtypes, self.reusable_nbytes),
+            *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings),
         )
         return Want(*(column[at] for column in columns))
 
@@ -244,11 +247,12 @@ class Wants(Sequence[Want]):
             native_bf16: whether the device computes in bfloat16 natively.
             device: its name, to leave out what goes to others; None for all.
         """
-        rows = zip(self.srcs, self.dsts(policy, native_bf16), self.devices, strict=True)
+        dsts = self.dsts(policy, native_bf16)
+        rows = zip(self.srcs, dsts, self.devices, self.codings, strict=True)
         pairs = {
             (src.name, dst.name): (src, dst)
-            for src, dst, on in rows
-            if src is not dst and (device is None or on is None or on == device)
+            for src, dst, on, coding in rows
+            if src is not dst and coding is None and (device is None or on is None or on == device)
         }
         return [pair for _, pair in sorted(pairs.items())]
 

@@ -16,6 +16,7 @@ from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec
 from streamload.planning.partition import Part
 from streamload.planning.plan import (
+    HOST_CASTS,
     LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
@@ -25,6 +26,7 @@ from streamload.planning.plan import (
     Placements,
     Plan,
     slot_nbytes,
+    units_ahead,
 )
 from streamload.units import round_up
 
@@ -53,6 +55,9 @@ class Share:
         turns: some matrices are transposed.
         row_nbytes: the longest row that functions change, in the file or as it is placed.
         changed_nbytes: what a thread takes for rows that it changes.
+        gathers: what is quantised is put together first.
+        statistics_nbytes: the most that a quantised tensor holds until its codes are there.
+        statistics_share: the same as a part of what is read for a tensor.
     """
 
     spec: DeviceSpec
@@ -68,6 +73,9 @@ class Share:
     turns: bool
     row_nbytes: int
     changed_nbytes: int
+    gathers: bool
+    statistics_nbytes: int
+    statistics_share: float
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
@@ -75,23 +83,46 @@ class Share:
         base = timeline(placements, spec)
         counted = placements.counted
         own = [(p, n) for p, n in counted if p.cast == "device" and spec.casts]
-        rows = any(p.cast == "rows" for p, _ in counted)
-        changed = [p for p in placements if p.cast == "rows"] if rows else []
+        rows = any(p.changes for p, _ in counted)
+        changed = [p for p in placements if p.changes] if rows else []
+        coded = [(p, p.coding) for p, _ in counted if p.cast == "quant" and p.coding]
+        whole = [p for p in placements if p.cast == "quant"] if coded else []
+        held = [c.statistics_nbytes for _, c in coded]
         return cls(
             spec,
             placements,
             *base,
             fresh_nbytes=_fresh(placements, spec, *base),
             casts={p.cast for p, _ in counted},
-            host_moves=any(p.cast in ("llvm", "numpy", "rows") or p.transpose for p, _ in counted),
+            host_moves=any(p.cast in HOST_CASTS or p.transpose for p, _ in counted),
             tallies=sum(count for _, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
             turns=any(p.turned for p, _ in counted),
-            row_nbytes=max((p.row_numel * _widest(p) for p in changed), default=0),
+            row_nbytes=max(
+                [
+                    *(p.row_numel * _widest(p) for p in changed),
+                    *(p.stored_nbytes(p.unit_numel) for p in whole),
+                ],
+                default=0,
+            ),
             changed_nbytes=max(
                 (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed), default=0
             ),
+            gathers=any(p.turned or p.strided for p in whole),
+            statistics_nbytes=max(held, default=0),
+            statistics_share=max(
+                (n / max(p.src_nbytes, 1) for (p, _), n in zip(coded, held, strict=True)), default=0
+            ),
         )
+
+    def statistics_under_way(self, nbytes: int) -> int:
+        """Bytes of the statistics that are held at a time.
+
+        Args:
+            nbytes: of the slots of all threads, one each.
+        """
+        ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
+        return 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
@@ -244,6 +275,9 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
         own += workers * 2 * plan.turn_nbytes
     changed = max((share.changed_nbytes for share in shares), default=0)
     own += plan.change_nbytes + workers * (changed + plan.change_thread_nbytes)
+    if any(share.gathers for share in shares):
+        own += workers * plan.slot_nbytes
+    own += max(share.statistics_under_way(workers * plan.slot_nbytes) for share in shares)
     for at in on_host if any(shares[n].spec.own_host for n in on_host) else on_host[:1]:
         scratch[at] += own  # of one memory it counts once
     return scratch, host if on_host else host + own

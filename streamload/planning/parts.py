@@ -44,6 +44,34 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Coding:
+    """How one part of a quantised tensor is made of the weight.
+
+    The weight, flattened, is cut at multiples of a unit; each unit is quantised by itself. Its
+    codes are one part; the others (scales, a table) are made when all codes are there.
+
+    Attributes:
+        format: name of the format, one of `streamload.quant.FORMATS`.
+        shape: the shape of the weight.
+        part: what the part's name has behind the weight's; "" for the codes.
+        unit_numel: elements of a unit.
+        src_unit_nbytes: bytes of a unit of the weight.
+        dst_unit_nbytes: bytes of its codes.
+        statistics_nbytes: what the host holds until all codes are there.
+        of_rows: functions change whole rows of the weight before.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    part: str
+    unit_numel: int
+    src_unit_nbytes: int
+    dst_unit_nbytes: int
+    statistics_nbytes: int
+    of_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RowTranspose:
     """A row permutation: rows seen as (groups, outer, inner), with the last two axes swapped.
 

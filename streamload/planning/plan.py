@@ -27,7 +27,7 @@ from streamload.dtypes import BY_NAME, DType
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.parts import Columns, RowTranspose
+from streamload.planning.parts import Coding, Columns, RowTranspose
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -36,6 +36,7 @@ Action = Literal["new", "in_place", "replace"]
 PARTS = ("weights", "KV cache", "while loading", "reserve", "free")
 
 STAGING_SLOTS = 2  # per thread: one is filled while the other's copy is under way
+_STAGED_AHEAD = 8
 SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 # What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
 # reader's alignment before the first byte that is wanted, and end at one after the last.
@@ -55,10 +56,23 @@ _STAGED_LOAD_NBYTES = 4 * 2**20
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
 
+def units_ahead(*, staged: bool) -> int:
+    """Most units of a thread under way: one for each slot and one that waits; staged ones more.
+
+    Those are handed out and told several at a time.
+    """
+    return STAGING_SLOTS + (_STAGED_AHEAD if staged else 1)
+
+
 def slot_nbytes(nbytes: int) -> int:
     """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
     return round_up(nbytes, SLOT_ALIGNMENT)
 
+
+#: Casts that the host makes.
+HOST_CASTS = frozenset({"llvm", "numpy", "rows", "quant"})
+#: Casts of what nothing is read for while a load streams.
+UNREAD = frozenset({"mapped", "part"})
 
 #: In place of the stop of a `RowRange`: up to the last row.
 END = sys.maxsize
@@ -96,13 +110,15 @@ class Placement:
         transpose: a permutation of those rows, or None.
         action: "new", "in_place" (the bytes it holds now are overwritten) or "replace" (what it
             holds is released first).
-        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, or "mapped"
-            for a view on the file, which is not read.
+        cast: "copy", "llvm", "numpy", "device", "rows" where functions change values, "mapped" for
+            a view on the file, which is not read, "quant" where it is quantised, or "part" for what
+            belongs to that: it is not read, and made when the codes are there.
         resident_nbytes: bytes that it takes of the device, as the allocator rounds; 0 where it
             fits into what the allocator took for an earlier one.
         released_nbytes: bytes that it gives back on that device first, under "replace".
         reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
             written in place, or really given back. The others have none yet, or share it.
+        coding: what it is of a quantised tensor; None of any other.
     """
 
     name: str
@@ -117,6 +133,14 @@ class Placement:
     resident_nbytes: int
     released_nbytes: int = 0
     reusable_nbytes: int = 0
+    coding: Coding | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of what is read for it."""
+        if self.coding is None:
+            return math.prod(self.shape)
+        return 0 if self.coding.part else math.prod(self.coding.shape)
 
     @property
     def nbytes(self) -> int:
@@ -126,18 +150,52 @@ class Placement:
     @property
     def src_nbytes(self) -> int:
         """Bytes of its elements in the checkpoint."""
-        return self.src.nbytes(math.prod(self.shape))
+        return self.stored_nbytes(self.numel)
 
     @property
     def row_numel(self) -> int:
         """Elements of one row of its source."""
-        return math.prod(self.shape) // max(sum(r.stop - r.start for r in self.source), 1)
+        return self.numel // max(sum(r.stop - r.start for r in self.source), 1)
+
+    @property
+    def unit_numel(self) -> int:
+        """Elements of the least that becomes bytes of the parameter by itself."""
+        if self.coding is None:
+            return self.row_numel if self.cast == "rows" else 1
+        unit = self.coding.unit_numel
+        if self.transpose is not None and self.turned:  # whole columns of the file
+            return math.lcm(unit, self.numel // self.transpose.rows * self.transpose.outer)
+        return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
+
+    @property
+    def changes(self) -> bool:
+        """Whether functions change its rows on the way."""
+        return self.cast == "rows" or (self.coding is not None and self.coding.of_rows)
+
+    def stored_nbytes(self, numel: int) -> int:
+        """Bytes of so many of its elements in the checkpoint."""
+        return self.src.nbytes(numel)
+
+    def placed_nbytes(self, numel: int) -> int:
+        """Bytes of so many of its elements on the device: of the first ones, whole units."""
+        coding = self.coding
+        if coding is None:
+            return self.dst.nbytes(numel)
+        units, rest = divmod(numel, coding.unit_numel)
+        last = -(-rest * coding.dst_unit_nbytes // coding.unit_numel)
+        return units * coding.dst_unit_nbytes + last
+
+    def numel_at(self, nbytes: int) -> int:
+        """The number of the element whose unit begins at a byte on the device, if quantised."""
+        coding = self.coding
+        assert coding is not None, self.name
+        return nbytes // coding.dst_unit_nbytes * coding.unit_numel
 
     @property
     def changed_numel(self) -> int:
         """Most elements that are changed at once."""
         fitting = CHANGE_NBYTES // max(self.src.itemsize, self.dst.itemsize)
-        return min(max(fitting, self.row_numel), math.prod(self.shape))
+        return min(max(fitting, self.row_numel), self.numel)
 
     @property
     def strided(self) -> bool:
@@ -147,7 +205,8 @@ class Placement:
     @property
     def turned(self) -> bool:
         """Whether the transpose may move parts of rows, as that of a matrix does."""
-        return self.transpose is not None and self.transpose.rows != (self.shape or (1,))[0]
+        shape = self.shape if self.coding is None else self.coding.shape
+        return self.transpose is not None and self.transpose.rows != (shape or (1,))[0]
 
 
 class Placements(Sequence[Placement]):
@@ -544,6 +603,7 @@ class Plan:
                         ],
                         transpose=p.transpose
                         and [p.transpose.groups, p.transpose.outer, p.transpose.inner],
+                        coding=p.coding and asdict(p.coding),
                     )
                     for p in self.placements
                 ],
@@ -574,6 +634,7 @@ class Plan:
                             for n, i, j, c in p["source"]
                         ),
                         "transpose": RowTranspose(*p["transpose"]) if p["transpose"] else None,
+                        "coding": _coding(p["coding"]) if p.get("coding") else None,
                     }
                 )
                 for p in data["placements"]
@@ -591,3 +652,7 @@ class Plan:
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a plan: {error}") from error
+
+
+def _coding(found: dict[str, Any]) -> Coding:
+    return Coding(**found | {"shape": tuple(found["shape"])})

@@ -161,7 +161,7 @@ def _place(
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, mapped, rows),
+            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows),
             strict=True,
         )
     )
@@ -169,9 +169,12 @@ def _place(
     doubtful = set()
     for key, at in _firsts(keys).items():
         kind = _kind(wants[at], wants.srcs[at], dsts[at], specs[at], engine, mapped=mapped[at])
-        kinds[key] = kind = replace(kind, cast="rows") if rows[at] else kind
+        if rows[at] and kind.coding is None:
+            kind = replace(kind, cast="rows")
+        kinds[key] = kind
+        cast = kind.coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in specs[at].unsupported or (kind.src is not kind.dst and small):
+        if kind.dst.name in specs[at].unsupported or (cast and small):
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]
@@ -229,6 +232,8 @@ def _mapped(
             why = "the file is not on this machine"
         elif rows[at]:
             why = "its values change on the way"
+        elif wants.codings[at] is not None:
+            why = "it is quantised on the way"
         elif others or row.columns is not None or wants.transposes[at] is not None:
             why = "its rows do not follow each other in the file"
         elif info.dtype is not dst:
@@ -263,10 +268,14 @@ def _kind(
             action, resident = "in_place", _as_given(resident, spec)
         else:
             action, released = "replace", _as_given(reusable, spec)
-    cast = "mapped" if mapped else engine(src, dst, spec)
+    coding = want.coding
+    if coding is not None:
+        cast = "part" if coding.part else "quant"
+    else:
+        cast = "mapped" if mapped else engine(src, dst, spec)
     return Placement(
         *("", spec.name, want.shape, src, dst, (), want.transpose),
-        *(action, cast, resident, released, reusable),
+        *(action, cast, resident, released, reusable, coding),
     )
 
 
@@ -288,7 +297,8 @@ def _first_bytes(checkpoint: Checkpoint, wants: Wants) -> list[tuple[int, int]]:
     for at, source in enumerate(wants.sources):
         if len(source) > 1 or source[0].start or source[0].columns:
             rows = sum(r.stop - r.start for r in source)
-            numel = math.prod(wants.shapes[at])
+            coding = wants.codings[at]
+            numel = math.prod(wants.shapes[at] if coding is None else coding.shape)
             dtype = wants.infos[at].dtype
             row_nbytes = dtype.nbytes(numel) // rows if rows else 0
             infos = [
@@ -397,7 +407,7 @@ def _check_dtypes(
     """Raise UnsupportedCastError for a parameter that cannot be cast so, or not held there."""
     name = want.source[0].tensor
     info = checkpoint.tensors[name]
-    if src is not dst:
+    if src is not dst and want.coding is None:
         if not supported(src, dst):
             reason = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it'
             reason = reason if want.dtype is not None else ""

@@ -1,0 +1,189 @@
+"""`quant=`: which tensors of a load are quantised on the way, and what each becomes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.dtypes import DType
+from streamload.errors import UnsupportedCastError
+from streamload.planning.demand import Want, Wants
+from streamload.planning.partition import Item, units_of
+from streamload.planning.parts import Coding
+from streamload.planning.plan import RowRange
+from streamload.quant.base import FORMATS, Quantised
+from streamload.selection import did_you_mean
+
+#: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.
+QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
+
+# What a pattern has to name to be quantised: it is small, and much depends on it.
+_SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantPolicy:
+    """Which tensors are quantised.
+
+    Attributes:
+        rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
+            it is. The pattern "*" stands for the weights of layers that are no norms or routers.
+    """
+
+    rules: tuple[tuple[str, str | None], ...] = ()
+
+    @classmethod
+    def parse(cls, value: QuantArgument) -> QuantPolicy:
+        """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
+
+        Raises:
+            ValueError: there is no such format, or the value is none of these.
+        """
+        if value is None:
+            return cls()
+        rules = value if isinstance(value, Mapping) else {"*": value}
+        for pattern, name in rules.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"a pattern of names is a string, not {pattern!r}")
+            if name is not None and name not in FORMATS:
+                known = ", ".join(FORMATS)
+                hint = did_you_mean(name, FORMATS) if isinstance(name, str) else ""
+                raise ValueError(f"quant is one of {known}, not {name!r}{hint}")
+        return cls(tuple(rules.items()))
+
+    def __bool__(self) -> bool:
+        return any(name is not None for _, name in self.rules)
+
+    def formats(self, names: Iterable[str], every: Iterable[str]) -> Iterator[str | None]:
+        """The format of each tensor; None leaves it as it is.
+
+        Args:
+            names: the tensors.
+            every: all tensors of the checkpoint, which say where its layers are.
+        """
+        layers: frozenset[str] | None = None
+        for name in names:
+            rule = next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
+            if rule is None or rule[1] is None:
+                yield None
+            elif rule[0] != "*":
+                yield rule[1]
+            else:
+                layers = _of_layers(every) if layers is None else layers
+                yield rule[1] if name in layers and not _SPARED.search(name) else None
+
+
+def _of_layers(names: Iterable[str]) -> frozenset[str]:
+    """Names of tensors in layers; of a model without any, all but embeddings and heads."""
+    units = units_of([Item(name, 0) for name in dict.fromkeys(names)])
+    inside = ("layer", "inner", "tensor")
+    return frozenset(item.name for unit in units if unit.kind in inside for item in unit.items)
+
+
+def coded(coding: Coding, src: DType) -> Quantised:
+    """What a weight becomes."""
+    return FORMATS[coding.format].of(coding.shape, src)
+
+
+def quantised(
+    checkpoint: Checkpoint, wants: Wants, policy: QuantPolicy, changed: Collection[str] = ()
+) -> Wants:
+    """Ask for the parts of what is quantised in place of it.
+
+    Args:
+        checkpoint: the headers.
+        wants: the parameters.
+        policy: what is quantised.
+        changed: tensors whose rows functions change on the way.
+
+    Raises:
+        UnsupportedCastError: a tensor that a pattern names cannot be in its format.
+        ValueError: parts of two tensors would have one name.
+    """
+    if not policy:
+        return wants
+    names = [info.name for info in wants.infos]
+    out: list[Want] = []
+    formats = policy.formats(names, checkpoint.tensors)
+    for want, src, name in zip(wants, wants.srcs, formats, strict=True):
+        if name is None or src.kind != "float" or len(want.shape) < 2 or not math.prod(want.shape):
+            out.append(want)
+        else:
+            of_rows = any(r.tensor in changed for r in want.source)
+            out += _parts(checkpoint, want, src, name, of_rows=of_rows)
+    names = Counter(want.name for want in out)
+    twice = next((want for want in out if names[want.name] > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"quant: {twice.name!r} would be a part of two tensors, for their names differ in the "
+            "last part alone"
+        )
+    return Wants.of(checkpoint, out)
+
+
+def _parts(
+    checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
+) -> Iterator[Want]:
+    """One want for each part of a weight in a format."""
+    tensor = want.source[0].tensor
+    path = checkpoint.tensors[tensor].shard
+    try:
+        made = FORMATS[name].of(want.shape, src)
+    except ValueError as error:
+        instead = f'leave it as it is: quant={{"{tensor}": None, "*": "{name}"}}'
+        reason = f"{error}; {instead}"
+        raise UnsupportedCastError(
+            src.name, name, reason=reason, tensor=tensor, path=path
+        ) from error
+    why = _unaligned(want, made)
+    if why:
+        raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
+    coding = Coding(
+        *(name, want.shape, "", made.unit_numel),
+        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
+    )
+    for part in made.parts:
+        at = want.source[0]
+        codes = not part.suffix
+        yield replace(
+            want,
+            name=part.name(want.name),
+            shape=part.shape,
+            dtype=part.dtype,
+            source=want.source if codes else (RowRange(at.tensor, at.start, at.start),),
+            transpose=want.transpose if codes else None,
+            held=None,
+            coding=replace(coding, part=part.suffix),
+        )
+
+
+def _unaligned(want: Want, made: Quantised) -> str:
+    """Why what fills a weight cannot be quantised piece by piece, or ""."""
+    numel = math.prod(want.shape)
+    rows = sum(r.stop - r.start for r in want.source)
+    row_numel = numel // max(rows, 1)
+    unit = made.unit_numel
+    t = want.transpose
+    if t is not None:
+        if t.rows != want.shape[0]:  # slabs of columns are put together
+            several = "it is transposed, and put together of several tensors"
+            return several if len(want.source) > 1 else ""
+        if numel // t.rows % unit:
+            return f"its rows are put in another order, and have no whole blocks of {unit} elements"
+        return ""
+    at = 0
+    for r in want.source:
+        if at * row_numel % unit or (r.columns is not None and row_numel % unit):
+            return f"it is put together of rows that have no whole blocks of {unit} elements"
+        at += r.stop - r.start
+    return ""
+
+
+#: Of a load that quantises nothing.
+NO_QUANT = QuantPolicy()
