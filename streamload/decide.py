@@ -32,7 +32,7 @@ from streamload.errors import (
 )
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
-from streamload.mapping import Source, Unchanged
+from streamload.mapping import Found, Source, Unchanged
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
 from streamload.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
@@ -324,7 +324,7 @@ class Decision:
         place: Place,
         checkpoint: Checkpoint,
         options: Options,
-        found: tuple[Mapping[str, Source], list[str], Mapping[str, str]],
+        found: Found,
         strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> Decision:

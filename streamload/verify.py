@@ -22,12 +22,17 @@ from typing import Any
 import numpy as np
 
 from streamload.cast.reference import cast_bytes
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    open_checkpoint,
+    opened,
+)
 from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import TensorInfo, open_regular
 from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.compare import CheckpointLike, opened, shape_text, shards_of, tensors_text, way
+from streamload.compare import shape_text, shards_of, tensors_text, way
 from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
