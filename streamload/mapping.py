@@ -13,8 +13,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo, records
 from streamload.errors import CheckpointError
 from streamload.families import FAMILIES, Family
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import END, RowRange, all_rows, whole
+from streamload.planning.parts import END, RowRange, RowTranspose, all_rows, whole
 from streamload.selection import check_names, did_you_mean
 
 Rename = Mapping[str, str] | Callable[[str], str | None]

@@ -24,14 +24,8 @@ from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import (
-    DevicePlan,
-    Placement,
-    Placements,
-    Plan,
-    RowRange,
-)
+from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.plan import DevicePlan, Placement, Placements, Plan
 from streamload.planning.planner import make_plan
 
 MIB = 2**20
@@ -490,6 +484,20 @@ def test_a_device_that_casts_casts(out_of_range: Any, fp16_cast: Any) -> None:
         out_of_range=out_of_range,
     )
     assert {p.name: p.cast for p in plan.placements} == {"w": "device", "x": "device", "i": "copy"}
+    assert plan.notes == ()
+
+
+def test_what_functions_change_is_no_cast_of_a_device() -> None:
+    """Nothing is noted of casts that the device would have done."""
+    casts = frozenset({("bfloat16", "float16")})
+    plan = plan_of(
+        checkpoint_of({"w": ("BF16", [4])}),
+        DeviceSpec("d", 10**9, device_casts=casts),
+        dtype="float16",
+        cast="device",
+        changed={"w"},
+    )
+    assert [p.cast for p in plan.placements] == ["rows"]
     assert plan.notes == ()
 
 

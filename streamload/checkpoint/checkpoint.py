@@ -86,6 +86,11 @@ class Checkpoint:
     config: Mapping[str, Any] = field(repr=False)
 
     @cached_property
+    def headers(self) -> Mapping[Location, Header]:
+        """The shards, by their paths."""
+        return {header.path: header for header in self.shards}
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of data, of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())

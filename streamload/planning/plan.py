@@ -10,24 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, overload
 
 from streamload.cast.table import OutOfRange
 from streamload.chart import Stack, as_html
-from streamload.checkpoint.header import TensorInfo, records
+from streamload.checkpoint.header import records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.parts import Columns, RowTranspose
+from streamload.planning.parts import Columns, RowRange, RowTranspose
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -58,28 +56,6 @@ SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable
 def slot_nbytes(nbytes: int) -> int:
     """Bytes that a chunk of ``nbytes`` takes up in a staging slot."""
     return round_up(nbytes, SLOT_ALIGNMENT)
-
-
-#: In place of the stop of a `RowRange`: up to the last row.
-END = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
-
-    Without either, all rows. With columns, rows of the matrix that these are of, and of each only
-    these elements: a strided range of the file.
-    """
-
-    tensor: str
-    start: int = 0
-    stop: int = END
-    columns: Columns | None = None
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
-            raise ValueError(f"a row range is a tensor's name and two whole numbers, not {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,18 +243,6 @@ class Placements(Sequence[Placement]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placements.of, (tuple(self),)
-
-
-def whole(info: TensorInfo) -> RowRange:
-    """All rows of a tensor; a scalar is one."""
-    return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
-
-
-def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
-    """What `whole` says of each."""
-    stops = [info.shape[0] if info.shape else 1 for info in infos]
-    names = [info.name for info in infos]
-    return records(RowRange, names, repeat(0), stops, repeat(None))
 
 
 @dataclass(frozen=True, slots=True)
