@@ -350,6 +350,7 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
             2 * 2 * 8 * MIB,
         ),
         (DeviceSpec("d", 10**9), {"readers": ["pread"]}, 2 * 8 * MIB, 0),
+        (DeviceSpec("d", 10**9), {"readers": ["http"]}, 2 * 8 * MIB, 0),
         (DeviceSpec("d", 10**9), {"readers": ["pread"], "dtype": "checkpoint"}, 0, 0),
         (DeviceSpec("d", 10**9), {"cast": "numpy"}, 2 * 4 * MIB, 0),
         (
@@ -359,7 +360,16 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
             0,
         ),
     ],
-    ids=["mapped", "staged, shared", "staged", "pread", "pread, no cast", "numpy", "device"],
+    ids=[
+        "mapped",
+        "staged, shared",
+        "staged",
+        "pread",
+        "http",
+        "pread, no cast",
+        "numpy",
+        "device",
+    ],
 )
 def test_staging(
     spec: DeviceSpec, changes: dict[str, Any], scratch_nbytes: int, host_nbytes: int

@@ -49,6 +49,8 @@ TALLY_NBYTES = 3 * 8
 # 2.6 MB on the way to CUDA, where a driver takes more beside it.
 LOAD_NBYTES = 3 * 2**20
 _STAGED_LOAD_NBYTES = 4 * 2**20
+# A thread's connection to a server, with what it has received: seen were 0.5 MB each.
+_CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
@@ -339,7 +341,7 @@ class Plan:
         slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less where all
             parameters together are smaller.
         threads: streaming threads; 0 streams in the calling thread.
-        readers: "mmap", "pread" or "direct", for each shard.
+        readers: "mmap", "pread", "direct" or "http", for each shard.
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
@@ -387,6 +389,7 @@ class Plan:
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
         shared = all(d.shared_memory for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
+        load += self.threads * _CONNECTION_NBYTES if "http" in self.readers else 0
         return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)
 
     @property
