@@ -27,7 +27,8 @@ from streamload.load import load_state_dict, plan, split
 from streamload.mapping import Source
 from streamload.planning.budget import Budget
 from streamload.planning.partition import Node
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import RowRange
+from streamload.planning.plan import Plan
 from streamload.report import LoadReport
 from streamload.verify import Verification, verify_checkpoint
 

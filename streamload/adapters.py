@@ -20,9 +20,9 @@ import numpy as np
 from streamload.changes import Change, Changes, Rows, Transform
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_json_file
 from streamload.checkpoint.header import TensorInfo, parse_json_object
-from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError
+from streamload.reading import open_shard
 
 _CONFIG = "adapter_config.json"
 _NAME = re.compile(
@@ -218,7 +218,6 @@ def _values(adapter: Checkpoint, info: TensorInfo) -> Rows:
             info.shard, "its dtype is not one of LoRA", "floats", info.dtype.name, tensor=info.name
         )
     data = bytearray(info.nbytes)
-    header = next(header for header in adapter.shards if header.path == info.shard)
-    with open_reader(info.shard, header.file_nbytes, "pread", header.state) as reader:
+    with open_shard(adapter.headers[info.shard]) as reader:
         reader.read_into(info.start, memoryview(data))
     return np.frombuffer(data, info.dtype.numpy).reshape(info.shape)

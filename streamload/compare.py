@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +19,10 @@ import numpy as np
 
 from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange, supported
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
-from streamload.checkpoint.url import Location, Url
+from streamload.checkpoint.url import Location
 from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import OutOfRangeError, UnsupportedCastError
 from streamload.mapping import Rename, sources
@@ -47,8 +46,6 @@ _TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
 _PART_NUMEL = 2**16  # elements looked at one by one: temporaries of a few MB
 _MOST_OPEN = 16  # files of one checkpoint at once
 _LISTED_DIMS = 8
-
-CheckpointLike = str | os.PathLike[str] | Url | Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,11 +471,6 @@ def way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
     rest_nbytes = ways[-1][1] - tensors_nbytes
     largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]
     return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
-
-
-def opened(path: CheckpointLike) -> Checkpoint:
-    """The checkpoint, opened where it is not."""
-    return path if isinstance(path, Checkpoint) else open_checkpoint(path)
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Unpack, get_args
 
@@ -32,7 +33,7 @@ from streamload.errors import (
 )
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
-from streamload.mapping import Source, Unchanged
+from streamload.mapping import Found, Source, Unchanged
 from streamload.match import Match, incoherent, want_of
 from streamload.match import match as match_parameters
 from streamload.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
@@ -113,7 +114,26 @@ class Options:
         host_free_nbytes: int | None = None,
     ) -> Plan:
         """Plan under these options, and within what is free on the host (None: not looked at)."""
-        knobs, free = self.knobs, host_free_nbytes
+        knobs, free, budget = self.knobs, host_free_nbytes, self.budget.host_nbytes
+        asked, path = self.room.cache, checkpoint.path
+        make = partial(
+            make_plan,
+            checkpoint,
+            wants=wants,
+            devices=specs,
+            dtype=self.policy,
+            out_of_range=knobs.out_of_range,
+            cast=cast,
+            tied=tied,
+            host_budget_nbytes=budget if free is None else min(budget, free),
+            host_limit="budget" if free is None or budget <= free else "free memory",
+            page_cache=knobs.page_cache,
+            cache=None if asked is None else KvCache.of(checkpoint.config, asked, path=path),
+            residence=self.residence,
+            mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
+            changed=self.changes.by_tensor.keys(),
+            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes),
+        )
         staged = not any(spec.host_visible for spec in specs)
         choices = [
             # only whole slots: see `choose_reader` for what it costs elsewhere
@@ -122,7 +142,7 @@ class Options:
             )
             for header in checkpoint.shards
         ]
-        made = self._plan(checkpoint, wants, specs, tied, cast, free, choices)
+        made = make(**self._reading(checkpoint, specs, choices))
         if free is None:
             return made
         taken = made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
@@ -131,64 +151,59 @@ class Options:
         if "mmap" not in made.readers or free - taken >= _MAP_ROOM_NBYTES:
             return made
         if knobs.reader == "mmap":
-            if free - taken >= _LEAST_MAP_ROOM_NBYTES:
-                note = "one thread: files are mapped, and the host has little memory"
-                return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
-            needed, instead = taken + _MAP_ROOM_NBYTES, ['reader="pread"']
-            raise PlanInfeasibleError("host", needed, free, limit="free memory", would_fit=instead)
+            return _mapped_in_little(made, taken, free)
         read = ReaderChoice("pread", "not mapped: the host has little memory")
         choices = [read if choice.kind == "mmap" else choice for choice in choices]
         left = format_bytes(max(free - taken, 0))
         note = f"files are read and not mapped: the host would be left with {left}"
-        made = self._plan(checkpoint, wants, specs, tied, cast, free, choices)
+        made = make(**self._reading(checkpoint, specs, choices))
         return replace(made, notes=(*made.notes, note))
 
-    def _plan(
+    def _reading(
         self,
         checkpoint: Checkpoint,
-        wants: Sequence[Want],
         specs: Sequence[DeviceSpec],
-        tied: Mapping[str, str],
-        cast: CastChoice,
-        free: int | None,
         choices: Sequence[ReaderChoice],
-    ) -> Plan:
-        budget = self.budget.host_nbytes
+    ) -> dict[str, Any]:
+        """What a plan is told of how files are read: by what, by how many, how much at once."""
         # threads that wait for a server take no CPU: 50 ms away, 2 read at 73 MB/s, 8 at 215
         remote = any(choice.kind == "http" for choice in choices)
         threads = _MOST_THREADS if remote else min(self.cpus or available_cpus(), _MOST_THREADS)
         most_nbytes = DEFAULT_CHUNK_NBYTES
         if all(spec.casts for spec in specs) and _is_cold(checkpoint, choices):
             threads, most_nbytes = min(threads, _DIRECT_THREADS), _DIRECT_CHUNK_NBYTES
-        asked, path = self.room.cache, checkpoint.path
-        cache = None if asked is None else KvCache.of(checkpoint.config, asked, path=path)
-        return make_plan(
-            checkpoint,
-            wants=wants,
-            devices=specs,
-            dtype=self.policy,
-            out_of_range=self.knobs.out_of_range,
-            cast=cast,
-            readers=[choice.kind for choice in choices],
-            tied=tied,
-            host_budget_nbytes=budget if free is None else min(budget, free),
-            host_limit="budget" if free is None or budget <= free else "free memory",
-            chunk_nbytes=self.knobs.chunk_nbytes or most_nbytes,
-            page_cache=self.knobs.page_cache,
-            reader_reasons=[choice.reason for choice in choices],
-            threads=self.knobs.threads or threads,
-            cache=cache,
-            residence=self.residence,
-            mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
-            changed=self.changes.by_tensor.keys(),
-            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes),
-        )
+        return {
+            "readers": [choice.kind for choice in choices],
+            "reader_reasons": [choice.reason for choice in choices],
+            "chunk_nbytes": self.knobs.chunk_nbytes or most_nbytes,
+            "threads": self.knobs.threads or threads,
+        }
 
     def _is_mappable(self, path: Location) -> bool:
         """Whether views on a file may stay when the load is done."""
         if self.residence == "auto":  # as for a map that is gone after the load
             return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
         return self.residence == "mapped" and not isinstance(path, Url)
+
+
+def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
+    """The plan where a map was asked for and little memory is left; raises where it is too little.
+
+    Args:
+        made: a plan.
+        taken_nbytes: what it takes of the host.
+        free_nbytes: of what is free there.
+    """
+    if free_nbytes - taken_nbytes >= _LEAST_MAP_ROOM_NBYTES:
+        note = "one thread: files are mapped, and the host has little memory"
+        return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
+    raise PlanInfeasibleError(
+        "host",
+        taken_nbytes + _MAP_ROOM_NBYTES,
+        free_nbytes,
+        limit="free memory",
+        would_fit=['reader="pread"'],
+    )
 
 
 def _is_cold(checkpoint: Checkpoint, choices: Sequence[ReaderChoice]) -> bool:
@@ -327,7 +342,7 @@ class Decision:
         place: Place,
         checkpoint: Checkpoint,
         options: Options,
-        found: tuple[Mapping[str, Source], list[str], Mapping[str, str]],
+        found: Found,
         strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
     ) -> Decision:

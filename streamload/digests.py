@@ -117,7 +117,8 @@ class Digests:
     # what was converted and in which state it was, and how: plain JSON values
     source: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, ...] = ()  # all that was written into the folder, the sidecar included
+    # all that was written into the folder and below it (with "/"), the sidecar included
+    files: tuple[str, ...] = ()
     # of each tensor that a cast changed
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
 

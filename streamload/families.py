@@ -42,6 +42,11 @@ class Family:
                 return match, new, layout
         return None
 
+    def matches(self, name: str) -> bool:
+        """Whether it does anything with a tensor."""
+        is_rotated = self.interleave is not None and re.fullmatch(self.rotated, name)
+        return self.rule(name) is not None or bool(is_rotated)
+
     def name(self, name: str) -> str:
         """The parameter that a tensor becomes, or a part of."""
         found = self.rule(name)

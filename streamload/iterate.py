@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from streamload.adapters import changes_of
-from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from streamload.decide import Decision, Options, Place, wants_of
-from streamload.load import opened_checkpoint, run, uncollected
-from streamload.mapping import Source, sources
+from streamload.load import read_call, run, uncollected
+from streamload.mapping import Source
 from streamload.options import IterateOptions, Strictness, takes
 from streamload.quantise import quantised
 from streamload.report import Clock
@@ -21,9 +19,7 @@ _TOGETHER_NBYTES = 2**26
 
 
 @takes(devices='device="cuda:0"')
-def iterate(
-    path: str | os.PathLike[str] | Checkpoint, **options: Unpack[IterateOptions]
-) -> Iterator[tuple[str, Any]]:
+def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator[tuple[str, Any]]:
     """Read a checkpoint tensor by tensor, under a budget in bytes, in the order of the files.
 
     A tensor counts against the budget until the next step. What you keep of it beyond that is
@@ -51,16 +47,12 @@ def iterate(
         DeviceNotFoundError: the device is not there, or does not work.
         ValueError: an argument is invalid.
     """
-    read = Options.read(**options)
-    checkpoint = opened_checkpoint(path)
-    changes = changes_of(checkpoint, options["transform"], options["adapters"])
-    read = replace(read, changes=changes)
-    fill, _, _ = sources(checkpoint, options["mapping"], options["rename"])
+    checkpoint, read, (fill, _, _) = read_call(path, **options)
     device = options["device"]
     if device is not None and not isinstance(device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
     place = Place.look(None, checkpoint, read, device)
-    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, changes.by_tensor)
+    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, read.changes.by_tensor)
     (spec,) = place.specs(read, wants.needs_native_bf16(read.policy))
     nbytes: dict[str, int] = {}
     sizes = wants.nbytes(read.policy, spec.native_bf16)

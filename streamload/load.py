@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Unpack
 
 from streamload.adapters import changes_of
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.errors import LoadState, StreamloadError
 from streamload.headroom import Headroom
@@ -18,11 +17,11 @@ from streamload.hints import Wanted
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.lookup import open_devices, unseen_spec
-from streamload.mapping import Source, Unchanged, sources
+from streamload.mapping import Found, sources
 from streamload.options import (
+    DEFAULTS,
     NO_TRANSFER,
     LoadOptions,
-    NameOptions,
     PlanOptions,
     SplitOptions,
     Strictness,
@@ -37,16 +36,14 @@ from streamload.progress import Progress, reporting
 from streamload.quantise import quantised
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
-from streamload.selection import check_names, check_patterns
+from streamload.selection import check_patterns
 from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes
 
 
 @takes(transfer=NO_TRANSFER)
-def load_state_dict(
-    model: Any, path: str | os.PathLike[str] | Checkpoint, **options: Unpack[LoadOptions]
-) -> LoadReport:
+def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOptions]) -> LoadReport:
     """Stream a safetensors checkpoint into a model, under a budget in bytes.
 
     Nothing is read or allocated before it is known that everything fits. Weights that the model
@@ -84,12 +81,9 @@ def load_state_dict(
     errors, say which. Calling again completes the load.
     """
     clock = Clock()
-    read, strictness = Options.read(**options), Strictness.read(options)
+    strictness = Strictness.read(options)
     with uncollected():
-        checkpoint = opened_checkpoint(path)
-        found = _sources(checkpoint, read, options)
-        changes = changes_of(checkpoint, options["transform"], options["adapters"])
-        read = replace(read, changes=changes)
+        checkpoint, read, found = read_call(path, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
         decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
@@ -127,7 +121,7 @@ def uncollected() -> Iterator[None]:
     transfer=NO_TRANSFER,
 )
 @uncollected()
-def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOptions]) -> Plan:
+def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
     """Plan a load of all of a checkpoint, without a model and without reading any data.
 
     With a budget in bytes and a dtype, no device is looked at.
@@ -145,10 +139,8 @@ def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOption
         DeviceNotFoundError: a device had to be looked at and does not work.
         ValueError: an argument is invalid.
     """
-    read, device = Options.read(**options), options["device"]
-    checkpoint = opened_checkpoint(path)
-    changes = changes_of(checkpoint, options["transform"], options["adapters"])
-    read = replace(read, changes=changes)
+    device = options["device"]
+    checkpoint, read, found = read_call(path, **options)
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
@@ -167,13 +159,13 @@ def plan(path: str | os.PathLike[str] | Checkpoint, **options: Unpack[PlanOption
             reserve_nbytes=reserved,
         )
 
-    return _planned(checkpoint, read, specs, options)
+    return _planned(checkpoint, read, found, specs)
 
 
 @takes()
 @uncollected()
 def split(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: CheckpointLike,
     *,
     nodes: Sequence[Node],
     **options: Unpack[SplitOptions],
@@ -194,14 +186,13 @@ def split(
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
-    read = Options.read(**options)
     if not all(isinstance(node, Node) for node in nodes):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
-    checkpoint = opened_checkpoint(path)
+    checkpoint, read, found = read_call(path, **options)
     _check_distinct([node.name for node in nodes])
     specs = [DeviceSpec(node.name, node.budget, own_host=True) for node in nodes]
     specs = _less_reserve(specs, read.room.reserve_nbytes)
-    return _planned(checkpoint, read, lambda _: specs, options)
+    return _planned(checkpoint, read, found, lambda _: specs)
 
 
 def _check_distinct(names: Sequence[str]) -> None:
@@ -223,39 +214,34 @@ def _less_reserve(specs: list[DeviceSpec], reserve_nbytes: int) -> list[DeviceSp
 def _planned(
     checkpoint: Checkpoint,
     read: Options,
+    found: Found,
     specs: Callable[[bool], Sequence[DeviceSpec]],
-    options: SplitOptions,
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
-    fill, _, tied = _sources(checkpoint, read, options)
+    fill, _, tied = found
     wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, read.changes.by_tensor)
     engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
     casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
     return read.plan(checkpoint, wants, casting, tied, engine)
 
 
-def _sources(
-    checkpoint: Checkpoint, read: Options, options: NameOptions
-) -> tuple[Mapping[str, Source], list[str], dict[str, str]]:
-    """What fills each parameter; a key or a pattern that matches nothing is an error."""
-    mapping, rename = options["mapping"], options["rename"]
+def read_call(
+    path: CheckpointLike, **options: Unpack[LoadOptions]
+) -> tuple[Checkpoint, Options, Found]:
+    """The checkpoint of a call, its options as they are read, and what fills each parameter.
+
+    Raises:
+        CheckpointError: the checkpoint or an adapter is invalid.
+        ValueError: an argument is invalid, or a name or a pattern in one matches nothing.
+    """
+    given: LoadOptions = {**DEFAULTS, **options}
+    read = Options.read(**given)
+    checkpoint = opened(path)
     check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), checkpoint.tensors)
-    if isinstance(mapping, str) or isinstance(rename, Mapping):
-        named, _, tied = sources(checkpoint, mapping, None)
-        if isinstance(mapping, str) and named and named == dict(Unchanged(checkpoint)):
-            raise ValueError(f"mapping {mapping!r} matches no tensor of {checkpoint.path}")
-        if isinstance(rename, Mapping):
-            check_names("rename", rename, {**named, **tied})
-    return sources(checkpoint, mapping, rename)
-
-
-def opened_checkpoint(path: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-    """The checkpoint at a path, or the one that was given."""
-    if isinstance(path, Checkpoint):
-        return path
-    if not isinstance(path, (str, os.PathLike)):
-        raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
-    return open_checkpoint(path)
+    check_patterns("quant", (pattern for pattern, _ in read.quant.rules), checkpoint.tensors)
+    found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    changes = changes_of(checkpoint, given["transform"], given["adapters"])
+    return checkpoint, replace(read, changes=changes), found
 
 
 def run(

@@ -13,9 +13,8 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo, records
 from streamload.errors import CheckpointError
 from streamload.families import FAMILIES, Family
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import END, RowRange, all_rows, whole
-from streamload.selection import did_you_mean
+from streamload.planning.parts import END, RowRange, RowTranspose, all_rows, whole
+from streamload.selection import check_names, did_you_mean
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 
@@ -77,6 +76,10 @@ Layouts: TypeAlias = Mapping[str, Sources]
 MappingArgument: TypeAlias = str | Layouts | tuple[str, Layouts]
 
 
+#: Sources by parameter, tensors that are skipped, and parameters that are tied; see `sources`.
+Found: TypeAlias = tuple[Mapping[str, Source], Sequence[str], Mapping[str, str]]
+
+
 class Unchanged(Mapping[str, Source]):
     """Every tensor of a checkpoint, all of it, under its own name.
 
@@ -106,8 +109,12 @@ class Unchanged(Mapping[str, Source]):
 
 
 def sources(
-    checkpoint: Checkpoint, mapping: MappingArgument | None, rename: Rename | None
-) -> tuple[Mapping[str, Source], list[str], dict[str, str]]:
+    checkpoint: Checkpoint,
+    mapping: MappingArgument | None,
+    rename: Rename | None,
+    *,
+    all_match: bool = False,
+) -> Found:
     """Say what fills each parameter, by the model's names.
 
     Args:
@@ -117,6 +124,8 @@ def sources(
             both: a family, and parameters that are to be filled otherwise.
         rename: what becomes of names after that: a dict (others stay), or a callable that returns
             a name, or None to skip.
+        all_match: whether a family that matches no tensor, and a key of ``rename`` that no tensor
+            has, are errors.
 
     Returns:
         The sources by parameter name; the checkpoint's names that ``rename`` skipped; and the
@@ -126,12 +135,19 @@ def sources(
         CheckpointError: a family's head counts are not in config.json, rows cannot be reordered,
             or two tensors would become one parameter.
         ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
-            argument is invalid.
+            argument is invalid; or under ``all_match``.
     """
     if mapping is None and rename is None:
         return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
-    family, layouts = _read(mapping)
+    chosen, layouts = _read(mapping)
+    family = FAMILIES.get(chosen, Family(()))
     named = _mapped(checkpoint, family, layouts)
+    if all_match and chosen and not any(map(family.matches, checkpoint.tensors)):
+        raise ValueError(f"mapping {chosen!r} matches no tensor of {checkpoint.path}")
+    heads = _tied_names(checkpoint)
+    if all_match and isinstance(rename, Mapping):
+        there = dict.fromkeys([name for name, _ in named] + [family.name(n) for n, _ in heads])
+        check_names("rename", rename, there)
     by_tensor = {source.rows[0].tensor: name for name, source in named}
     tied: dict[str, str] = {}
     out: dict[str, Source] = {}
@@ -150,7 +166,7 @@ def sources(
                 tensor=first,
             )
         out[new], origin[new] = source, first
-    for head, embedding in _tied_names(checkpoint):
+    for head, embedding in heads:
         new_head = _renamed(family.name(head), rename)
         new_embedding = _renamed(by_tensor.get(embedding, embedding), rename)
         if new_head is not None and new_embedding in out and new_head not in out:
@@ -197,17 +213,17 @@ def _renamed(name: str, rename: Rename | None) -> str | None:
     return new
 
 
-def _read(mapping: MappingArgument | None) -> tuple[Family, Layouts]:
-    """The family of a mapping, and the parameters that it names."""
+def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
+    """The family that a mapping names, "" for none, and the parameters that it names."""
     given: tuple[object, ...] = (mapping,)
     if isinstance(mapping, (tuple, list)) and len(mapping) == 2:
         given = tuple(mapping)
-    family, layouts = Family(()), {}
+    family, layouts = "", {}
     for part in given:
         if isinstance(part, str):
             if part not in FAMILIES:
                 raise ValueError(f"no mapping {part!r}; there are {', '.join(FAMILIES)}")
-            family = FAMILIES[part]
+            family = part
         elif isinstance(part, Mapping):
             layouts = dict(part)
         elif part is not None:

@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
-from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter
@@ -20,8 +19,9 @@ from streamload.mapping import Source
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want
-from streamload.planning.parts import Block, RowTranspose
+from streamload.planning.parts import Block, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
+from streamload.reading import open_shard
 from streamload.report import callers_level
 
 _BLOCK_NBYTES = 2**20
@@ -395,22 +395,14 @@ def same_bytes(checkpoint: Checkpoint, a: Source, b: Source) -> bool:
 
 def _blocks(checkpoint: Checkpoint, source: Source) -> Iterator[bytes]:
     """The bytes of a source's rows in their order, in blocks of 1 MiB."""
-    headers = {header.path: header for header in checkpoint.shards}
     held = bytearray()
     for r in source.rows:
         info = checkpoint.tensors[r.tensor]
-        row_nbytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
-        lines = [(r.start * row_nbytes, r.stop * row_nbytes)]
-        if (c := r.columns) is not None:
-            size = info.dtype.nbytes
-            at = (row * c.width for row in range(r.start, r.stop))
-            lines = [(size(first + c.start), size(first + c.stop)) for first in at]
-        header = headers[info.shard]
-        with open_reader(info.shard, header.file_nbytes, "pread", header.state) as reader:
-            for start, stop in lines:
+        with open_shard(checkpoint.headers[info.shard]) as reader:
+            for start, stop in byte_ranges(info, r):
                 while start < stop:
                     out = bytearray(min(_BLOCK_NBYTES - len(held), stop - start))
-                    reader.read_into(info.start + start, memoryview(out))
+                    reader.read_into(start, memoryview(out))
                     start += len(out)
                     held += out
                     if len(held) == _BLOCK_NBYTES:

@@ -15,8 +15,7 @@ from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
-from streamload.planning.parts import Coding
-from streamload.planning.plan import RowRange
+from streamload.planning.parts import Coding, RowRange
 from streamload.quant.base import FORMATS, Quantised
 from streamload.selection import did_you_mean
 
@@ -117,8 +116,8 @@ def quantised(
         else:
             of_rows = any(r.tensor in changed for r in want.source)
             out += _parts(checkpoint, want, src, name, of_rows=of_rows)
-    names = Counter(want.name for want in out)
-    twice = next((want for want in out if names[want.name] > 1), None)
+    count = Counter(want.name for want in out)
+    twice = next((want for want in out if count[want.name] > 1), None)
     if twice is not None:
         raise ValueError(
             f"quant: {twice.name!r} would be a part of two tensors, for their names differ in the "

@@ -42,8 +42,8 @@ _PAGE = 4096  # no reader's alignment is larger than a page
 Opener = Callable[[Header, ResolvedKind], Reader]
 
 
-def open_shard(header: Header, kind: ResolvedKind) -> Reader:
-    """Open a shard's file by itself."""
+def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
+    """Open a shard's file by itself; see `open_reader`."""
     return open_reader(header.path, header.file_nbytes, kind, header.state)
 
 

@@ -17,6 +17,7 @@ from streamload.devices.base import Addressed, Buffer, Device, Framework, OnFile
 from streamload.errors import AllocationError, LoadState
 from streamload.planning.allocators import TRIM_NBYTES
 from streamload.planning.budget import Ledger
+from streamload.planning.parts import first_byte
 from streamload.planning.plan import Plan
 from streamload.reading import map_shard
 
@@ -90,7 +91,6 @@ class ModelTarget:
             CheckpointError: a file cannot be opened or mapped.
         """
         placements = self._plan.placements
-        headers = {header.path: header for header in checkpoint.shards}
         maps: dict[Location, mmap.mmap] = {}
         for index, kind in enumerate(placements.kinds):
             if kind.cast != "mapped":
@@ -98,12 +98,12 @@ class ModelTarget:
             (row,) = placements.sources[index]
             info = checkpoint.tensors[row.tensor]
             if info.shard not in maps:
-                maps[info.shard] = map_shard(headers[info.shard])
+                maps[info.shard] = map_shard(checkpoint.headers[info.shard])
             device = self._devices[kind.device]
             assert isinstance(device, OnFiles), kind.device
             if kind.action == "replace":
                 self._release(index)
-            start = info.start + row.start * (info.nbytes // info.shape[0] if row.start else 0)
+            start = first_byte(info, row)
             self._buffers[index] = device.view(maps[info.shard], start, kind.dst, kind.shape)
             self.finish([index])
 

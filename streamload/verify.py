@@ -9,7 +9,6 @@ reader: there is one way only), numpy casts and computes row orders. Memory is b
 from __future__ import annotations
 
 import json
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -23,22 +22,26 @@ from typing import Any
 import numpy as np
 
 from streamload.cast.reference import cast_bytes
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    open_checkpoint,
+    opened,
+)
 from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import TensorInfo, open_regular
-from streamload.checkpoint.readers import open_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.compare import CheckpointLike, opened, shape_text, shards_of, tensors_text, way
+from streamload.compare import shape_text, shards_of, tensors_text, way
 from streamload.devices.base import Device
 from streamload.devices.names import framework, framework_of
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.errors import CheckpointError, TruncatedFileError
-from streamload.planning.blocks import begins_at
 from streamload.planning.budget import first_that_fits
+from streamload.planning.parts import byte_ranges
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
 from streamload.quantise import coded
-from streamload.reading import Room
+from streamload.reading import Room, open_shard
 from streamload.report import LoadReport
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table
@@ -189,7 +192,7 @@ def _codes(
     encoder = made.encoder(p.src, "numpy")
     unit = p.stored_nbytes(made.unit_numel)
     left, first = bytearray(), 0
-    for data in chain(_reference(p, checkpoint, max(block_nbytes // 8, unit)), [b""]):
+    for data in chain(_reference(p, checkpoint, max(block_nbytes // 8, unit)), [bytearray()]):
         left += data
         whole = len(left) // unit * unit if data else len(left)
         if whole:
@@ -215,8 +218,7 @@ def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Itera
         if p.turned:
             yield from _columns(p, checkpoint, files, block)
             return
-        for shard, start, nbytes in _extents(p, checkpoint):
-            stop = start + nbytes
+        for shard, start, stop in _extents(p, checkpoint):
             while start < stop:
                 data = files[shard](start, min(stop - start, block - len(gathered)))
                 if not data:
@@ -235,7 +237,7 @@ def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Itera
 @contextmanager
 def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
     """Reads of a file, which raise CheckpointError when it has changed."""
-    header = next(header for header in checkpoint.shards if header.path == shard)
+    header = checkpoint.headers[shard]
     if isinstance(shard, Path):
         with open_regular(shard) as file:
             guard = Guard(file, shard, header.state, refusal="none is needed")
@@ -247,7 +249,7 @@ def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
 
             yield read
         return
-    with open_reader(shard, header.file_nbytes) as reader:
+    with open_shard(header) as reader:
 
         def fetch(start: int, most_nbytes: int) -> bytes:
             data = bytearray(min(most_nbytes, reader.nbytes - start))
@@ -258,28 +260,23 @@ def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
 
 
 def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, int, int]]:
-    """(file, first byte, bytes) of the parameter's values in their order."""
+    """(file, first byte, stop) of the parameter's values in their order."""
     if p.nbytes == 0:
         return
-    total = sum(r.stop - r.start for r in p.source)
-    row_nbytes = p.src_nbytes // total
     if p.transpose is None:
         for r in p.source:
             info = checkpoint.tensors[r.tensor]
-            first, count = info.start + begins_at(r, p.src, row_nbytes), r.stop - r.start
-            if r.columns is None:
-                yield info.shard, first, count * row_nbytes
-                continue
-            pitch = p.src.nbytes(r.columns.width)
-            yield from ((info.shard, first + row * pitch, row_nbytes) for row in range(count))
+            yield from ((info.shard, *each) for each in byte_ranges(info, r))
         return
+    row_nbytes = p.src.nbytes(p.row_numel)
     rows = np.concatenate(
         [np.array([(i, row) for row in range(r.start, r.stop)]) for i, r in enumerate(p.source)]
     )
     t = p.transpose
     for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
         info = checkpoint.tensors[p.source[which].tensor]
-        yield info.shard, info.start + int(row) * row_nbytes, row_nbytes
+        start = info.start + int(row) * row_nbytes
+        yield info.shard, start, start + row_nbytes
 
 
 def _columns(
@@ -290,11 +287,10 @@ def _columns(
     assert t is not None
     part_nbytes = p.src_nbytes // max(t.rows, 1)
     line_nbytes = t.inner * part_nbytes
-    row_nbytes = p.src_nbytes // max(sum(r.stop - r.start for r in p.source), 1)
     lines = []  # where each begins
     for r in p.source if line_nbytes else ():
         info = checkpoint.tensors[r.tensor]
-        start, stop = (info.start + row * row_nbytes for row in (r.start, r.stop))
+        ((start, stop),) = byte_ranges(info, r)
         lines += [(info.shard, at) for at in range(start, stop, line_nbytes)]
     step = max(block_nbytes // (t.outer * part_nbytes), 1) * part_nbytes if lines else 1
     for first in range(0, len(lines), t.outer):

@@ -51,7 +51,7 @@ def clip(model_class: Any = transformers.CLIPTextModel, hidden_size: int = 32) -
     return model_class(config).eval()
 
 
-def vae(channels: int = 4) -> Any:
+def vae() -> Any:
     """An image decoder."""
     return diffusers.AutoencoderKL(
         block_out_channels=[32, 64],
@@ -59,25 +59,31 @@ def vae(channels: int = 4) -> Any:
         out_channels=3,
         down_block_types=["DownEncoderBlock2D"] * 2,
         up_block_types=["UpDecoderBlock2D"] * 2,
-        latent_channels=channels,
+        latent_channels=4,
     ).eval()
 
 
-def stable_diffusion() -> Any:
-    """Stable Diffusion 1."""
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(4, 8),
-        layers_per_block=1,
+def unet(**config: Any) -> Any:
+    """What takes noise away, in two blocks, with attention in one."""
+    return diffusers.UNet2DConditionModel(
         sample_size=32,
         in_channels=4,
         out_channels=4,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        norm_num_groups=2,
-    )
+        **config,
+    ).eval()
+
+
+def stable_diffusion() -> Any:
+    """Stable Diffusion 1."""
     return diffusers.StableDiffusionPipeline(
-        unet=unet.eval(),
+        unet=unet(
+            block_out_channels=(4, 8),
+            layers_per_block=1,
+            cross_attention_dim=32,
+            norm_num_groups=2,
+        ),
         scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False),
         vae=vae(),
         text_encoder=clip(),
@@ -90,24 +96,18 @@ def stable_diffusion() -> Any:
 
 def sdxl() -> Any:
     """Stable Diffusion XL: two text encoders."""
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(32, 64),
-        layers_per_block=2,
-        sample_size=32,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        transformer_layers_per_block=(1, 2),
-        projection_class_embeddings_input_dim=80,
-        cross_attention_dim=64,
-    )
     return diffusers.StableDiffusionXLPipeline(
-        unet=unet.eval(),
+        unet=unet(
+            block_out_channels=(32, 64),
+            layers_per_block=2,
+            attention_head_dim=(2, 4),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            transformer_layers_per_block=(1, 2),
+            projection_class_embeddings_input_dim=80,
+            cross_attention_dim=64,
+        ),
         scheduler=diffusers.EulerDiscreteScheduler(),
         vae=vae(),
         text_encoder=clip(),
@@ -185,7 +185,8 @@ def image(pipeline: Any) -> Any:
     """What it draws for a prompt and a seed, as an array."""
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator(device="cpu").manual_seed(7)
-    size = {} if "Flux" in type(pipeline).__name__ else {"height": 64, "width": 64}
-    size = size or {"height": 8, "width": 8, "max_sequence_length": 48}
+    size = {"height": 64, "width": 64}
+    if isinstance(pipeline, diffusers.FluxPipeline):
+        size = {"height": 8, "width": 8, "max_sequence_length": 48}
     out = pipeline(PROMPT, generator=generator, num_inference_steps=2, output_type="np", **size)
     return out.images

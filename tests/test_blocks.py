@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import streamload
+from streamload.checkpoint.header import TensorInfo
+from streamload.dtypes import BY_NAME
 from streamload.mapping import Source
 from streamload.planning.blocks import cut
-from streamload.planning.parts import Block, Columns
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import Block, Columns, RowRange, byte_ranges, first_byte
+from streamload.planning.plan import Plan
 from streamload.verify import verify
 
 
@@ -72,6 +74,23 @@ def test_rows_stay_rows() -> None:
     found = cut(rows, 3, Block((8, 3), (3, 1), (4, 2)))
     columns = Columns(1, 3, 3)
     assert found == (RowRange("a", 5, 6, columns), RowRange("b", 0, 3, columns))
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 3), (4,), (), (3, 0)])
+def test_where_rows_lie_in_the_file(shape: tuple[int, ...]) -> None:
+    """The ranges of any rows, with columns and without, hold their bytes in their order."""
+    array = np.arange(math.prod(shape), dtype=np.uint16).reshape(shape)
+    info = TensorInfo("a", BY_NAME["uint16"], shape, Path("a"), 10, 10 + array.nbytes)
+    data = bytes(10) + array.tobytes()
+    count = shape[0] if shape else 1
+    rows = [RowRange("a", start, stop) for stop in range(count + 1) for start in range(stop + 1)]
+    if shape == (5, 2, 3):
+        rows += [RowRange("a", 1, 4, Columns(2, 5, 6)), RowRange("a", 1, 9, Columns(0, 1, 3))]
+    for r in rows:
+        found = [data[start:stop] for start, stop in byte_ranges(info, r)]
+        taken = [] if not array.size else elements((r,), {"a": array.reshape(array.shape or (1,))})
+        assert b"".join(found) == np.array(taken, np.uint16).tobytes(), r
+        assert next(byte_ranges(info, r))[0] == first_byte(info, r)
 
 
 READERS = ("mmap", "pread", "direct")

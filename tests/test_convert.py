@@ -219,6 +219,32 @@ def test_small_folders_beside_are_copied(source: Path, tmp_path: Path) -> None:
         quiet(folder, tmp_path / "other")
 
 
+@pytest.mark.parametrize("nodes", [None, [Node("a", "1MB"), Node("b", "1MB")]])
+def test_folders_of_an_earlier_conversion_go_with_it(
+    source: Path, tmp_path: Path, nodes: list[Node] | None
+) -> None:
+    """Its own files alone: what others put there stays, and so does what a link leads to."""
+    folder, out, elsewhere = tmp_path / "in", tmp_path / "out", tmp_path / "elsewhere"
+    quiet(source, folder)
+    for path in ("1_Pooling/config.json", "notes/deep/er/a.txt", "more/b.txt", "linked/c.txt"):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(path)
+    quiet(folder, out, nodes=nodes)
+    root = out / "a" if nodes else out
+    assert {"notes/deep/er/a.txt", "more/b.txt"} <= set(Digests.read(root).files)
+    (root / "more" / "own.txt").write_text("mine")
+    (root / "linked").rename(elsewhere)
+    (root / "linked").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+        quiet(source, out, nodes=nodes)
+    quiet(source, out, nodes=nodes, overwrite=True)
+    left = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.parent != root}
+    assert left == {"more/own.txt"}
+    assert {p.name for p in root.iterdir() if p.is_dir()} == {"more", "linked"}
+    assert (elsewhere / "c.txt").read_text() == "linked/c.txt"
+    assert tensors_of(root).keys() <= tensors_of(source).keys()
+
+
 def test_folders_beside_go_to_each_node(source: Path, tmp_path: Path) -> None:
     """As files do."""
     quiet(source, tmp_path / "in")

@@ -20,7 +20,8 @@ from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning import kv_cache
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import RowRange
+from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
 
 #: A config.json of each kind, with the keys that published ones have; small.

@@ -502,7 +502,8 @@ def test_what_matches_nothing_is_an_error(tmp_path: Path) -> None:
     array = np.zeros(2, np.float32)
     path = write(tmp_path, {"layers.0.weight": array, "layers.1.weight": array})
     near = r"; did you mean 'layers.0.weight'\?$"
-    for entrance in (load, partial(streamload.plan, budget="1GB")):
+    plan = partial(streamload.plan, budget="1GB")
+    for entrance in (load, plan, partial(streamload.iterate, device="host")):
         with pytest.raises(ValueError, match=r"^rename: .* 'layer.0.weight'" + near):
             entrance(path, rename={"layer.0.weight": "w"})
         with pytest.raises(
@@ -511,8 +512,11 @@ def test_what_matches_nothing_is_an_error(tmp_path: Path) -> None:
             entrance(path, mapping={"w": "layer.0.weight"})
         with pytest.raises(ValueError, match=r"^mapping 'hf-llama' matches no tensor of /"):
             entrance(path, mapping="hf-llama")
-    with pytest.raises(ValueError, match=r"^dtype: no tensor's name matches '\*nrom\*'"):
-        streamload.plan(path, budget="1GB", dtype={"*nrom*": "float32", "*": "float16"})
+        with pytest.raises(ValueError, match=r"^mapping 'hf-qwen' matches no tensor of /"):
+            entrance(path, mapping=("hf-qwen", {"w": "layers.0.weight"}))
+    for entrance in (plan, streamload.iterate):
+        with pytest.raises(ValueError, match=r"^dtype: no tensor's name matches '\*nrom\*'"):
+            entrance(path, dtype={"*nrom*": "float32", "*": "float16"})
     with pytest.raises(ValueError, match=r"^rename: .* 'layer.0.weight'" + near):
         streamload.diff(path, path, rename={"layer.0.weight": "w"}, progress=False)
 

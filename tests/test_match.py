@@ -17,8 +17,7 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source, sources
 from streamload.match import Match, incoherent, match
 from streamload.planning.demand import DeviceSpec, DTypePolicy
-from streamload.planning.parts import Block, RowTranspose
-from streamload.planning.plan import RowRange
+from streamload.planning.parts import Block, RowRange, RowTranspose
 from streamload.planning.planner import make_plan
 
 

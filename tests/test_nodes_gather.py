@@ -17,7 +17,6 @@ from thread_group import ThreadGroup, World, run
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.errors import CheckpointError, PeerFailedError
 from streamload.load import plan
-from streamload.mapping import RowRange
 from streamload.nodes.gather import (
     BLOCK_NBYTES,
     BLOCKS,
@@ -26,6 +25,7 @@ from streamload.nodes.gather import (
     held_nbytes,
     shared_ranges,
 )
+from streamload.planning.parts import RowRange
 
 BLOCK = 64
 

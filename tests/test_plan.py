@@ -24,14 +24,8 @@ from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import (
-    DevicePlan,
-    Placement,
-    Placements,
-    Plan,
-    RowRange,
-)
+from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.plan import DevicePlan, Placement, Placements, Plan
 from streamload.planning.planner import make_plan
 
 MIB = 2**20
@@ -356,6 +350,7 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
             2 * 2 * 8 * MIB,
         ),
         (DeviceSpec("d", 10**9), {"readers": ["pread"]}, 2 * 8 * MIB, 0),
+        (DeviceSpec("d", 10**9), {"readers": ["http"]}, 2 * 8 * MIB, 0),
         (DeviceSpec("d", 10**9), {"readers": ["pread"], "dtype": "checkpoint"}, 0, 0),
         (DeviceSpec("d", 10**9), {"cast": "numpy"}, 2 * 4 * MIB, 0),
         (
@@ -365,7 +360,16 @@ BIG = checkpoint_of({f"w{i}": ("BF16", [8 * MIB]) for i in range(4)})  # 16 MiB 
             0,
         ),
     ],
-    ids=["mapped", "staged, shared", "staged", "pread", "pread, no cast", "numpy", "device"],
+    ids=[
+        "mapped",
+        "staged, shared",
+        "staged",
+        "pread",
+        "http",
+        "pread, no cast",
+        "numpy",
+        "device",
+    ],
 )
 def test_staging(
     spec: DeviceSpec, changes: dict[str, Any], scratch_nbytes: int, host_nbytes: int
@@ -490,6 +494,20 @@ def test_a_device_that_casts_casts(out_of_range: Any, fp16_cast: Any) -> None:
         out_of_range=out_of_range,
     )
     assert {p.name: p.cast for p in plan.placements} == {"w": "device", "x": "device", "i": "copy"}
+    assert plan.notes == ()
+
+
+def test_what_functions_change_is_no_cast_of_a_device() -> None:
+    """Nothing is noted of casts that the device would have done."""
+    casts = frozenset({("bfloat16", "float16")})
+    plan = plan_of(
+        checkpoint_of({"w": ("BF16", [4])}),
+        DeviceSpec("d", 10**9, device_casts=casts),
+        dtype="float16",
+        cast="device",
+        changed={"w"},
+    )
+    assert [p.cast for p in plan.placements] == ["rows"]
     assert plan.notes == ()
 
 

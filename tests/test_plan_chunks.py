@@ -17,14 +17,8 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import BY_CODE, F16, F32, F64, DType
 from streamload.planning.chunks import Chunk, Run, chunks
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import (
-    Placement,
-    Placements,
-    Plan,
-    RowRange,
-    slot_nbytes,
-)
+from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.plan import Placement, Placements, Plan, slot_nbytes
 
 Array = np.ndarray[Any, Any]
 

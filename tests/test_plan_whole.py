@@ -17,7 +17,8 @@ from streamload.dtypes import BF16, F16, F32
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
-from streamload.planning.plan import Placement, Placements, Plan, RowRange
+from streamload.planning.parts import RowRange
+from streamload.planning.plan import Placement, Placements, Plan
 
 MIB = 2**20
 

@@ -14,6 +14,7 @@ import needs
 import numpy as np
 import pytest
 from remote_server import Act, Answer, Handler, Site, serve
+from safetensors_files import write_safetensors
 
 import streamload
 from streamload.errors import CheckpointError, ShardNotFoundError
@@ -46,6 +47,17 @@ def load(path: str | Path, **arguments: Any) -> dict[str, Any]:
     """The tensors of a load on the host, by name."""
     arguments = {"device": "host", "chunk_nbytes": 2**18, "progress": False} | arguments
     return dict(streamload.load_state_dict(None, path, **arguments).state_dict)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of streamload, in a process of its own that tries once."""
+    return subprocess.run(
+        [sys.executable, "-m", "streamload", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"},
+        timeout=60,
+    )
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -84,6 +96,18 @@ def test_only_what_is_wanted_is_read(folder: Path, site: Site) -> None:
         inside = [i for i in infos if f"/{i.shard.name}" == path and i.start <= start < i.stop]
         assert len(inside) == 1
         assert stop <= inside[0].stop
+
+
+def test_what_is_cast_is_read_into_memory_that_is_planned(tmp_path: Path) -> None:
+    """Each thread reads into a buffer of its own: the process grows by no more than was said."""
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"w": ("BF16", (2**26,), bytes(2**27))})
+    with serve(tmp_path) as site:
+        found = command("load", site.url, "--device", "host", "--dtype", "float16", "--json")
+    report = json.loads(found.stdout)
+    slots_nbytes = 8 * report["plan"]["slot_nbytes"]
+    assert report["plan"]["devices"][0]["scratch_nbytes"] == slots_nbytes == 2**26
+    assert report["measured_nbytes"]["process"] <= report["predicted_nbytes"]["process"]
 
 
 def test_a_plan_reads_no_data_and_says_how_it_is_read(folder: Path, site: Site) -> None:
@@ -165,16 +189,6 @@ def test_what_is_for_files_is_refused_of_a_url(site: Site) -> None:
 
 def test_the_commands_take_urls(folder: Path, site: Site) -> None:
     """`streamload inspect` shows what it shows of the folder; a missing one is one line."""
-
-    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "streamload", *arguments],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"},
-            timeout=60,
-        )
-
     there, here = (
         json.loads(command("inspect", "--json", place).stdout) for place in (site.url, str(folder))
     )

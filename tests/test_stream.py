@@ -41,8 +41,8 @@ from streamload.job import StreamStats
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
 from streamload.reading import Opener, open_shard
 from streamload.stream import stream

@@ -31,7 +31,8 @@ from streamload.errors import (
 )
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import RowRange
+from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget

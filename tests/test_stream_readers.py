@@ -26,8 +26,8 @@ from streamload.job import StreamStats, file_ranges
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.chunks import Chunk, Run
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
-from streamload.planning.parts import RowTranspose
-from streamload.planning.plan import Plan, RowRange
+from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.plan import Plan
 from streamload.planning.planner import make_plan
 from streamload.stream import stream
 from streamload.target import ModelTarget

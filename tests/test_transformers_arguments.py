@@ -168,7 +168,7 @@ def test_a_body_out_of_a_larger_checkpoint(tmp_path: Path) -> None:
 
 def test_variants_and_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a folder in a folder, of two variants, by ``~``: as transformers reads them."""
-    folder = tmp_path / "root" / "text"
+    folder = tmp_path / "pipeline" / "text"
     saved(folder, "llama")
     half = new_model("llama", torch.float16)
     half.save_pretrained(folder, variant="fp16")
@@ -177,10 +177,10 @@ def test_variants_and_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setenv("HOME", str(tmp_path))
     given = {"subfolder": "text", "variant": "fp16", "dtype": torch.float16}
-    found = load("~/root", **given)
-    assert_same_bits(found, reference(tmp_path / "root", "llama", **given))
+    found = load("~/pipeline", **given)
+    assert_same_bits(found, reference(tmp_path / "pipeline", "llama", **given))
     assert found.streamload_report.read_nbytes == half.num_parameters() * 2
-    plain = load("~/root/text")
+    plain = load("~/pipeline/text")
     assert plain.streamload_report.plan.readers == ("mmap",)
     assert plain.dtype == reference(folder, "llama").dtype
 

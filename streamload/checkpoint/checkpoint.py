@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -86,6 +86,11 @@ class Checkpoint:
     config: Mapping[str, Any] = field(repr=False)
 
     @cached_property
+    def headers(self) -> Mapping[Location, Header]:
+        """The shards, by their paths."""
+        return {header.path: header for header in self.shards}
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of data, of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
@@ -127,6 +132,23 @@ class Checkpoint:
         # models of several parts (text_config, vision_config) have it one level down
         parts = [self.config, *(v for v in self.config.values() if isinstance(v, dict))]
         return next((key for key in _QUANTIZATION_KEYS for part in parts if part.get(key)), None)
+
+
+#: A checkpoint, or where it is: see `open_checkpoint`.
+CheckpointLike: TypeAlias = str | os.PathLike[str] | Checkpoint
+
+
+def opened(path: CheckpointLike) -> Checkpoint:
+    """The checkpoint at a path, or the one that was given.
+
+    Raises:
+        ValueError: it is neither a checkpoint nor a path.
+    """
+    if isinstance(path, Checkpoint):
+        return path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"expected the path of a checkpoint, not {type(path).__name__}")
+    return open_checkpoint(path)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None) -> Checkpoint:

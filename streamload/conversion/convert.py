@@ -166,7 +166,8 @@ def convert(
     a node's folder of an earlier conversion: ``*.safetensors``, their indexes, config.json, a
     sidecar and the files that it lists, and any file of a name that is written. Without
     ``overwrite`` they are an error. With it, they are removed before the first new file gets its
-    name, so that only one conversion is there. Nothing else in the destination is touched.
+    name, so that only one conversion is there, and so are folders that this leaves empty. Nothing
+    else in the destination is touched.
 
     Args:
         source: the checkpoint, as in `open_checkpoint`.
@@ -446,7 +447,7 @@ class _Conversion:
             {t.name: Digest(t.name, t.dtype, t.info.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
             options=dict(self._plan.options),
-            files=tuple(path.rpartition("/")[2] for path in self._plan.names(folder)),
+            files=self._plan.below(folder),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
         ).write(self.destination.out / folder / SIDECAR)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from streamload._system import sync_folder
 from streamload.conversion.beside import CONFIG
 from streamload.conversion.disk import WORK, exists, writing_to
-from streamload.conversion.planning import ConvertPlan, in_folder
+from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
 
@@ -169,9 +169,10 @@ class Destination:
             names = self._listed(folder)
             sidecar = self.sidecar(folder) if SIDECAR in names else None
             written = sidecar.files if sidecar else ()
+            inner = (path for path in written if "/" in path and self._is_inside(folder, path))
             found += [
                 in_folder(folder, name)
-                for name in names
+                for name in (*names, *inner)
                 if (name in written or _OF_A_CHECKPOINT.fullmatch(name))
                 and not self._is_folder(in_folder(folder, name))
             ]
@@ -193,6 +194,15 @@ class Destination:
         """Whether there is a folder of that name; not where a link leads to one."""
         where = self.path / path
         return exists(where) and where.is_dir() and not where.is_symlink()
+
+    def _is_inside(self, folder: str, path: str) -> bool:
+        """Whether a path is that of a file below a folder, to which no link leads."""
+        parts = path.split("/")
+        if "\0" in path or any(part.startswith(".") or not part for part in parts):
+            return False
+        where = self.path / folder
+        parents = (where.joinpath(*parts[:end]) for end in range(1, len(parts)))
+        return not any(parent.is_symlink() for parent in parents) and exists(where / path)
 
     # --- publishing -------------------------------------------------------------------------------
 
@@ -218,7 +228,9 @@ class Destination:
                 ", ".join(there[:_LISTED]),
             )
         folders = (*self._plan.folders, *self._plan.subfolders)
-        self._emptied = [f for f in self.folders() if f not in ("", *folders)]
+        emptied = {*self.folders(), *(folder for path in old for folder in _folders_above(path))}
+        inner_first = sorted(emptied - {"", *folders}, key=lambda folder: -folder.count("/"))
+        self._emptied = inner_first
         for path in old:
             (self.path / path).unlink()
         self._sync(*self._emptied)
@@ -245,10 +257,16 @@ class Destination:
             self.journal.unlink(missing_ok=True)
 
     def remove_empty_folders(self) -> None:
-        """Remove what is left of the folders of nodes that there are no more."""
+        """Remove what is left of the folders of an earlier conversion that this one has not."""
         for folder in self._emptied:
             with suppress(OSError):  # it holds something that is not ours
                 (self.path / folder).rmdir()
+
+
+def _folders_above(path: str) -> Iterator[str]:
+    """The folders above a path in the destination."""
+    while path := folder_of(path):
+        yield path
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:

@@ -239,6 +239,11 @@ class ConvertPlan:
         whole = (*small, *sidecar, *large, *indexes)
         return tuple(path for path in whole if folder_of(path) == folder)
 
+    def below(self, folder: str) -> tuple[str, ...]:
+        """Every path that is published in a folder or below it, from there, in that order."""
+        start = in_folder(folder, "")
+        return tuple(path.removeprefix(start) for path in self.paths if path.startswith(start))
+
     @property
     def digest(self) -> str:
         """Of what is written where, from what: the same plan has the same."""

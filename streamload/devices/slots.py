@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from functools import cache
 from typing import Any, TypeVar
@@ -32,9 +33,9 @@ class EntryParameter(Parameter):
         self.names, self._entries, self._collect = names, entries, collect
         self._look()
 
+    @abstractmethod
     def _look(self) -> None:
         """Find out what the entries are, and what memory they hold."""
-        raise NotImplementedError
 
 
 class SlotParameter(EntryParameter):

@@ -23,7 +23,8 @@ from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.checkpoint.url import Location
 from streamload.nodes.group import Group
-from streamload.planning.plan import Placement, whole
+from streamload.planning.parts import whole
+from streamload.planning.plan import Placement
 from streamload.reading import Shards, open_shard
 
 BLOCK_NBYTES = 4 * 2**20

@@ -7,16 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from streamload.dtypes import DType
-from streamload.planning.parts import Block, Columns
-from streamload.planning.plan import RowRange
-
-
-def begins_at(rows: RowRange, dtype: DType, row_nbytes: int) -> int:
-    """The first byte of rows in their tensor, whose rows have so many bytes without columns."""
-    if rows.columns is None:
-        return rows.start * row_nbytes
-    return dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
+from streamload.planning.parts import Block, Columns, RowRange
 
 
 def cut(rows: Sequence[RowRange], row_numel: int, block: Block) -> tuple[RowRange, ...] | None:

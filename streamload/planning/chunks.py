@@ -13,7 +13,7 @@ import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
-from streamload.planning.blocks import begins_at
+from streamload.planning.parts import first_byte
 from streamload.planning.plan import SLOT_ALIGNMENT, UNREAD, Placement, Placements, Plan
 
 # Parameters of up to this many bytes are packed. 50,000 of 2 kB, to torch's CPU, on 2 cores: the
@@ -389,7 +389,7 @@ def _ranges(
         info = checkpoint.tensors[r.tensor]
         count = r.stop - r.start
         if count:
-            start = info.start + begins_at(r, p.src, src_row)
+            start = first_byte(info, r)
             pitch = src_row if r.columns is None else p.src.nbytes(r.columns.width)
             stop = start + (count - 1) * pitch + src_row
             shard = shard_of[info.shard]

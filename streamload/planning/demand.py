@@ -13,8 +13,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.planning.allocators import AllocatorKind
-from streamload.planning.parts import Coding, RowTranspose
-from streamload.planning.plan import RowRange, all_rows
+from streamload.planning.parts import Coding, RowRange, RowTranspose, all_rows
 from streamload.units import round_up
 
 

@@ -260,7 +260,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
             host += 0 if spec.shared_memory else staged
     # what a worker holds of its own: a source buffer, the temporaries of a numpy cast, two blocks
     host_moves = any(share.host_moves for share in shares)
-    if host_moves and not {"pread", "direct"}.isdisjoint(plan.readers):
+    if host_moves and any(kind != "mmap" for kind in plan.readers):
         own += workers * plan.slot_nbytes
     if "direct" in plan.readers and plan.placements:
         own += workers * BOUNCE_NBYTES

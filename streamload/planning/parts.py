@@ -1,9 +1,14 @@
-"""Parts of tensors: blocks of them, columns of their rows, and other orders of rows."""
+"""Parts of tensors: rows and their columns, where they lie in the file, blocks, orders of rows."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
+
+from streamload.checkpoint.header import TensorInfo, records
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,67 @@ class Columns:
     start: int
     stop: int
     width: int
+
+
+#: In place of the stop of a `RowRange`: up to the last row.
+END = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
+
+    Without either, all rows. With columns, rows of the matrix that these are of, and of each only
+    these elements: a strided range of the file.
+    """
+
+    tensor: str
+    start: int = 0
+    stop: int = END
+    columns: Columns | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
+            raise ValueError(f"a row range is a tensor's name and two whole numbers, not {self}")
+
+
+def whole(info: TensorInfo) -> RowRange:
+    """All rows of a tensor; a scalar is one."""
+    return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
+
+
+def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
+    """What `whole` says of each."""
+    stops = [info.shape[0] if info.shape else 1 for info in infos]
+    names = [info.name for info in infos]
+    return records(RowRange, names, repeat(0), stops, repeat(None))
+
+
+def first_byte(info: TensorInfo, rows: RowRange) -> int:
+    """The file byte at which rows of a tensor begin."""
+    if rows.columns is not None:
+        return info.start + info.dtype.nbytes(rows.start * rows.columns.width + rows.columns.start)
+    return info.start + rows.start * _row_nbytes(info)
+
+
+def byte_ranges(info: TensorInfo, rows: RowRange) -> Iterator[tuple[int, int]]:
+    """The file bytes of rows of a tensor in their order: one range, or with columns one for each.
+
+    Yields:
+        The first byte, and the last one, exclusive.
+    """
+    start, count = first_byte(info, rows), rows.stop - rows.start
+    if rows.columns is None:
+        yield start, start + count * _row_nbytes(info)
+        return
+    nbytes = info.dtype.nbytes(rows.columns.stop - rows.columns.start)
+    pitch = info.dtype.nbytes(rows.columns.width)
+    for at in range(start, start + count * pitch, pitch):
+        yield at, at + nbytes
+
+
+def _row_nbytes(info: TensorInfo) -> int:
+    return info.nbytes // max(info.shape[0], 1) if info.shape else info.nbytes
 
 
 class Block(NamedTuple):

@@ -10,24 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, overload
 
 from streamload.cast.table import OutOfRange
 from streamload.chart import Stack, as_html
-from streamload.checkpoint.header import TensorInfo, records
+from streamload.checkpoint.header import records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.parts import Coding, Columns, RowTranspose
+from streamload.planning.parts import Coding, Columns, RowRange, RowTranspose
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -52,6 +50,8 @@ TALLY_NBYTES = 3 * 8
 # 2.6 MB on the way to CUDA, where a driver takes more beside it.
 LOAD_NBYTES = 3 * 2**20
 _STAGED_LOAD_NBYTES = 4 * 2**20
+# A thread's connection to a server, with what it has received: seen were 0.5 MB each.
+_CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
 
@@ -73,27 +73,6 @@ def slot_nbytes(nbytes: int) -> int:
 HOST_CASTS = frozenset({"llvm", "numpy", "rows", "quant"})
 #: Casts of what nothing is read for while a load streams.
 UNREAD = frozenset({"mapped", "part"})
-
-#: In place of the stop of a `RowRange`: up to the last row.
-END = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class RowRange:
-    """Rows ``start`` to ``stop`` (exclusive) along the first axis of a checkpoint tensor.
-
-    Without either, all rows. With columns, rows of the matrix that these are of, and of each only
-    these elements: a strided range of the file.
-    """
-
-    tensor: str
-    start: int = 0
-    stop: int = END
-    columns: Columns | None = None
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.tensor, str) and type(self.start) is type(self.stop) is int):
-            raise ValueError(f"a row range is a tensor's name and two whole numbers, not {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,18 +307,6 @@ class Placements(Sequence[Placement]):
         return Placements.of, (tuple(self),)
 
 
-def whole(info: TensorInfo) -> RowRange:
-    """All rows of a tensor; a scalar is one."""
-    return RowRange(info.name, 0, info.shape[0] if info.shape else 1)
-
-
-def all_rows(infos: Sequence[TensorInfo]) -> Sequence[RowRange]:
-    """What `whole` says of each."""
-    stops = [info.shape[0] if info.shape else 1 for info in infos]
-    names = [info.name for info in infos]
-    return records(RowRange, names, repeat(0), stops, repeat(None))
-
-
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
     """What a plan takes on one device.
@@ -434,7 +401,7 @@ class Plan:
         slot_nbytes: bytes of one staging slot or source buffer: a chunk, or less where all
             parameters together are smaller.
         threads: streaming threads; 0 streams in the calling thread.
-        readers: "mmap", "pread" or "direct", for each shard.
+        readers: "mmap", "pread", "direct" or "http", for each shard.
         out_of_range: "inf", "clamp" or "error".
         notes: choices that a user may want to know of, one sentence each.
         page_cache: what becomes of the page cache that the load brings in: "auto", "keep", "drop".
@@ -482,6 +449,7 @@ class Plan:
         fresh = sum(d.fresh_nbytes for d in self.devices if d.shared_memory)
         shared = all(d.shared_memory for d in self.devices)
         load = LOAD_NBYTES if shared else _STAGED_LOAD_NBYTES
+        load += self.threads * _CONNECTION_NBYTES if "http" in self.readers else 0
         return load + fresh + self.host_nbytes + sum(d.object_nbytes for d in self.devices)
 
     @property

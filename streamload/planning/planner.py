@@ -20,7 +20,6 @@ from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BF16, F16, DType
 from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
-from streamload.planning.blocks import begins_at
 from streamload.planning.budget import DEFAULT_HOST_NBYTES
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
@@ -28,6 +27,7 @@ from streamload.planning.feasible import check
 from streamload.planning.fit import Share, fit, timeline
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, partition
+from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
 from streamload.units import round_up
 
@@ -168,13 +168,16 @@ def _place(
     kinds: dict[Any, Placement] = {}
     doubtful = set()
     for key, at in _firsts(keys).items():
-        kind = _kind(wants[at], wants.srcs[at], dsts[at], specs[at], engine, mapped=mapped[at])
-        if rows[at] and kind.coding is None:
-            kind = replace(kind, cast="rows")
-        kinds[key] = kind
-        cast = kind.coding is None and kind.src is not kind.dst
+        what = wants.srcs[at], dsts[at], specs[at]
+        coding = wants.codings[at]
+        if coding is not None:
+            cast = "part" if coding.part else "quant"
+        else:
+            cast = "mapped" if mapped[at] else "rows" if rows[at] else engine(*what)
+        kinds[key] = kind = _kind(wants[at], *what, cast)
+        is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
-        if kind.dst.name in specs[at].unsupported or (cast and small):
+        if kind.dst.name in specs[at].unsupported or (is_cast and small):
             doubtful.add(key)
     for at in [at for at, key in enumerate(keys) if key in doubtful] if doubtful else ():
         kind = kinds[keys[at]]
@@ -224,7 +227,7 @@ def _mapped(
     shards = checkpoint.shard_numbers(wants.infos).tolist()
     for at, (info, dst, spec) in enumerate(zip(wants.infos, dsts, specs, strict=True)):
         row, *others = wants.sources[at]
-        start = info.start + row.start * (info.nbytes // info.shape[0] if row.start else 0)
+        start = first_byte(info, row)
         why = ""
         if not spec.maps:
             why = f"{spec.name} does not compute on mapped files"
@@ -247,17 +250,10 @@ def _mapped(
     return out
 
 
-def _kind(
-    want: Want,
-    src: DType,
-    dst: DType,
-    spec: DeviceSpec,
-    engine: _EngineChoice,
-    *,
-    mapped: bool,
-) -> Placement:
+def _kind(want: Want, src: DType, dst: DType, spec: DeviceSpec, cast: str) -> Placement:
     """What wants of a kind have in common, with all of what they hold as reusable."""
     dst_nbytes = dst.nbytes(math.prod(want.shape))
+    mapped = cast == "mapped"
     resident = 0 if mapped else spec.resident(dst_nbytes)
     action: Action = "new"
     released = reusable = 0
@@ -268,14 +264,9 @@ def _kind(
             action, resident = "in_place", _as_given(resident, spec)
         else:
             action, released = "replace", _as_given(reusable, spec)
-    coding = want.coding
-    if coding is not None:
-        cast = "part" if coding.part else "quant"
-    else:
-        cast = "mapped" if mapped else engine(src, dst, spec)
     return Placement(
         *("", spec.name, want.shape, src, dst, (), want.transpose),
-        *(action, cast, resident, released, reusable, coding),
+        *(action, cast, resident, released, reusable, want.coding),
     )
 
 
@@ -296,15 +287,8 @@ def _first_bytes(checkpoint: Checkpoint, wants: Wants) -> list[tuple[int, int]]:
     number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
     for at, source in enumerate(wants.sources):
         if len(source) > 1 or source[0].start or source[0].columns:
-            rows = sum(r.stop - r.start for r in source)
-            coding = wants.codings[at]
-            numel = math.prod(wants.shapes[at] if coding is None else coding.shape)
-            dtype = wants.infos[at].dtype
-            row_nbytes = dtype.nbytes(numel) // rows if rows else 0
-            infos = [
-                (checkpoint.tensors[r.tensor], begins_at(r, dtype, row_nbytes)) for r in source
-            ]
-            places[at] = min((number_of[info.shard], info.start + n) for info, n in infos)
+            parts = [(checkpoint.tensors[r.tensor], r) for r in source]
+            places[at] = min((number_of[info.shard], first_byte(info, r)) for info, r in parts)
     return places
 
 

@@ -15,7 +15,7 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError
 from streamload.mapping import Source
 from streamload.match import skipping_shapes, warn_of_little
 from streamload.options import Strictness
-from streamload.planning.plan import RowRange
+from streamload.planning.parts import RowRange
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import (
     WeightConverter,

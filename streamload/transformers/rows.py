@@ -17,7 +17,7 @@ import torch
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.mapping import Source
-from streamload.planning.plan import RowRange
+from streamload.planning.parts import RowRange
 
 # Columns that stand for a row of any length when transformers' operations are tried on row
 # numbers: the fewest with which halving and interleaving the columns cannot be overlooked.
