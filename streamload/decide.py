@@ -42,7 +42,7 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
-from streamload.quantise import NO_QUANT, QuantPolicy, quantised
+from streamload.quantise import NO_QUANT, Coded, QuantPolicy, quantised
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -87,6 +87,12 @@ class Options:
             residence=options["residence"],
             quant=QuantPolicy.parse(options["quant"]),
         )
+
+    def quantised(self, checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+        """Everything in the checkpoint, with what is quantised in its parts."""
+        wants = wants_of(checkpoint, fill)
+        formats = self.quant.formats(checkpoint, wants)
+        return quantised(checkpoint, wants, formats, self.changes.by_tensor)
 
     def check_names(self, names: Iterable[str], device: object) -> None:
         """Refuse a budget for a device that the load does not have: it would hold nothing back."""
@@ -226,6 +232,7 @@ class Place:
         pages_are_known: whether the system tells which memory that is; where not, it is none.
         keep: devices on which a parameter that is there stays.
         devices: those of the load, open.
+        coded: parameters that hold the codes of weights, by name.
     """
 
     owner: Framework | None
@@ -236,6 +243,7 @@ class Place:
     pages_are_known: bool
     keep: frozenset[str]
     devices: Devices
+    coded: Mapping[str, Coded]
 
     @classmethod
     def look(
@@ -269,7 +277,14 @@ class Place:
         keep = frozenset(devices.opened) if device is None else frozenset()
         unstored = owner.unstored(model) if owner is not None else {}
         is_known = reusable is not None
-        return cls(owner, parameters, unstored, held, known, is_known, keep, devices)
+        found = owner.coded(model) if owner is not None else {}
+        coded = {name: Coded(*each) for name, each in found.items()}
+        if options.quant and owner is not None and not coded:
+            raise ValueError(
+                "quant: no module of the model holds quantised weights; without a model "
+                "(model=None) the parts of each come by name"
+            )
+        return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded)
 
     def specs(
         self, options: Options, bf16_undecided: bool, devices: Devices | None = None
@@ -359,9 +374,7 @@ class Decision:
         fill, skipped, tied = found
         match = None
         if place.owner is None:
-            changed = options.changes.by_tensor
-            wants = wants_of(checkpoint, fill)
-            wants = quantised(checkpoint, wants, options.quant, changed)
+            wants = options.quantised(checkpoint, fill)
         else:
             match = match_parameters(
                 checkpoint,
@@ -371,11 +384,12 @@ class Decision:
                 place.keep,
                 options.policy,
                 place.reusable,
+                place.coded,
             )
             match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
             if fill or skipped:  # a rank may have nothing to load
                 match.warn_of_little(checkpoint.path, suggest)
-            wants = Wants.of(checkpoint, match.wants)
+            wants = match.quantised(checkpoint, place.coded, options.changes.by_tensor)
             tied = {}  # the model says what is tied
         demand = _Demand(place, checkpoint, options, wants, tied)
         try:

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from streamload.decide import Decision, Options, Place, wants_of
+from streamload.decide import Decision, Options, Place
 from streamload.load import read_call, run, uncollected
 from streamload.mapping import Source
 from streamload.options import IterateOptions, Strictness, takes
-from streamload.quantise import quantised
 from streamload.report import Clock
 
 # Tensors that are read at once: to plan and to start threads takes some milliseconds.
@@ -52,7 +51,7 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
     if device is not None and not isinstance(device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
     place = Place.look(None, checkpoint, read, device)
-    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, read.changes.by_tensor)
+    wants = read.quantised(checkpoint, fill)
     (spec,) = place.specs(read, wants.needs_native_bf16(read.policy))
     nbytes: dict[str, int] = {}
     sizes = wants.nbytes(read.policy, spec.native_bf16)

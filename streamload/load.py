@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from streamload.decide import Decision, Options, Place, wants_of
+from streamload.decide import Decision, Options, Place
 from streamload.errors import LoadState, StreamloadError
 from streamload.headroom import Headroom
 from streamload.hints import Wanted
@@ -33,7 +33,6 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
-from streamload.quantise import quantised
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.selection import check_patterns
@@ -219,7 +218,7 @@ def _planned(
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
     fill, _, tied = found
-    wants = quantised(checkpoint, wants_of(checkpoint, fill), read.quant, read.changes.by_tensor)
+    wants = read.quantised(checkpoint, fill)
     engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
     casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
     return read.plan(checkpoint, wants, casting, tied, engine)

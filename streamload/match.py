@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
@@ -18,9 +18,10 @@ from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.mapping import Source
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
-from streamload.planning.demand import DTypePolicy, Want
+from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import Block, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
+from streamload.quantise import Coded, quantised
 from streamload.reading import open_shard
 from streamload.report import callers_level
 
@@ -152,11 +153,30 @@ class Match:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ties: list[tuple[str, Source, str, Source]] = field(default_factory=list)
+    # of weights that are quantised on the way: what their modules hold beside the codes
+    beside: dict[str, Want] = field(default_factory=dict)
 
     @property
     def left_out(self) -> list[str]:
         """Parameters that are not loaded: they are missing, or have another shape."""
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
+
+    def quantised(
+        self, checkpoint: Checkpoint, coded: Mapping[str, Coded], changed: Collection[str]
+    ) -> Wants:
+        """What is wanted, with the weights whose codes the model holds in their parts.
+
+        Args:
+            checkpoint: the headers.
+            coded: as in `match`.
+            changed: tensors whose rows functions change on the way.
+        """
+        wants = Wants.of(checkpoint, self.wants)
+        formats = [
+            coded[name].format if name in coded and src.kind == "float" else None
+            for name, src in zip(wants.names, wants.srcs, strict=True)
+        ]
+        return quantised(checkpoint, wants, formats, changed, self.beside)
 
     def check(
         self,
@@ -231,6 +251,11 @@ class Match:
             raise StateDictMismatchError(path, problems=problems)
 
 
+def _is_float(checkpoint: Checkpoint, source: Source) -> bool:
+    """Whether it is of floats, and not codes themselves."""
+    return checkpoint.tensors[source.rows[0].tensor].dtype.kind == "float"
+
+
 def skipping_shapes(filled: int, left_out: int) -> tuple[Suggestion, ...]:
     """What to write where shapes alone are wrong."""
     return (Suggestion('shapes="skip"', filled, filled + left_out),)
@@ -273,6 +298,7 @@ def match(
     keep_on: Set[str],
     policy: DTypePolicy,
     reusable: Mapping[int, int] = MappingProxyType({}),
+    coded: Mapping[str, Coded] = MappingProxyType({}),
 ) -> Match:
     """Match parameters to sources by name, and collect everything that is wrong.
 
@@ -285,10 +311,24 @@ def match(
         policy: the dtypes asked for; what it does not mention keeps its dtype, where it has one.
         reusable: by number, how many of the bytes that a parameter holds the load takes over; all
             where it is not said.
+        coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
+            are quantised on the way.
     """
     out = Match()
     used: set[str] = set()
+    coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n])}
+    beside = {part for name, form in coded.items() for part in form.beside(name)}
     for number, parameter in enumerate(parameters):
+        where = parameter.device if parameter.device in keep_on else None
+        held = None
+        if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
+            held = (parameter.device, parameter.dtype, parameter.nbytes)
+        made = next((name for name in parameter.names if name in beside), None)
+        if made is not None:
+            there = reusable.get(number)
+            out.beside[made] = Want(made, (), (), None, where, held, None, there)
+            out.parameters[made] = parameter
+            continue
         found = [name for name in (*parameter.names, *parameter.wrapped) if name in fill]
         head = None if found else next((name for name in parameter.names if name in tied), None)
         if not found and head is None:
@@ -312,6 +352,8 @@ def match(
         shape = stored.shape if stored is not None else shape_of(checkpoint, source)
         block = parameter.block
         wanted = parameter.shape if block is None else block.whole
+        form = next((coded[n] for n in parameter.names if n in coded), None)
+        wanted = wanted if form is None else form.shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names
@@ -333,15 +375,11 @@ def match(
         own = name if name in parameter.names else parameter.names[0]  # or a wrapper's
         out.tied += [o for o in parameter.names if o != own and o not in out.tied]
         name += parameter.shard
-        held = None
-        if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
-            held = (parameter.device, parameter.dtype, parameter.nbytes)
-        where = parameter.device if parameter.device in keep_on else None
         dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
         there = reusable.get(number)
         out.wants.append(
             Want(
-                *(name, parameter.shape, filled.rows, filled.transpose),
+                *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),
                 *(where, held, dtype, there),
             )
         )

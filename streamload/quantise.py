@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.dtypes import DType
+from streamload.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
@@ -59,23 +60,23 @@ class QuantPolicy:
     def __bool__(self) -> bool:
         return any(name is not None for _, name in self.rules)
 
-    def formats(self, names: Iterable[str], every: Iterable[str]) -> Iterator[str | None]:
-        """The format of each tensor; None leaves it as it is.
-
-        Args:
-            names: the tensors.
-            every: all tensors of the checkpoint, which say where its layers are.
-        """
+    def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
+        """The format of each tensor; None leaves it as it is, which all of one axis are."""
+        if not self:
+            return [None] * len(wants)
         layers: frozenset[str] | None = None
-        for name in names:
+        out: list[str | None] = []
+        for info, shape in zip(wants.infos, wants.shapes, strict=True):
+            name = info.name
             rule = next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
-            if rule is None or rule[1] is None:
-                yield None
-            elif rule[0] != "*":
-                yield rule[1]
-            else:
-                layers = _of_layers(every) if layers is None else layers
-                yield rule[1] if name in layers and not _SPARED.search(name) else None
+            found = None if rule is None else rule[1]
+            if info.dtype.kind != "float" or len(shape) < 2 or not math.prod(shape):
+                found = None
+            elif rule is not None and rule[0] == "*" and found is not None:
+                layers = _of_layers(checkpoint.tensors) if layers is None else layers
+                found = found if name in layers and not _SPARED.search(name) else None
+            out.append(found)
+        return out
 
 
 def _of_layers(names: Iterable[str]) -> frozenset[str]:
@@ -90,32 +91,57 @@ def coded(coding: Coding, src: DType) -> Quantised:
     return FORMATS[coding.format].of(coding.shape, src)
 
 
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """What a parameter of a model holds the codes of.
+
+    Attributes:
+        format: the format.
+        shape: the shape of the weight.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+
+    def beside(self, name: str) -> list[str]:
+        """The names of what belongs to the codes, where these are ``name``."""
+        return [part.name(name) for part in FORMATS[self.format].of(self.shape, F32).parts[1:]]
+
+
 def quantised(
-    checkpoint: Checkpoint, wants: Wants, policy: QuantPolicy, changed: Collection[str] = ()
+    checkpoint: Checkpoint,
+    wants: Wants,
+    formats: Sequence[str | None],
+    changed: Collection[str] = (),
+    beside: Mapping[str, Want] = MappingProxyType({}),
 ) -> Wants:
     """Ask for the parts of what is quantised in place of it.
 
     Args:
         checkpoint: the headers.
         wants: the parameters.
-        policy: what is quantised.
+        formats: the format of each; None leaves it as it is.
         changed: tensors whose rows functions change on the way.
+        beside: what a model holds now of the parts beside the codes, by their names.
 
     Raises:
-        UnsupportedCastError: a tensor that a pattern names cannot be in its format.
+        UnsupportedCastError: a tensor cannot be in its format.
         ValueError: parts of two tensors would have one name.
     """
-    if not policy:
+    if not any(formats):
         return wants
-    names = [info.name for info in wants.infos]
     out: list[Want] = []
-    formats = policy.formats(names, checkpoint.tensors)
     for want, src, name in zip(wants, wants.srcs, formats, strict=True):
-        if name is None or src.kind != "float" or len(want.shape) < 2 or not math.prod(want.shape):
+        if name is None:
             out.append(want)
-        else:
-            of_rows = any(r.tensor in changed for r in want.source)
-            out += _parts(checkpoint, want, src, name, of_rows=of_rows)
+            continue
+        of_rows = any(r.tensor in changed for r in want.source)
+        for each in _parts(checkpoint, want, src, name, of_rows=of_rows):
+            there = beside.get(each.name)
+            if there is not None:
+                reusable = there.reusable_nbytes
+                each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
+            out.append(each)
     count = Counter(want.name for want in out)
     twice = next((want for want in out if count[want.name] > 1), None)
     if twice is not None:
@@ -150,6 +176,7 @@ def _parts(
     for part in made.parts:
         at = want.source[0]
         codes = not part.suffix
+        held = want if codes else Want("", (), ())
         yield replace(
             want,
             name=part.name(want.name),
@@ -157,7 +184,8 @@ def _parts(
             dtype=part.dtype,
             source=want.source if codes else (RowRange(at.tensor, at.start, at.start),),
             transpose=want.transpose if codes else None,
-            held=None,
+            held=held.held,
+            reusable_nbytes=held.reusable_nbytes,
             coding=replace(coding, part=part.suffix),
         )
 

@@ -23,7 +23,7 @@ ENTRANCES = {
     - {"strict", "shapes", "progress", "budget", "device", "residence", *CHANGES},
     "distributed.load_state_dict": DEFAULTS.keys() - {"residence", *CHANGES},
     "distributed.plan": {
-        *("budget", "device", "dtype", "rename", "mapping"),
+        *("budget", "device", "dtype", "quant", "rename", "mapping"),
         *("reserve", "context", "batch", "cache_dtype"),
     },
     "transformers.from_pretrained": DEFAULTS.keys() - {"rename", "mapping"},

@@ -25,6 +25,7 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
+from streamload.planning.demand import Want, Wants
 from streamload.planning.parts import RowTranspose
 from streamload.planning.plan import Plan
 from streamload.quant.base import FORMATS
@@ -267,10 +268,10 @@ def staged(path: Path, name: str, device: RecordingDevice, **options: Any) -> Ru
     """A stream into a device that behaves as badly as it may."""
     checkpoint = streamload.open_checkpoint(path)
     plain = prepare(path, [device], **options)
-    from streamload.planning.demand import Want, Wants
-
-    wants = [Want(p.name, p.shape, p.source) for p in plain.plan.placements]
-    coded = quantised(checkpoint, Wants.of(checkpoint, wants), QuantPolicy.parse(name))
+    wants = Wants.of(
+        checkpoint, [Want(p.name, p.shape, p.source) for p in plain.plan.placements]
+    )
+    coded = quantised(checkpoint, wants, QuantPolicy.parse(name).formats(checkpoint, wants))
     return prepare(path, [device], wants=coded, **options)
 
 

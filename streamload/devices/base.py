@@ -472,6 +472,10 @@ class ModelTensors(Protocol):
         """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
         return {}
 
+    def coded(self, model: Any) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Parameters that hold the codes of weights: their format, and the shape of the weight."""
+        return {}
+
     def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
         """The framework's tensor over a buffer, without a copy: the buffer, where it is one."""
         return buffer
