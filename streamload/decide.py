@@ -30,6 +30,7 @@ from streamload.errors import (
     ResidenceError,
     StateDictMismatchError,
     Suggestion,
+    UnsupportedCastError,
 )
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
@@ -373,9 +374,7 @@ class Decision:
         """
         fill, skipped, tied = found
         match = None
-        if place.owner is None:
-            wants = options.quantised(checkpoint, fill)
-        else:
+        if place.owner is not None:
             match = match_parameters(
                 checkpoint,
                 place.parameters,
@@ -389,15 +388,26 @@ class Decision:
             match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
             if fill or skipped:  # a rank may have nothing to load
                 match.warn_of_little(checkpoint.path, suggest)
-            wants = match.quantised(checkpoint, place.coded, options.changes.by_tensor)
             tied = {}  # the model says what is tied
-        demand = _Demand(place, checkpoint, options, wants, tied)
+
+        def demanded(quant: QuantPolicy) -> _Demand:
+            if match is None:
+                wants = replace(options, quant=quant).quantised(checkpoint, fill)
+            else:
+                wants = match.quantised(checkpoint, place.coded, options.changes.by_tensor)
+            return _Demand(place, checkpoint, options, wants, tied)
+
+        demand = demanded(NO_QUANT)
         try:
-            made, begun = demand.planned(place.devices)
+            (demand, (made, begun)), chosen = options.quant.least_loss(
+                lambda quant: ((found := demanded(quant)), found.planned(place.devices))
+            )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
             instead = [demand.mapped(), demand.wider()]
+            if match is None and not options.quant:
+                instead.insert(0, _coded(demanded, place.devices))
             raise error.suggesting([line for line in instead if line is not None]) from None
         place.devices.check_buffers(made)
         if options.changes.by_tensor:
@@ -405,10 +415,10 @@ class Decision:
         if match is not None:
             match.check_views(checkpoint.path, made.placements)
             match.check_ties(checkpoint)
-        notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes]
+        notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes, *chosen]
         unstored = {**place.unstored, **(match.computed if match else {})}
         notes += on_unstored(unstored, made)
-        loaded = {r.tensor for source in wants.sources for r in source}
+        loaded = {r.tensor for source in demand.wants.sources for r in source}
         return cls(
             checkpoint,
             replace(made, notes=tuple(notes)),
@@ -495,6 +505,18 @@ class _Demand:
                 parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
                 return f"device={list(more.opened)} ({', '.join(parts)})"
         return None
+
+
+def _coded(demanded: Callable[[QuantPolicy], _Demand], devices: Devices) -> str | None:
+    """What to ask for so that it fits, with quantised weights."""
+
+    def tried(quant: QuantPolicy) -> str:
+        demanded(quant).planned(devices)
+        return quant.tried
+
+    with suppress(PlanInfeasibleError, UnsupportedCastError, ValueError):
+        return f'quant="{QuantPolicy.parse("auto").least_loss(tried)[0]}"'
+    return None
 
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:

@@ -33,6 +33,7 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
+from streamload.quantise import QuantPolicy
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
 from streamload.selection import check_patterns
@@ -218,10 +219,15 @@ def _planned(
 ) -> Plan:
     """Plan a load of everything onto devices, which may depend on whether they compute in bf16."""
     fill, _, tied = found
-    wants = read.quantised(checkpoint, fill)
     engine: CastChoice = "llvm" if read.knobs.cast == "auto" else read.knobs.cast
-    casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
-    return read.plan(checkpoint, wants, casting, tied, engine)
+
+    def planned(quant: QuantPolicy) -> Plan:
+        wants = replace(read, quant=quant).quantised(checkpoint, fill)
+        casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
+        return read.plan(checkpoint, wants, casting, tied, engine)
+
+    made, notes = read.quant.least_loss(planned)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def read_call(

@@ -5,23 +5,30 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import F32, DType
-from streamload.errors import UnsupportedCastError
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange
 from streamload.quant.base import FORMATS, Quantised
 from streamload.selection import did_you_mean
+from streamload.units import format_bytes
 
 #: What ``quant=`` takes: the name of a format, or by pattern of names a format or None.
 QuantArgument: TypeAlias = str | Mapping[str, str | None] | None
+_Made = TypeVar("_Made")
+
+_AUTO = "auto"
+# What that tries after the weights as they are stored, least loss first: docs/measurements.md,
+# "Quality of formats".
+_TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
 
 # What a pattern has to name to be quantised: it is small, and much depends on it.
 _SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$")
@@ -34,9 +41,11 @@ class QuantPolicy:
     Attributes:
         rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers.
+        tried: what is tried in place of "auto", or "".
     """
 
     rules: tuple[tuple[str, str | None], ...] = ()
+    tried: str = ""
 
     @classmethod
     def parse(cls, value: QuantArgument) -> QuantPolicy:
@@ -51,14 +60,47 @@ class QuantPolicy:
         for pattern, name in rules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
-            if name is not None and name not in FORMATS:
-                known = ", ".join(FORMATS)
+            if name is not None and name != _AUTO and name not in FORMATS:
+                known = ", ".join((*FORMATS, _AUTO))
                 hint = did_you_mean(name, FORMATS) if isinstance(name, str) else ""
                 raise ValueError(f"quant is one of {known}, not {name!r}{hint}")
         return cls(tuple(rules.items()))
 
     def __bool__(self) -> bool:
         return any(name is not None for _, name in self.rules)
+
+    def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
+        """What an attempt makes of this policy; of "auto", with the least loss that fits.
+
+        Args:
+            attempt: plans with a policy that has no "auto".
+
+        Returns:
+            What was made, and notes that say why.
+
+        Raises:
+            PlanInfeasibleError: nothing fits.
+            UnsupportedCastError: a tensor cannot be in a format.
+        """
+        if all(name != _AUTO for _, name in self.rules):
+            return attempt(self), []
+        told: list[str] = []
+        for name in (None, *_TRIED):
+            rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
+            tried = name or "no format"
+            try:
+                made = attempt(QuantPolicy(rules, tried))
+            except PlanInfeasibleError as error:
+                if name == _TRIED[-1]:
+                    raise
+                told.append(f"{tried} needs {format_bytes(error.needed_nbytes)} on {error.device}")
+            except UnsupportedCastError:
+                if name is None or name == _TRIED[-1]:
+                    raise
+            else:
+                why = f", for {', '.join(told)}" if told else ", for all fits"
+                return made, [f'quant="auto" took {tried}{why}']
+        raise AssertionError("the last one fits or raises")
 
     def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
         """The format of each tensor; None leaves it as it is, which all of one axis are."""

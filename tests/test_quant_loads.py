@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from test_stream import Run, prepare
 
 import streamload
 from streamload import RowRange, Source
+from streamload.cli import main
 from streamload.dtypes import BY_CODE
 from streamload.errors import (
     FileChangedError,
@@ -268,9 +270,7 @@ def staged(path: Path, name: str, device: RecordingDevice, **options: Any) -> Ru
     """A stream into a device that behaves as badly as it may."""
     checkpoint = streamload.open_checkpoint(path)
     plain = prepare(path, [device], **options)
-    wants = Wants.of(
-        checkpoint, [Want(p.name, p.shape, p.source) for p in plain.plan.placements]
-    )
+    wants = Wants.of(checkpoint, [Want(p.name, p.shape, p.source) for p in plain.plan.placements])
     coded = quantised(checkpoint, wants, QuantPolicy.parse(name).formats(checkpoint, wants))
     return prepare(path, [device], wants=coded, **options)
 
@@ -323,3 +323,36 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     with pytest.raises((FileChangedError, TruncatedFileError)) as caught:
         streamload.load_state_dict(None, checkpoint, device="host", quant="int8", progress=False)
     assert caught.value.state is not None and not caught.value.state.loaded
+
+
+def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
+    """And the plan says what did not."""
+    path = write(tmp_path, model(np.float16))
+    needs = {
+        name: streamload.plan(path, budget="1GB", device="host", quant=name).devices[0].peak_nbytes
+        for name in (None, "q8_0", "nf4")
+    }
+    for name, nbytes in needs.items():
+        made = streamload.plan(path, budget=nbytes, device="host", quant="auto")
+        formats = {p.coding.format for p in made.placements if p.coding is not None}
+        assert formats == ({name} if name else set())
+        assert any("auto" in note and (name or "all fits") in note for note in made.notes)
+    report = load(path, quant="auto", budget=needs["q8_0"])
+    assert all(".layers." in name for name in report.errors) and report.errors
+    with pytest.raises(PlanInfeasibleError):
+        load(path, quant="auto", budget=100_000)
+    with pytest.raises(PlanInfeasibleError, match='quant="q8_0"'):
+        load(path, budget=needs["q8_0"])
+
+
+def test_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format for all, or by patterns."""
+    path = write(tmp_path, model())
+    flags = ["--device", "host", "--quant", "*.mlp.*=none", "--quant", "int8"]
+    monkeypatch.setattr(sys, "argv", ["streamload", "load", str(path), *flags])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert done.value.code in (0, None)
+    assert "2 tensors, error" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def verify(
         found = compare.diff(
             path,
             converted,
-            dtype=flags.read_dtype(dtype),
+            dtype=flags.read_rules(dtype),
             out_of_range=out_of_range,
             rename=flags.read_renames(rename),
             select=select or (),
@@ -104,7 +104,7 @@ def diff(
     found = compare.diff(
         first,
         second,
-        dtype=flags.read_dtype(dtype),
+        dtype=flags.read_rules(dtype),
         out_of_range=out_of_range,
         rename=flags.read_renames(rename),
         select=select or (),
@@ -194,7 +194,7 @@ def convert(
     report = convert_checkpoint(
         path,
         destination,
-        dtype=flags.read_dtype(dtype),
+        dtype=flags.read_rules(dtype),
         out_of_range=out_of_range,
         max_shard_size=max_shard_size,
         nodes=flags.read_nodes(nodes, budget, None),

@@ -15,6 +15,7 @@ from streamload.mapping import MAPPINGS, Rename
 from streamload.options import CastArgument
 from streamload.planning.partition import Node
 from streamload.planning.planner import Residence
+from streamload.quantise import QuantArgument
 
 
 def option(metavar: str | None, text: str, *names: str) -> Any:
@@ -90,6 +91,14 @@ class LoadFlags(TypedDict, total=False):
             "becomes float16 where the device does not compute in it natively.",
         ),
     ]
+    quant: Annotated[
+        list[str] | None,
+        option(
+            "FORMAT",
+            "Quantise the weights of layers: q8_0, int8, nf4, fp4, q4_0, auto (what fits and "
+            "loses least), or PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+        ),
+    ]
     out_of_range: OutOfRangeOption
     cast: Annotated[CastArgument, option("ENGINE", "What casts: auto, llvm, numpy or device.")]
     reader: Annotated[
@@ -132,7 +141,8 @@ class LoadFlags(TypedDict, total=False):
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:
     """The options of a load but for its budget and device."""
-    options: dict[str, Any] = {**flags, "dtype": read_dtype(flags["dtype"])}
+    options: dict[str, Any] = {**flags, "dtype": read_rules(flags["dtype"])}
+    options["quant"] = read_quant(flags["quant"])
     for name in ("budget", "device", "residence"):
         del options[name]
     return options
@@ -198,8 +208,16 @@ def read_nodes(text: str | None, budget: str | None, device: str | None) -> list
     return [Node(name, size.strip()) for name, size in zip(names, sizes, strict=True)]
 
 
-def read_dtype(values: list[str] | None) -> str | dict[str, str] | None:
-    """The dtype, or the dtypes by pattern, of ``--dtype``."""
+def read_quant(values: list[str] | None) -> QuantArgument:
+    """The format, or the formats by pattern, of ``--quant``."""
+    rules = read_rules(values)
+    if not isinstance(rules, dict):
+        return rules
+    return {pattern: None if name == "none" else name for pattern, name in rules.items()}
+
+
+def read_rules(values: list[str] | None) -> str | dict[str, str] | None:
+    """What an option says, or what it says by pattern."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:
