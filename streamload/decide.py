@@ -43,7 +43,7 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
-from streamload.quantise import NO_QUANT, Coded, QuantPolicy, quantised
+from streamload.quantise import NO_QUANT, Coded, QuantPolicy, compile_encoders, quantised
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -470,6 +470,7 @@ class _Demand:
         on_host = policy.fp16_cast == "llvm"  # some of it, whatever casts
         native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
         engine, notes = _host_cast(self.wants, options, native)
+        compile_encoders(self.wants)
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)

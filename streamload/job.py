@@ -19,13 +19,13 @@ from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Addressed, Buffer, Device
-from streamload.dtypes import F32, DType
+from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
-from streamload.quantise import coded
+from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
 NO_COUNTS = CastCounts()
@@ -232,8 +232,7 @@ class Job:
             if found is None:
                 p = self.plan.placements[index]
                 assert p.coding is not None, p.name
-                src = F32 if p.coding.of_rows else p.src
-                found = self._encoders[index] = coded(p.coding, p.src).encoder(src)
+                found = self._encoders[index] = encoder_of(p.coding, p.src)
             return found
 
     def value(self, index: int) -> memoryview:

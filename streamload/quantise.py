@@ -17,7 +17,7 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange
-from streamload.quant.base import FORMATS, Quantised
+from streamload.quant.base import FORMATS, Encoder, Quantised
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
 
@@ -192,6 +192,22 @@ def quantised(
             "last part alone"
         )
     return Wants.of(checkpoint, out)
+
+
+def compile_encoders(wants: Wants) -> None:
+    """Compile what will quantise: what that takes of the process is no part of a load."""
+    some = {
+        (coding.format, coding.of_rows, src.name): (coding, src)
+        for coding, src in zip(wants.codings, wants.srcs, strict=True)
+        if coding is not None
+    }
+    for coding, src in some.values():
+        encoder_of(coding, src)
+
+
+def encoder_of(coding: Coding, src: DType) -> Encoder:
+    """What quantises a weight of a dtype, or what functions made of it."""
+    return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
 def _parts(
