@@ -4,8 +4,8 @@ One template makes every kernel: a loop over vectors with two bodies. Nearly all
 weights hold only zeros and numbers that are normal before and after the cast (`plain_range`). For
 them the cast is one instruction, or a shift and an addition, nothing overflows or vanishes, and
 what is lost are the low bits (`_plain`). `careful` is right for any elements: a value is widened
-to float32 bits (`_WIDEN`; float64 comes down to float32 rounded to odd) and narrowed from there
-(`_NARROW`), so that it is rounded once: rounding to odd keeps in the last bit whether anything was
+to float32 bits (`WIDEN`; float64 comes down to float32 rounded to odd) and narrowed from there
+(`NARROW`), so that it is rounded once: rounding to odd keeps in the last bit whether anything was
 lost, and float32 has more than two bits beyond both 16-bit formats (S. Boldo and G. Melquiond,
 "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd", IEEE
 Transactions on Computers 57(4), 2008).
@@ -195,7 +195,8 @@ def _narrow_to_bf16(v: Vector, x: str) -> str:
     return v.convert("trunc", "i32", bits, "i16")
 
 
-_WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
+#: by code: elements, as integers, to float32 bits (float64 rounded to odd).
+WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
     "F8_E5M2": _widen_by_integers(FORMATS["F8_E5M2"]),
     "F8_E4M3": _widen_by_integers(FORMATS["F8_E4M3"]),
     "F16": _widen_f16,
@@ -203,7 +204,8 @@ _WIDEN: Mapping[str, Callable[[Vector, str], str]] = {
     "F32": _same,
     "F64": _odd_f32,
 }
-_NARROW: Mapping[str, Callable[[Vector, str], str]] = {
+#: by code: float32 bits to elements, as integers, to nearest even.
+NARROW: Mapping[str, Callable[[Vector, str], str]] = {
     "F16": _narrow_to_f16,
     "BF16": _narrow_to_bf16,
     "F32": _same,
@@ -220,7 +222,7 @@ def _hub(v: Vector, src: DType, dst: DType, x: str) -> str:
     """Float32 bits that hold the value, or what the target will keep of it."""
     if dst.code == "F32" and src.code == "F64":
         return _nearest_f32(v, x)  # the one rounding there is
-    return _WIDEN[src.code](v, x)
+    return WIDEN[src.code](v, x)
 
 
 def _plain(
@@ -234,7 +236,7 @@ def _plain(
         low = v.op("and", lane, x, (1 << lost) - 1)
         sums = [*sums[:2], _count(v, lane, sums[2], v.op("icmp ne", lane, low, 0))]
     if direct:
-        return _NARROW[dst.code](v, _hub(v, src, dst, x)), sums
+        return NARROW[dst.code](v, _hub(v, src, dst, x)), sums
 
     lane = f"i{max(src.bits, dst.bits)}"
     if src.bits < dst.bits:
@@ -274,7 +276,7 @@ def careful(
     """
     source, lane = FORMATS[src.code], f"i{src.bits}"
     hub = _hub(v, src, dst, x)
-    y = _NARROW[dst.code](v, hub)
+    y = NARROW[dst.code](v, hub)
     overflows = vanishes = changes = None
     magnitude = v.op("and", lane, x, source.magnitude)
     start, stop = overflow_start(src, dst), flush_stop(src, dst)
@@ -285,7 +287,7 @@ def careful(
         vanishes = v.op("icmp ult", lane, v.op("sub", lane, magnitude, 1), stop - 1)
     if not lossless(src, dst):
         wide, of, before = ("i64", "double", x) if dst.code == "F32" else ("i32", "float", hub)
-        after = _widen_f32(v, y) if dst.code == "F32" else _WIDEN[dst.code](v, y)
+        after = _widen_f32(v, y) if dst.code == "F32" else WIDEN[dst.code](v, y)
         values = (v.convert("bitcast", wide, value, of) for value in (before, after))
         changes = v.op("fcmp one", of, *values)  # false for NaN
     if clamp and overflows:  # the largest finite value is the one before infinity
@@ -410,8 +412,8 @@ rest:
 }}
 """
 
-# architecture to (enter, leave): the default floating-point environment, then the caller's again
-_ENVIRONMENT: Mapping[str, tuple[str, str]] = {
+#: architecture to (enter, leave): the default floating-point environment, then the caller's again
+ENVIRONMENT: Mapping[str, tuple[str, str]] = {
     "x86_64": (
         """%saved = alloca i32
   %default = alloca i32
@@ -451,7 +453,7 @@ def kernel_ir(
         architecture: first part of the target triple, which decides how the kernel gets the
             default floating-point environment; on one not known here it runs in the caller's.
     """
-    enter, leave = _ENVIRONMENT.get(architecture, ("", ""))
+    enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     functions = (
         _function(name, src, dst, clamp=clamp, native_half=native_half, width=width)
         for name, width in (("vectors", _WIDTH), ("scalars", 1))

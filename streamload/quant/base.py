@@ -1,0 +1,258 @@
+"""What every quantisation offers: parts of a tensor, units, an encoder, an oracle, a bound.
+
+A format is a file of this package that calls `register`. The flattened tensor is cut at multiples
+of a format's unit (a block of 64 or 32 elements, a row), so that any cut gives the bytes of the
+whole.
+
+NaN and infinity, in every format: NaN counts as 0, and an infinity as the largest finite magnitude
+of its unit (of its block, or row), with its sign. The rest of the unit is as exact as without them.
+Both are counted, and errors are those of the values they count as.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from streamload.dtypes import BF16, F16, F32, DType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+#: "llvm" compiles a kernel for this CPU, "numpy" is the oracle, "auto" is the first that works.
+Engine = Literal["auto", "llvm", "numpy"]
+#: Whose arithmetic a format follows where its library's differ between devices.
+Arithmetic = Literal["cpu", "cuda"]
+#: What can be quantised; float64 has to be cast first.
+SOURCES: tuple[DType, ...] = (F32, BF16, F16)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One array of a quantised tensor.
+
+    Attributes:
+        suffix: what is added to the tensor's name: "" for the codes, ".absmax" and the like.
+        dtype: of its elements.
+        shape: of the array.
+        beside: the suffix replaces the last part of the tensor's name instead, as in
+            ``layer.weight`` and ``layer.SCB``.
+    """
+
+    suffix: str
+    dtype: DType
+    shape: tuple[int, ...]
+    beside: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.dtype.nbytes(math.prod(self.shape))
+
+    def name(self, tensor: str) -> str:
+        """The array's name in a checkpoint, for the name of the tensor."""
+        if not self.beside:
+            return tensor + self.suffix
+        owner, dot, _ = tensor.rpartition(".")
+        return owner + dot + self.suffix
+
+
+@dataclass(frozen=True, slots=True)
+class QuantCounts:
+    """What quantising did to elements. ``+`` joins the counts of two sets of elements.
+
+    Attributes:
+        largest_error: the largest difference between an element and what its codes decode to;
+            infinite where they decode to infinity or NaN.
+        squared_error: sum of the squares of those differences.
+        squared: sum of the squares of the elements.
+        largest: the largest magnitude of an element.
+        numel: elements.
+        nan: elements that are NaN, and count as 0.
+        inf: elements that are infinite, and count as the largest finite one of their unit.
+        overflowed: elements that float16 does not reach where the format goes through it, or all
+            elements of a block whose scale is beyond it.
+    """
+
+    largest_error: float = 0.0
+    squared_error: float = 0.0
+    squared: float = 0.0
+    largest: float = 0.0
+    numel: int = 0
+    nan: int = 0
+    inf: int = 0
+    overflowed: int = 0
+
+    def __add__(self, other: QuantCounts) -> QuantCounts:
+        """The counts of two sets of elements together."""
+        return QuantCounts(
+            max(self.largest_error, other.largest_error),
+            self.squared_error + other.squared_error,
+            self.squared + other.squared,
+            max(self.largest, other.largest),
+            self.numel + other.numel,
+            self.nan + other.nan,
+            self.inf + other.inf,
+            self.overflowed + other.overflowed,
+        )
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the errors."""
+        return math.sqrt(self.squared_error / self.numel) if self.numel else 0.0
+
+    @property
+    def relative(self) -> float:
+        """Root mean square of the errors, in units of that of the elements."""
+        if self.squared_error == 0:
+            return 0.0
+        if self.squared == 0 or math.isinf(self.squared_error):
+            return math.inf
+        return math.sqrt(self.squared_error / self.squared)
+
+
+class Encoder(Protocol):
+    """Quantises one tensor. Any thread may call `encode`, several at once for different units."""
+
+    @property
+    def statistics(self) -> Array:
+        """Float32 statistics, one a unit, or none; written by `encode`, or by a device instead."""
+
+    def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
+        """Quantise whole units.
+
+        Args:
+            data: little-endian elements of the source from element ``first`` on, contiguous, any
+                alignment. The last unit of the tensor may be short.
+            out: their codes, written; must not overlap ``data``.
+            first: a multiple of the unit.
+
+        Raises:
+            ValueError: the elements are not whole units, or ``out`` is not as long as their codes.
+        """
+
+    def finish(self) -> dict[str, memoryview]:
+        """The bytes of the parts beside the codes, by suffix, when all units are encoded."""
+
+
+class Quantised(Protocol):
+    """What one tensor becomes; made by `Format.of`.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: its dtype, which the parts may name.
+        parts: of what it becomes; ``parts[0]`` are the codes.
+        unit_numel: the flattened tensor is cut at multiples of so many elements.
+        unit_nbytes: bytes of the codes of a whole unit.
+        statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def dtype(self) -> DType: ...  # noqa: D102
+    @property
+    def parts(self) -> tuple[Part, ...]: ...  # noqa: D102
+    @property
+    def unit_numel(self) -> int: ...  # noqa: D102
+    @property
+    def unit_nbytes(self) -> int: ...  # noqa: D102
+    @property
+    def statistics_nbytes(self) -> int: ...  # noqa: D102
+
+    def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
+        """An encoder for one tensor, from bytes of dtype ``src``.
+
+        Raises:
+            ValueError: there is no quantising from ``src``.
+            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine.
+        """
+
+    def decode(self, parts: Mapping[str, Any]) -> Array:
+        """The elements again, in numpy: the oracle of tests and of verifying.
+
+        Args:
+            parts: by suffix, arrays or bytes of all parts.
+
+        Returns:
+            A float32 array of the tensor's shape.
+        """
+
+    def bound(self, parts: Mapping[str, Any]) -> Array:
+        """How far `decode` is from the tensor at most, element by element.
+
+        It depends on the statistics alone, and holds for finite tensors whose scales are finite.
+
+        Returns:
+            A float64 array that broadcasts to the tensor's shape.
+        """
+
+
+class Format(Protocol):
+    """One quantisation. Its file says where its layout is from, and how large its errors can be.
+
+    Attributes:
+        name: as users write it.
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+    def of(self, shape: tuple[int, ...], src: DType) -> Quantised:
+        """What a tensor becomes.
+
+        Raises:
+            ValueError: the format cannot hold such a tensor; the message says why.
+        """
+
+
+_registered: dict[str, Format] = {}
+
+
+def register(*formats: Format) -> None:
+    """Make formats known by their names: a format's file calls it when it is imported."""
+    for one in formats:
+        assert _registered.setdefault(one.name, one) is one, one.name
+
+
+class _Formats(Mapping[str, Format]):
+    """All formats; the files of this package are imported when one is first looked for."""
+
+    def _found(self) -> dict[str, Format]:
+        package = importlib.import_module("streamload.quant")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"streamload.quant.{module.name}")
+        return dict(sorted(_registered.items()))
+
+    def __getitem__(self, name: str) -> Format:
+        return self._found()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found())
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+
+#: name to format
+FORMATS: Mapping[str, Format] = _Formats()
+
+
+def check_source(name: str, shape: tuple[int, ...], src: DType) -> int:
+    """The number of elements of a tensor that can be quantised.
+
+    Raises:
+        ValueError: it is not of floats that can, or empty.
+    """
+    if src not in SOURCES:
+        raise ValueError(
+            f"{name} is made from {', '.join(d.name for d in SOURCES)}, not from {src.name}"
+        )
+    numel = math.prod(shape)
+    if numel == 0:
+        raise ValueError(f"{name} of no elements: shape {shape}")
+    return numel
