@@ -75,7 +75,7 @@ LAYERS = (
     ("mapping",),
     ("nodes.shares",),
     ("progress", "device_casts", "interrupt", "headroom"),
-    ("changes",),
+    ("changes", "quantise"),
     ("adapters",),
     ("options",),
     ("job",),
