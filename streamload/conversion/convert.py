@@ -156,7 +156,8 @@ def convert(
     It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
     of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
-    all tensors in ``streamload.json``.
+    all tensors in ``streamload.json``. Servers other than huggingface.co do not list their files:
+    from these come files of usual names, and notes name folders that are missing.
 
     Nothing in the destination looks finished before all is: files are written in a folder
     ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
