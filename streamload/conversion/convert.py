@@ -19,7 +19,7 @@ from typing import BinaryIO, get_args
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
-from streamload.checkpoint.checkpoint import Checkpoint, expanded, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, expanded, opened
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
@@ -135,7 +135,7 @@ class ConvertReport:
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: CheckpointLike,
     destination: str | os.PathLike[str],
     *,
     dtype: DTypeArgument = None,
@@ -171,7 +171,7 @@ def convert(
     else in the destination is touched.
 
     Args:
-        source: the checkpoint, as in `open_checkpoint`.
+        source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
         destination: a folder; it is made where there is none.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
@@ -217,7 +217,7 @@ def convert(
     options = ConvertOptions(
         policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
     )
-    checkpoint = open_checkpoint(source)
+    checkpoint = opened(source)
     way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
