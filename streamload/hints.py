@@ -87,7 +87,9 @@ class Wanted:
         prefixes: Sequence[tuple[str, str]],
     ) -> tuple[int, str]:
         """How many parameters the best renaming fills, and the arguments as source text."""
-        found = _Search(model, stored, self._given).renaming(prefixes)
+        # the call's own rename knows no other names than those of its own mapping
+        given = self._given if mapping == self.mapping else lambda name: name
+        found = _Search(model, stored, given).renaming(prefixes)
         filled, unexpected = model.judge(stored, found)
         if unexpected and filled == len(model.needed) and not self.is_part:
             fewer = replace(found, skips=True)

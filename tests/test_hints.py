@@ -231,6 +231,15 @@ def test_a_rename_that_spoils_it(tmp_path: Path, rename: Any) -> None:
     follow(found, classifier(), path, rename=rename)
 
 
+def test_a_rename_that_knows_its_names_alone(tmp_path: Path) -> None:
+    """It is asked for no name that a family makes, which it may not know."""
+    path = save(tmp_path / "c", llama().state_dict(), LLAMA)
+    table = {name: f"x.{name}" for name in llama().state_dict()}
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(llama(), path, rename=lambda name: table[name])
+    assert "rename=None" in {hint.arguments for hint in caught.value.suggestions}
+
+
 def test_a_slip_in_what_a_rename_makes(tmp_path: Path) -> None:
     """A name is near what the call made of it, if not near what it was."""
     path = save(tmp_path, renamed(lambda name: name.replace("classifier.weight", "head")))
