@@ -53,7 +53,7 @@ LAYERS = (
     ("quant.units",),
     ("quant.four_bit", "quant.int8", "quant.q8_0"),
     ("quant.q4_0",),
-    ("planning.allocators", "planning.kv_cache", "planning.parts"),
+    ("planning.allocators", "planning.device_plan", "planning.kv_cache", "planning.parts"),
     ("planning.partition",),
     ("planning.plan",),
     ("nodes.gather",),

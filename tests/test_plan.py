@@ -24,8 +24,9 @@ from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
+from streamload.planning.device_plan import DevicePlan
 from streamload.planning.parts import RowRange, RowTranspose
-from streamload.planning.plan import DevicePlan, Placement, Placements, Plan
+from streamload.planning.plan import Placement, Placements, Plan
 from streamload.planning.planner import make_plan
 
 MIB = 2**20

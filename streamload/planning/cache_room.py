@@ -12,9 +12,9 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError
 from streamload.planning.allocators import taken
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Wants
+from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import COMPUTED_IN, CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
-from streamload.planning.plan import DevicePlan
 
 
 @dataclass(frozen=True, slots=True)

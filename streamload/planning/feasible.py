@@ -11,9 +11,10 @@ from streamload.planning.allocators import taken
 from streamload.planning.budget import STAGING
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec
+from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import Share, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
-from streamload.planning.plan import DevicePlan, Plan
+from streamload.planning.plan import Plan
 from streamload.units import format_bytes
 
 

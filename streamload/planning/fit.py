@@ -14,6 +14,7 @@ from streamload.planning.allocators import (
 )
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec
+from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
 from streamload.planning.plan import (
     HOST_CASTS,
@@ -21,7 +22,6 @@ from streamload.planning.plan import (
     SEGMENTS,
     STAGING_SLOTS,
     TALLY_NBYTES,
-    DevicePlan,
     Placement,
     Placements,
     Plan,
