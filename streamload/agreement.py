@@ -6,7 +6,7 @@ These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -14,13 +14,14 @@ from typing import Any
 
 from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.decide import Decision, Options, Place
+from streamload.devices.base import Parameter
 from streamload.devices.names import framework, spelled_as, split_name
 from streamload.errors import (
     NodeError,
     PlanInfeasibleError,
     PlanMismatchError,
-    StateDictMismatchError,
     StreamloadError,
+    Suggestion,
 )
 from streamload.hints import Wanted
 from streamload.load import split
@@ -327,30 +328,25 @@ class Agreement:
         given = self._asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
         own, strictness = replace(place, parameters=parameters), self._asked.strictness
-        try:
-            return Decision.make(own, part, options, (fill, [], {}), strictness, asked.suggestions)
-        except StateDictMismatchError as error:
-            names = {name for p in place.parameters for name in p.names}
-            raise self._with_hint(error, names) from None
 
-    def _with_hint(self, error: StateDictMismatchError, names: Set[str]) -> StateDictMismatchError:
-        """Say what to write where a model with these names numbers its own layers from 0."""
+        def suggest() -> tuple[Suggestion, ...]:
+            return (*self._local_layers(place.parameters), *asked.suggestions())
+
+        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest)
+
+    def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
+        """What to write where a model numbers its own layers from 0, and is filled better so."""
         plan, mine = self.plan, self.plan.mine
-        if self._asked.layers is not None or not mine.layers or not error.unexpected:
-            return error
+        if self._asked.layers is not None or not mine.layers:
+            return
+        needed = [{*p.names, *p.wrapped} for p in parameters if not p.is_computed()]
         local = plan.renumbered(mine, range(len(mine.layers)))
-        lacking = [new for new, name in local.items() if name in error.unexpected]
-        if not set(lacking) <= names:
-            return error
-        hint = f"if the model numbers this rank's own layers from 0, write {LOCAL_LAYERS}"
-        return StateDictMismatchError(
-            error.path,
-            missing=error.missing,
-            unexpected=error.unexpected,
-            wrong_shape=error.wrong_shape,
-            problems=(*error.problems, hint),
-            suggestions=error.suggestions,
+        now, then = (
+            sum(not names.isdisjoint(there) for names in needed)
+            for there in (set(mine.parameters), local.keys())
         )
+        if then > now:
+            yield Suggestion(LOCAL_LAYERS, then, len(needed))
 
 
 def own_device(device: str | None, me: Member) -> str | None:

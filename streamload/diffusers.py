@@ -1,7 +1,8 @@
 """Pipelines and models of diffusers: `from_pretrained`, streamed under one budget.
 
 diffusers and transformers build the models of a pipeline and load what is no model (schedulers,
-tokenizers); streamload moves the bytes of all models in one load. Tried with diffusers 0.42.
+tokenizers); streamload moves the bytes of all models in one load. Tried with diffusers 0.35.2, 0.36
+and 0.42.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import glob
 import importlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -128,20 +131,28 @@ def from_pretrained(
     folder = found_at(path, revision, subfolder)
     if not isinstance(folder, Path):
         raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
+    is_pipeline = (folder / _PIPELINE).is_file()
+    if not is_pipeline and (given or pipeline_class is not None):
+        names = ", ".join(["pipeline_class"] * (pipeline_class is not None) + list(given))
+        raise ValueError(f"{folder} holds one model, and no pipeline: leave {names} away")
     devices = open_devices(device, framework("torch"), {})
     classes = _classes(folder, given)
     if variant is not None and not any(_has(variant, where) for _, where in classes.values()):
         raise ShardNotFoundError(folder, f"holds no file of variant {variant!r}")
-    asked = _patterns(options["dtype"], classes)
+    checkpoints = {
+        name: open_checkpoint(where, variant=variant if variant and _has(variant, where) else None)
+        for name, (_, where) in classes.items()
+    }
+    asked = _dtypes(options["dtype"], checkpoints, given, alone=not is_pipeline)
     parts = {
-        name: _part(model_class, where, variant, _of_part(asked, name), devices, options)
-        for name, (model_class, where) in classes.items()
+        name: _part(*classes[name], checkpoint, asked[name], devices, options)
+        for name, checkpoint in checkpoints.items()
     }
     report = _load(folder, parts, devices, options)
     for part in parts.values():
         part.finish(report)
     models = {name: part.model for name, part in parts.items()}
-    if not (folder / _PIPELINE).is_file():
+    if not is_pipeline:
         (model,) = models.values()
         return model
     owner = pipeline_class or diffusers.DiffusionPipeline
@@ -166,7 +177,7 @@ def _classes(folder: Path, given: Mapping[str, Any]) -> dict[str, tuple[Any, Pat
         return {"model": (model_class, folder)}
     out = {}
     for name, entry in _read(path).items():
-        is_component = isinstance(entry, list) and len(entry) == 2 and all(entry)
+        is_component = isinstance(entry, list) and [type(part) for part in entry] == [str, str]
         where = folder / name
         if name.startswith("_") or name in given or not is_component or not where.is_dir():
             continue
@@ -211,25 +222,46 @@ def _has(variant: str, folder: Path) -> bool:
 # --- dtypes ---------------------------------------------------------------------------------------
 
 
-def _patterns(dtype: Any, names: Mapping[str, Any]) -> Any:
-    """The dtypes asked for by pattern; those that diffusers writes by component too."""
+def _dtypes(
+    dtype: Any, checkpoints: Mapping[str, Checkpoint], given: Mapping[str, Any], *, alone: bool
+) -> Mapping[str, Any]:
+    """The dtypes asked of each model, by pattern of the names in its own checkpoint.
+
+    Args:
+        dtype: those asked for; as diffusers writes them by component, too.
+        checkpoints: of the models.
+        given: components that are not loaded.
+        alone: whether there is one model, whose name is in no pattern.
+
+    Raises:
+        ValueError: a pattern matches no tensor.
+    """
     if not isinstance(dtype, Mapping):
-        return dtype
-    own = {f"{name}.*" if name in names else name: value for name, value in dtype.items()}
-    rest = own.pop("default", None)
-    return own if rest is None else {**own, "*": rest}
+        return dict.fromkeys(checkpoints, dtype)
+    asked = {f"{name}.*" if name in checkpoints else name: value for name, value in dtype.items()}
+    rest = asked.pop("default", None)
+    out: dict[str, dict[str, Any]] = {name: {} for name in checkpoints}
+    for pattern, value in [*asked.items(), *([("*", rest)] if rest is not None else [])]:
+        inner = {name: _inside(pattern, "" if alone else f"{name}.") for name in checkpoints}
+        found = [
+            name
+            for name, checkpoint in checkpoints.items()
+            if any(fnmatchcase(tensor, inner[name]) for tensor in checkpoint.tensors)
+        ]
+        if not found and pattern != "*" and pattern.partition(".")[0] not in given:
+            raise ValueError(f"dtype: no tensor's name matches {pattern!r}")
+        for name in found:
+            out[name].setdefault(inner[name], value)  # the first that matches decides
+    return {name: rules or None for name, rules in out.items()}
 
 
-def _of_part(asked: Any, name: str) -> Any:
-    """Those that are asked of one component, by the names in its own checkpoint."""
-    if not isinstance(asked, Mapping):
-        return asked
-    prefix = f"{name}."
-    out: dict[str, Any] = {}
-    for pattern, value in asked.items():
-        if pattern.startswith((prefix, "*")):
-            out.setdefault(pattern.removeprefix(prefix), value)  # the first that matches decides
-    return out or None
+def _inside(pattern: str, prefix: str) -> str:
+    """What is left of a pattern behind a prefix of names; "" where it matches none of them."""
+    literal = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+    if literal.startswith(prefix):
+        return pattern.removeprefix(prefix)
+    after = pattern.removeprefix(literal)
+    return after if prefix.startswith(literal) and after.startswith("*") else ""
 
 
 # --- one model ------------------------------------------------------------------------------------
@@ -315,20 +347,20 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 def _part(
     model_class: Any,
     folder: Path,
-    variant: str | None,
+    checkpoint: Checkpoint,
     asked: Any,
     devices: Devices,
     options: PipelineOptions,
 ) -> _Diffused | Prepared:
     """Build one model on the meta device, and match it."""
-    checkpoint = open_checkpoint(
-        folder, variant=variant if variant is not None and _has(variant, folder) else None
-    )
     if issubclass(model_class, diffusers.ModelMixin):
         return _Diffused.of(model_class, checkpoint, folder, asked)
-    stored = [info.dtype.name for info in checkpoint.tensors.values() if info.dtype.kind == "float"]
+    stored: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        if info.dtype.kind == "float":
+            stored[info.dtype.name] += info.nbytes
     # the configuration may state that of another variant
-    changes = {"dtype": stored[0]} if stored else {}
+    changes = {"dtype": stored.most_common(1)[0][0]} if stored else {}
     return Prepared.of(
         checkpoint,
         str(folder),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 
@@ -16,8 +16,8 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
-from streamload.mapping import MAPPINGS, MappingArgument, Rename, sources
-from streamload.match import fits, shape_of
+from streamload.mapping import MAPPINGS, MappingArgument, Rename, renamed, sources
+from streamload.match import fits, shape_of, whole_shape
 
 _MOST_RULES = 4  # prefixes that one line changes, and parts of names
 _MOST_NAMES = 8  # names that one line changes one by one
@@ -52,7 +52,7 @@ class Wanted:
 
         Several, where the checkpoint has several parts that fit equally well.
         """
-        model = _Model(self.parameters)
+        model = _Model.of(self.parameters)
         needed = len(model.needed)
         best, lines = -1, list[str]()
         for mapping in self._mappings():
@@ -87,7 +87,9 @@ class Wanted:
         prefixes: Sequence[tuple[str, str]],
     ) -> tuple[int, str]:
         """How many parameters the best renaming fills, and the arguments as source text."""
-        found = _Search(model, stored, self._given).renaming(prefixes)
+        # the call's own rename knows no other names than those of its own mapping
+        given = self._given if mapping == self.mapping else lambda name: name
+        found = _Search(model, stored, given).renaming(prefixes)
         filled, unexpected = model.judge(stored, found)
         if unexpected and filled == len(model.needed) and not self.is_part:
             fewer = replace(found, skips=True)
@@ -128,7 +130,8 @@ class Wanted:
         if self.mapping is not None and not isinstance(self.mapping, str):
             return [self.mapping]
         model_type = str(self.checkpoint.config.get("model_type", ""))
-        families = sorted(MAPPINGS, key=lambda name: not model_type.startswith(name[3:]))
+        # those of the model's own family first
+        families = sorted(MAPPINGS, key=lambda name: not model_type.startswith(name.split("-")[1]))
         return list(dict.fromkeys([self.mapping, None, *families]))
 
     def _stored(self, mapping: MappingArgument | None) -> _Stored | None:
@@ -143,11 +146,7 @@ class Wanted:
 
     def _given(self, name: str) -> str | None:
         """What the call's own ``rename`` makes of a name."""
-        if self.rename is None:
-            return name
-        return (
-            self.rename.get(name, name) if isinstance(self.rename, Mapping) else self.rename(name)
-        )
+        return renamed(name, self.rename)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,25 +157,38 @@ class _Stored:
     heads: frozenset[str]  # names that are not stored: config.json ties them to another
 
 
+@dataclass(frozen=True, slots=True)
 class _Model:
-    """What a model has, by each of its names."""
+    """What a model has, by each of its names.
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        names = [(n, p, name) for n, p in enumerate(parameters) for name in (*p.names, *p.wrapped)]
-        self.shapes = {name: p.shape for _, p, name in names}
-        self.number = {name: n for n, _, name in names}  # one for all names of a parameter
-        self.needed = {n for n, p in enumerate(parameters) if not p.is_computed()}
+    Attributes:
+        shapes: those that checkpoints have.
+        number: one for all names of a parameter.
+        needed: the numbers of those that it does not compute.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    number: Mapping[str, int]
+    needed: Set[int]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Parameter]) -> _Model:
+        """Look at parameters; the shards of one are one."""
+        once = list({p.names: p for p in parameters}.values())
+        names = [(n, p, name) for n, p in enumerate(once) for name in (*p.names, *p.wrapped)]
+        return cls(
+            {name: whole_shape(p) for _, p, name in names},
+            {name: n for n, _, name in names},
+            {n for n, p in enumerate(once) if not p.is_computed()},
+        )
 
     def with_shapes(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> _Model:
         """The same names, of other shapes."""
-        out = _Model(())
-        out.number, out.needed = self.number, self.needed
-        out.shapes = {name: change(shape) for name, shape in self.shapes.items()}
-        return out
+        return replace(self, shapes={name: change(shape) for name, shape in self.shapes.items()})
 
     def takes(self, name: str | None, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that name and shape fills a parameter."""
-        return name in self.shapes and fits(shape, self.shapes[name])
+        return name is not None and name in self.shapes and fits(shape, self.shapes[name])
 
     def judge(self, stored: _Stored, rename: Callable[[str], str | None]) -> tuple[int, int]:
         """How many parameters are filled, and how many tensors are in none; -1 for a clash."""

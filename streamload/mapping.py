@@ -154,7 +154,7 @@ def sources(
     origin: dict[str, str] = {}
     skipped: list[str] = []
     for name, source in named:
-        new = name if rename is None else _renamed(name, rename)
+        new = name if rename is None else renamed(name, rename)
         first = source.rows[0].tensor
         if new is None:
             skipped.append(first)
@@ -167,8 +167,8 @@ def sources(
             )
         out[new], origin[new] = source, first
     for head, embedding in heads:
-        new_head = _renamed(family.name(head), rename)
-        new_embedding = _renamed(by_tensor.get(embedding, embedding), rename)
+        new_head = renamed(family.name(head), rename)
+        new_embedding = renamed(by_tensor.get(embedding, embedding), rename)
         if new_head is not None and new_embedding in out and new_head not in out:
             tied[new_head] = new_embedding
     return out, skipped, tied
@@ -198,7 +198,12 @@ def _tied_names(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     return [("lm_head.weight", found[0])] if len(found) == 1 else []
 
 
-def _renamed(name: str, rename: Rename | None) -> str | None:
+def renamed(name: str, rename: Rename | None) -> str | None:
+    """What becomes of a name; None where its tensor is skipped.
+
+    Raises:
+        ValueError: ``rename`` is none, or makes something else than a name of it.
+    """
     if rename is None:
         return name
     new: object

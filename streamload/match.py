@@ -157,6 +157,11 @@ class Match:
     beside: dict[str, Want] = field(default_factory=dict)
 
     @property
+    def filled(self) -> int:
+        """How many parameters are loaded, those of several shards once."""
+        return len({parameter.names for parameter in self.parameters.values()})
+
+    @property
     def left_out(self) -> list[str]:
         """Parameters that are not loaded: they are missing, or have another shape."""
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
@@ -200,7 +205,7 @@ class Match:
             return
         suggestions = suggest()
         if not (suggestions or self.problems or missing or unexpected):
-            suggestions = skipping_shapes(len(self.wants), len(self.left_out))
+            suggestions = skipping_shapes(self.filled, len(self.left_out))
         raise StateDictMismatchError(
             path,
             missing=missing,
@@ -212,7 +217,7 @@ class Match:
 
     def warn_of_little(self, path: Location, suggest: Callable[[], Sequence[Suggestion]]) -> None:
         """Warn where nothing matches, or little; see `warn_of_little`."""
-        filled = len(self.wants)
+        filled = self.filled
         tensors = filled + len(self.unexpected) + len(self.wrong_shape)
         warn_of_little(path, filled, filled + len(self.left_out), tensors, suggest)
 
@@ -351,9 +356,8 @@ def match(
             continue
         shape = stored.shape if stored is not None else shape_of(checkpoint, source)
         block = parameter.block
-        wanted = parameter.shape if block is None else block.whole
         form = next((coded[n] for n in parameter.names if n in coded), None)
-        wanted = wanted if form is None else form.shape
+        wanted = whole_shape(parameter) if form is None else form.shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names
@@ -399,6 +403,11 @@ def match(
         if name not in used and not is_computed(name, shape_of(checkpoint, fill[name]))
     ]
     return out
+
+
+def whole_shape(parameter: Parameter) -> tuple[int, ...]:
+    """The shape that a parameter has in a checkpoint, also where it is one shard of several."""
+    return parameter.shape if parameter.block is None else parameter.block.whole
 
 
 def fits(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

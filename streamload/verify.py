@@ -269,9 +269,8 @@ def _extents(p: Placement, checkpoint: Checkpoint) -> Iterator[tuple[Location, i
             yield from ((info.shard, *each) for each in byte_ranges(info, r))
         return
     row_nbytes = p.src.nbytes(p.row_numel)
-    rows = np.concatenate(
-        [np.array([(i, row) for row in range(r.start, r.stop)]) for i, r in enumerate(p.source)]
-    )
+    numbers = [np.arange(r.start, r.stop) for r in p.source]
+    rows = np.concatenate([np.stack([np.full_like(n, i), n], 1) for i, n in enumerate(numbers)])
     t = p.transpose
     for which, row in rows.reshape(t.groups, t.outer, t.inner, 2).swapaxes(1, 2).reshape(-1, 2):
         info = checkpoint.tensors[p.source[which].tensor]

@@ -89,6 +89,30 @@ def test_without_arguments_there_is_help() -> None:
     assert not any(line.endswith("...") for line in out.splitlines()[1:])
 
 
+def test_a_variant_of_a_folder(
+    here: Callable[..., tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command that opens a folder takes one; nodes are given its file."""
+    folder, out, fp16 = tmp_path / "in", tmp_path / "out", ("--variant", "fp16")
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", {"w": ("F32", (3,), bytes(12))})
+    write_safetensors(folder / "model.fp16.safetensors", {"w": ("F16", (3,), bytes(6))})
+    for variant, nbytes in (((), 12), (fp16, 6)):
+        assert json.loads(here("inspect", folder, "--json", *variant)[0])["nbytes"] == nbytes
+        place = ("--device", "host", "--budget", "1GB")
+        made = json.loads(here("plan", folder, "--json", *place, *variant)[0])
+        loaded = json.loads(here("load", folder, "--json", "--verify", *place, *variant)[0])
+        assert made["devices"][0]["resident_nbytes"] == loaded["read_nbytes"] == nbytes
+    here("convert", folder, out, *fp16)
+    assert here("verify", folder, out, *fp16)[0].startswith("equal: 1 tensor")
+    here("verify", folder, out, code=1)
+    assert "variant 'bf16'" in here("inspect", folder, "--variant", "bf16", code=1)[1]
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert "leave --variant away" in here("load", folder, *fp16, code=2)[1]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("columns", ["40", "80", "300"])
 def test_help_fits_the_terminal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,28 @@ def bits(pipeline: Any) -> dict[str, tuple[Any, bytes]]:
         for part, model in models(pipeline).items()
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
+
+
+def test_patterns_of_dtypes(tmp_path: Path) -> None:
+    """They are of all components together, or begin like some; a slip is an error."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    patterns = {"*attn*": "float32", "text_enc*proj.bias": "float32", "*": "float16"}
+    found = ours(folder, dtype=patterns)
+    for model in models(found).values():
+        for name, parameter in model.named_parameters():
+            kept = "attn" in name or (model is found.text_encoder and name.endswith("proj.bias"))
+            assert parameter.dtype == (torch.float32 if kept else torch.float16), name
+    for slip in ("vea.*", "unet.nothing", "*nrom*", "vae.*attn*"):
+        with pytest.raises(
+            ValueError, match="^" + re.escape(f"dtype: no tensor's name matches {slip!r}")
+        ):
+            ours(folder, dtype={slip: "float32", "*": "float16"})
+    ours(folder, dtype={"vae": torch.float32, "default": torch.float16}, vae=found.vae)
+    alone = ours(folder / "vae", dtype={"decoder.*": "float16"})
+    assert alone.decoder.conv_in.weight.dtype == torch.float16
+    assert alone.encoder.conv_in.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="holds one model, and no pipeline: leave vae away"):
+        ours(folder / "unet", vae=None)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

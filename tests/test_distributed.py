@@ -464,7 +464,10 @@ def test_a_model_with_own_numbers_is_told_what_to_write(path: Path) -> None:
     own = [error for error in found if isinstance(error, StateDictMismatchError)]
     assert own
     for error in own:
-        assert "layers=lambda part: range(len(part.layers))" in str(error)
+        assert "write layers=lambda part: range(len(part.layers)) (fills " in str(error)
+        (hint,) = error.suggestions
+        assert hint.arguments == "layers=lambda part: range(len(part.layers))"
+        assert hint.filled == hint.parameters > 0
 
     def rename(rank: int) -> Any:
         return lambda name: name.replace("layers.", f"layers.{rank}")

@@ -212,6 +212,32 @@ def test_shapes_that_differ(tmp_path: Path) -> None:
     assert follow(found, model, path).missing == ("classifier.weight", "classifier.bias")
 
 
+def test_shards_are_one_parameter(tmp_path: Path) -> None:
+    """Of a model that is sharded, whole shapes are looked for, and each parameter counts once."""
+    tinygrad = needs.module("tinygrad")
+    path = save(tmp_path / "c", {f"model.l{n}.weight": torch.rand(6, 4) for n in range(3)})
+    spread = ("CPU", "CPU:1", "CPU:2")
+    model = {
+        f"l{n}.weight": tinygrad.Tensor.zeros(6, 4).contiguous().shard_(spread, axis=0).realize()
+        for n in range(3)
+    }
+    hint = 'rename=lambda name: name.removeprefix("model.")'
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(model, path)
+    assert caught.value.suggestions == (Suggestion(hint, 3, 3),)
+    with pytest.warns(UserWarning, match=r"fills 0 of the model's 3 parameters, and 3 of its 3"):
+        load(model, path, strict=False)
+    half = {"model.l0.weight": model["l0.weight"], "l1.weight": model["l1.weight"]}
+    with pytest.warns(UserWarning, match=r"fills 1 of the model's 4 parameters, and 2 of its 3"):
+        load(
+            {**half, "x": model["l2.weight"], "y": tinygrad.Tensor.zeros(2).realize()},
+            path,
+            strict=False,
+        )
+    load(model, path, rename=lambda name: name.removeprefix("model."))
+    assert model["l2.weight"].numpy().shape == (6, 4)
+
+
 def test_what_the_model_does_not_have(tmp_path: Path) -> None:
     """All parameters are filled, and tensors are left over."""
     path = save(tmp_path, body().state_dict() | {"other": torch.ones(3)})
@@ -229,6 +255,15 @@ def test_a_rename_that_spoils_it(tmp_path: Path, rename: Any) -> None:
     (found,) = suggested(classifier(), path, rename=rename)
     assert found == Suggestion("rename=None", 41, 41)
     follow(found, classifier(), path, rename=rename)
+
+
+def test_a_rename_that_knows_its_names_alone(tmp_path: Path) -> None:
+    """It is asked for no name that a family makes, which it may not know."""
+    path = save(tmp_path / "c", llama().state_dict(), LLAMA)
+    table = {name: f"x.{name}" for name in llama().state_dict()}
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(llama(), path, rename=lambda name: table[name])
+    assert "rename=None" in {hint.arguments for hint in caught.value.suggestions}
 
 
 def test_a_slip_in_what_a_rename_makes(tmp_path: Path) -> None:

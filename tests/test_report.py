@@ -123,6 +123,10 @@ def test_a_prompt_and_a_notebook_show_the_table(tmp_path: Path) -> None:
         assert html.startswith(f"<pre>{escape(str(shown))}</pre>")
         assert ElementTree.fromstring(html[html.index("<svg") :]).tag.endswith("svg")
         assert "1.00 MB" in html[html.index("<svg") :]
+    shown = repr(report.plan.placements)
+    assert len(shown) < 1000
+    assert "layers.0.<w>" in shown
+    assert shown.endswith("and 292 more")
 
 
 def test_json_holds_the_plan(path: Path) -> None:

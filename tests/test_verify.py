@@ -14,7 +14,8 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload import RowRange, open_checkpoint
+from streamload import RowRange, Source, open_checkpoint
+from streamload.planning.parts import RowTranspose
 from streamload.verify import Mismatch, verify
 
 TENSORS = {
@@ -149,6 +150,7 @@ def test_sources_put_together_and_permuted(tmp_path: Path) -> None:
     for mapping, changed in (
         ("hf-llama", "layers.0.attention.wq.weight"),
         ({"ab": ["b", RowRange("a", 2, 7), "b"]}, "ab"),
+        ({"ab": Source([RowRange("a", 0, 0), "b"], RowTranspose(2, 2, 2))}, "ab"),
     ):
         report = load(path, mapping=mapping)
         assert verify(report, open_checkpoint(path)) == []

@@ -16,6 +16,7 @@ _FOREIGN = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _HALF = re.compile(r"https?:/[^/]", re.IGNORECASE)
 # neither secrets nor what may end them; name@revision, org/name@revision
 _PLAIN = re.compile(r"[\w:/.,\[\] +-]*|[\w.-]+(/[\w.-]+)?@[\w./-]+", re.ASCII)
+_REPOSITORY = re.compile(r"/(?P<name>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<folder>.*)")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,4}:(?=/)")  # a longer one may be a user
 
 
@@ -74,6 +75,20 @@ class Url:
     def scheme(self) -> str:
         """Either "http" or "https"."""
         return self._parts.scheme
+
+    @property
+    def listing(self) -> tuple[Url, str] | None:
+        """Of a folder, where a server such as huggingface.co lists files, and what it is there.
+
+        Source: ``HfApi.model_info`` of huggingface_hub, with ``files_metadata``.
+        """
+        parts = self._parts
+        match = _REPOSITORY.fullmatch(parts.path)
+        if match is None:
+            return None
+        path = f"/api/models/{match['name']}/revision/{match['revision']}"
+        query = f"{parts.query}&blobs=true".removeprefix("&")
+        return Url(parts._replace(path=path, query=query).geturl()), unquote(match["folder"])
 
     def of_version(self, version: str) -> Url:
         """The same, of this version."""

@@ -44,6 +44,7 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    variant: flags.VariantOption = None,
     dtype: BecameOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     rename: RenamedOption = None,
@@ -56,11 +57,12 @@ def verify(
 
     Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
     """
+    checkpoint = flags.read_path(path, variant)
     progress: Progress = False if no_progress else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
         found = compare.diff(
-            path,
+            checkpoint,
             converted,
             dtype=flags.read_rules(dtype),
             out_of_range=out_of_range,
@@ -73,7 +75,7 @@ def verify(
         raise typer.BadParameter("--dtype, --out-of-range and --rename need CONVERTED")
     else:
         found = verify_checkpoint(
-            path, select=select or (), exclude=exclude or (), progress=progress
+            checkpoint, select=select or (), exclude=exclude or (), progress=progress
         )
     *lines, verdict = found.lines()
     if as_json:
@@ -124,6 +126,7 @@ def convert(
     destination: Annotated[
         str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
     ],
+    variant: flags.VariantOption = None,
     dtype: Annotated[
         list[str] | None,
         flags.option(
@@ -171,8 +174,8 @@ def convert(
         flags.switch(
             "--overwrite",
             "Replace the checkpoint that is there, when all is written: every safetensors "
-            "file, index and config.json, what an earlier conversion copied, and its folders of "
-            "nodes. Or begin an unfinished conversion again.",
+            "file, index and config.json, what an earlier conversion copied, and its folders. Or "
+            "begin an unfinished conversion again.",
         ),
     ] = False,
     verify: Annotated[
@@ -192,7 +195,7 @@ def convert(
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
     report = convert_checkpoint(
-        path,
+        flags.read_path(path, variant),
         destination,
         dtype=flags.read_rules(dtype),
         out_of_range=out_of_range,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypedDict
 import typer
 
 from streamload.cast.table import OutOfRange
+from streamload.checkpoint.checkpoint import CheckpointLike, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.conversion.planning import RenamePatterns
@@ -34,6 +35,14 @@ PathArgument = Annotated[
         metavar="PATH",
         help="A .safetensors file, a folder, an index.json, the URL of one of these (of a folder: "
         "ending in /), or org/name in the local Hugging Face cache.",
+    ),
+]
+VariantOption = Annotated[
+    str | None,
+    option(
+        "NAME",
+        "Of a folder, the files with this in their names: fp16 for model.fp16.safetensors. "
+        "Default: those without.",
     ),
 ]
 OutOfRangeOption = Annotated[
@@ -137,6 +146,11 @@ class LoadFlags(TypedDict, total=False):
         str | None,
         option("DTYPE", "With --context: the dtype of the cache. Default: that of the weights."),
     ]
+
+
+def read_path(path: str, variant: str | None) -> CheckpointLike:
+    """The checkpoint of ``PATH``: of a folder, the variant that is asked for."""
+    return path if variant is None else open_checkpoint(path, variant=variant)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:

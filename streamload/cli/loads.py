@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Unpack
 import typer
 
 from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
-from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, opened
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines, printable
 from streamload.devices.names import framework, installed, spelled_as, split_name
@@ -29,9 +29,13 @@ from streamload.planning.plan import PARTS, Plan
 from streamload.units import format_bytes, format_table
 
 
-def inspect(path: flags.PathArgument, as_json: flags.JsonOption = False) -> None:
+def inspect(
+    path: flags.PathArgument,
+    variant: flags.VariantOption = None,
+    as_json: flags.JsonOption = False,
+) -> None:
     """Show what a checkpoint holds. Reads headers only."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, variant=variant)
     if as_json:
         print_json(
             {
@@ -86,6 +90,7 @@ def _print_inspection(checkpoint: Checkpoint) -> None:
 def plan(
     path: flags.PathArgument,
     *,
+    variant: flags.VariantOption = None,
     nodes: Annotated[
         str | None,
         flags.option(
@@ -108,10 +113,11 @@ def plan(
     """Show what a load would do, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
+    checkpoint = flags.read_path(path, variant)
     if over is not None:
-        made = split(path, nodes=over, **asked)
+        made = split(checkpoint, nodes=over, **asked)
     else:
-        made = plan_load(path, **flags.read_place(given), **asked)
+        made = plan_load(checkpoint, **flags.read_place(given), **asked)
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
@@ -144,6 +150,7 @@ def _marks() -> str:
 def load(
     path: flags.PathArgument,
     *,
+    variant: flags.VariantOption = None,
     verify: Annotated[
         bool,
         flags.switch(
@@ -169,11 +176,14 @@ def load(
     asked = {**flags.read_flags(given), **flags.read_place(given)}
     asked["progress"] = False if no_progress else "auto"
     launch, silent = find_launch(), False
+    checkpoint: CheckpointLike = path
     if launch is not None and launch.size != 1:
         if isinstance(asked["device"], list):
             raise ValueError("over nodes, each rank loads to one device: start a rank for each")
         if asked.pop("residence") != "memory":
             raise ValueError("over nodes, weights are loaded to memory: leave --residence away")
+        if variant is not None:
+            raise ValueError("over nodes, PATH is a variant's file or index: leave --variant away")
         from streamload import distributed  # its engines are not always installed
 
         report = distributed.load_state_dict(
@@ -186,12 +196,13 @@ def load(
         )
         silent = launch.rank > 0
     else:
-        report = load_state_dict(None, path, **asked)
+        checkpoint = flags.read_path(path, variant)
+        report = load_state_dict(None, checkpoint, **asked)
     problems: list[str] = []
     if verify:
         from streamload.verify import verify as compare
 
-        problems = [str(m) for m in compare(report, open_checkpoint(path))]
+        problems = [str(m) for m in compare(report, opened(checkpoint))]
     said = {"verified": not problems, "mismatches": problems} if verify else {}
     if as_json and not silent:
         print_json(json.loads(report.to_json()) | said)

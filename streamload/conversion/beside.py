@@ -49,12 +49,13 @@ _OF_A_MODEL = re.compile(
     r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
     r"(.*\.)?spiece\.model"
 )
-#: Those that are looked for on a server, which does not list its folders.
+#: Those that are looked for on a server that does not list its files.
 _USUAL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "spiece.model"),
-    *("preprocessor_config.json", "processor_config.json"),
+    *("preprocessor_config.json", "processor_config.json", MODULES),
+    *("config_sentence_transformers.json", "sentence_bert_config.json"),
 )
 
 
@@ -80,9 +81,10 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
         CheckpointError: its folder cannot be listed.
     """
     path = checkpoint.path
-    if isinstance(path, Url):
-        return _served(path.parent) if checkpoint.config else ({}, [])
     belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
+    if isinstance(path, Url):
+        belongs = bool if path.name in ("", SINGLE, INDEX) else belongs
+        return _served(path.parent, belongs) if checkpoint.config else ({}, [])
     try:
         is_folder = path.is_dir()
         folder = path if is_folder else path.parent
@@ -97,8 +99,7 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     left: list[str] = []
     modules = _module_folders(folder) if MODULES in names else frozenset()
     for name in names:
-        ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
-        if ours or name.endswith(_WEIGHTS) or not belongs(name):
+        if not _is_beside(name) or not belongs(name):
             continue
         try:
             status = os.stat(folder / name)
@@ -117,7 +118,13 @@ def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str
     return found, left
 
 
-def _module_folders(folder: Path) -> frozenset[str]:
+def _is_beside(name: str) -> bool:
+    """Whether a file or folder of that name may go with tensors: no weights, and not our own."""
+    ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
+    return not ours and not name.endswith(_WEIGHTS)
+
+
+def _module_folders(folder: Location) -> frozenset[str]:
     """The folders of the modules of a sentence-transformers model."""
     try:
         listed = parse_json(read_json_file(folder / MODULES))
@@ -129,14 +136,10 @@ def _module_folders(folder: Path) -> frozenset[str]:
 
 
 def _small_folder(folder: Path, name: str, *, holds_weights: bool) -> dict[str, SmallFile]:
-    """The files of a folder beside the tensors, by their paths, if all of them are to be copied.
-
-    All or none: not where they are long together, or hold the weights of the model once more in
-    another form (``onnx/``). A module of sentence-transformers has small weights of its own.
-    """
+    """The files of a folder beside the tensors, by their paths, if they are to be copied."""
     found: dict[str, SmallFile] = {}
     for root, inner, names in os.walk(folder / name):
-        if _WORK in inner or SIDECAR in names:  # a conversion was written there
+        if _WORK in inner:  # a conversion is written there
             return {}
         inner[:] = sorted(each for each in inner if not each.startswith("."))
         for each in sorted(names):
@@ -147,25 +150,89 @@ def _small_folder(folder: Path, name: str, *, holds_weights: bool) -> dict[str, 
                 status = at.stat()
             except OSError:  # a symlink that leads nowhere
                 return {}
-            if not stat.S_ISREG(status.st_mode) or (each.endswith(_WEIGHTS) and not holds_weights):
+            if not stat.S_ISREG(status.st_mode):
                 return {}
             path = at.relative_to(folder).as_posix()
             found[path] = SmallFile(path, at, status.st_size, stat.S_IMODE(status.st_mode))
-    total_nbytes = sum(file.nbytes for file in found.values())
-    return found if total_nbytes <= LARGEST_COPIED_NBYTES else {}
+    lengths = {path: file.nbytes for path, file in found.items()}
+    return found if _go_together(lengths, holds_weights=holds_weights) else {}
 
 
-def _served(folder: Url) -> tuple[dict[str, SmallFile], list[str]]:
+def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
+    """Whether all files of a folder beside the tensors are copied; else none is.
+
+    Not where they are long together, hold the weights of the model once more in another form
+    (``onnx/``), or are a conversion. A module of sentence-transformers has weights of its own.
+    """
+    if sum(lengths.values()) > LARGEST_COPIED_NBYTES:
+        return False
+    if any(path.rpartition("/")[2] == SIDECAR for path in lengths):
+        return False
+    return holds_weights or not any(path.endswith(_WEIGHTS) for path in lengths)
+
+
+def _listed(folder: Url) -> dict[str, int] | None:
+    """The lengths of the files of a folder and below it; None where the server does not say.
+
+    Raises:
+        CheckpointError: the server does not answer.
+    """
+    if (where := folder.listing) is None:
+        return None
+    listing, inside = where
+    try:
+        document = parse_json(read_json_file(listing))
+        entries = [(entry["rfilename"], entry["size"]) for entry in document["siblings"]]
+    except ShardNotFoundError:
+        return None
+    except CheckpointError:  # a ValueError, too
+        raise
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+    found = {}
+    for path, nbytes in entries:
+        if type(path) is not str or type(nbytes) is not int or not path.startswith(inside):
+            continue
+        path = path.removeprefix(inside)
+        if "\0" not in path and all(p and not p.startswith(".") for p in path.split("/")):
+            found[path] = nbytes
+    return found
+
+
+def _chosen(
+    folder: Url, listed: Mapping[str, int], belongs: Callable[[str], object]
+) -> tuple[list[str], list[str]]:
+    """Of all files of a folder, those to copy; and names of others that are not."""
+    names = [path for path in listed if "/" not in path and _is_beside(path) and belongs(path)]
+    left: list[str] = []
+    modules = _module_folders(folder) if MODULES in names else frozenset()
+    inner = sorted({path.partition("/")[0] for path in listed if "/" in path})
+    for name in inner if belongs is bool else ():
+        lengths = {path: n for path, n in listed.items() if path.startswith(f"{name}/")}
+        if _is_beside(name) and _go_together(lengths, holds_weights=name in modules):
+            names += lengths
+        else:
+            left.append(f"{name}/")
+    return names, left
+
+
+def _served(
+    folder: Url, belongs: Callable[[str], object]
+) -> tuple[dict[str, SmallFile], list[str]]:
     """A server's files that go with models, as `files_beside`.
 
     Some servers answer with a page where there is no file, and say that all is well: that is left.
     """
     found: dict[str, SmallFile] = {}
-    left: list[str] = []
     with remote.connections():
-        for name in _USUAL:
+        listed = _listed(folder)
+        names, left = ([*_USUAL], []) if listed is None else _chosen(folder, listed, belongs)
+        for name in names:
+            url = folder
+            for part in name.split("/"):
+                url = url / part
             try:
-                seen = remote.look(folder / name, _HELD_NBYTES)
+                seen = remote.look(url, _HELD_NBYTES)
             except ShardNotFoundError:
                 continue
             nbytes = seen.nbytes or len(seen.head)
@@ -177,6 +244,9 @@ def _served(folder: Url) -> tuple[dict[str, SmallFile], list[str]]:
                 left.append(name)
             else:
                 found[name] = SmallFile(name, seen.head if seen.whole else seen.url, nbytes)
+        if listed is None and MODULES in found:
+            modules = sorted(_module_folders(folder) - {""})
+            left += [f"{name}/ (the server does not list its files)" for name in modules]
     return found, left
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, get_args
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
-from streamload.checkpoint.checkpoint import Checkpoint, expanded, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, expanded, opened
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
@@ -135,7 +135,7 @@ class ConvertReport:
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: CheckpointLike,
     destination: str | os.PathLike[str],
     *,
     dtype: DTypeArgument = None,
@@ -156,7 +156,8 @@ def convert(
     It takes some tens of MB of memory, whatever the checkpoint's size. The result is in the layout
     of Hugging Face, with the files that lie beside the checkpoint (configuration, tokenizer) and
     small folders (``1_Pooling/``; as they are), the new dtype in config.json, and the digests of
-    all tensors in ``streamload.json``.
+    all tensors in ``streamload.json``. Servers other than huggingface.co do not list their files:
+    from these come files of usual names, and notes name folders that are missing.
 
     Nothing in the destination looks finished before all is: files are written in a folder
     ``.streamload`` there, and named at the end, the index last. After a failure or a kill, that
@@ -170,7 +171,7 @@ def convert(
     else in the destination is touched.
 
     Args:
-        source: the checkpoint, as in `open_checkpoint`.
+        source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
         destination: a folder; it is made where there is none.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
@@ -216,7 +217,7 @@ def convert(
     options = ConvertOptions(
         policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
     )
-    checkpoint = open_checkpoint(source)
+    checkpoint = opened(source)
     way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))

@@ -54,6 +54,7 @@ _STAGED_LOAD_NBYTES = 4 * 2**20
 _CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
+_LISTED = 8  # placements that are printed
 
 
 def units_ahead(*, staged: bool) -> int:
@@ -192,7 +193,7 @@ class Placements(Sequence[Placement]):
     """Placements in columns, one for each fact that differs between them.
 
     There may be very many, of few kinds. A `Placement` is made when it is asked for, which a load
-    of small tensors does for few. They compare, hash, print and pickle like a tuple of the same.
+    of small tensors does for few. They compare, hash and pickle like a tuple of the same.
 
     Attributes:
         names: of the parameters.
@@ -301,7 +302,15 @@ class Placements(Sequence[Placement]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return repr(tuple(self))
+        """A table of the first: all are 300 characters each."""
+        rows = [
+            (p.name, p.device, str(list(p.shape)), p.src.name, p.dst.name, p.cast, p.action)
+            for p in self[:_LISTED]
+        ]
+        titles = ("parameter", "device", "shape", "stored as", "becomes", "by", "action")
+        rest = len(self) - len(rows)
+        more = [f"and {rest} more"] * bool(rest)
+        return "\n".join([*format_table(titles, rows, right=0), *more])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Placements.of, (tuple(self),)
