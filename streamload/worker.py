@@ -465,7 +465,7 @@ class Worker:
                 with self._bytes(reader, run, whole, base) as src:
                     counts += self._change(src, run, chunk, p, out)
             return counts
-        if p.coding is not None:
+        if p.coding is not None and p.cast != "device":
             return self._code(reader, chunk, p, out, whole, base)
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
