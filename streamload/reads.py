@@ -119,7 +119,7 @@ def copy_of(
     assert bulk is not None, device
     p = job.plan.placements[chunk.placement]
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
-    offset = start - chunk.runs[0].start
+    offset = start - chunk.runs[0].start if chunk.runs else 0
     if p.cast == "device" and casts is not None:
         numel = offset // p.src.itemsize
         address += p.placed_nbytes(numel)

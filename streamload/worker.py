@@ -403,7 +403,7 @@ class Worker:
                 ticket = device.copy(slot.staging, at, nbytes, buffer, chunk.start)
                 tickets.append(_SlotTicket(slot.staging, ticket))
             else:
-                start = chunk.runs[0].start
+                start = chunk.runs[0].start if chunk.runs else 0  # of a part nothing is read
                 copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
             at += nbytes
         if bulk is not None and copies:
