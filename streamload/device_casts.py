@@ -10,7 +10,14 @@ from streamload.devices.base import Copy, Device
 from streamload.devices.ptx import blocks
 from streamload.dtypes import DType
 from streamload.errors import AllocationError
-from streamload.planning.plan import TALLY_NBYTES, Placement, Plan
+from streamload.planning.parts import Coding
+from streamload.planning.plan import Placement, Plan
+from streamload.quant import ptx
+from streamload.quant.base import QuantCounts
+from streamload.quant.kernels import Tally
+from streamload.quant.ptx import quant_ptx
+from streamload.quant.units import Units
+from streamload.quantise import coded
 
 
 class DeviceCasts:
@@ -34,18 +41,26 @@ class DeviceCasts:
             if p.device == name and p.cast == "device"
         ]
         clamp = plan.out_of_range == "clamp"
-        self._kernels: dict[tuple[DType, DType], int] = {}
-        for _, p in mine:
-            if (p.src, p.dst) not in self._kernels:
-                self._kernels[p.src, p.dst] = bulk.kernel(p.src, p.dst, clamp)
+        self._kernels: dict[tuple[DType, DType, Coding | None], int] = {}
+        self._tallies: dict[int, tuple[int, Placement]] = {}  # where each is among them
+        tallies_nbytes = 0
+        for index, p in mine:
+            self._tallies[index] = tallies_nbytes, p
+            tallies_nbytes += p.tally_nbytes
+            key = p.src, p.dst, p.coding
+            if key in self._kernels:
+                continue
+            if p.coding is None:
+                self._kernels[key] = bulk.kernel(p.src, p.dst, clamp)
+            else:
+                self._kernels[key] = bulk.function(quant_ptx(_units(p), p.src), ptx.SYMBOL)
         nbytes = next(d.scratch_nbytes for d in plan.devices if d.device == name)
-        self._tallies_at = nbytes - TALLY_NBYTES * len(mine)
+        self._tallies_at = nbytes - tallies_nbytes
         try:
             self._memory = bulk.memory(nbytes)
         except AllocationError:
             device.trim()  # what its allocator keeps is free to us
             self._memory = bulk.memory(nbytes)
-        self._tallies = {index: at for at, (index, _) in enumerate(mine)}
         self._lock = threading.Lock()
         self._slot_nbytes = plan.slot_nbytes
         self._slots = 0
@@ -65,37 +80,60 @@ class DeviceCasts:
         return self._memory.address + at
 
     def copy(
-        self, index: int, p: Placement, at: int, nbytes: int, address: int, scratch: int
+        self,
+        index: int,
+        p: Placement,
+        at: int,
+        nbytes: int,
+        address: int,
+        scratch: int,
+        statistics: int,
     ) -> Copy:
         """A copy of ``nbytes``, whole elements of ``p.src`` at ``at`` in a slot, with its cast.
 
         The cast elements go to ``address``; those that change their size by way of ``scratch``.
+        What a kernel writes beside codes goes to ``statistics``.
         """
         numel = nbytes // p.src.itemsize
-        return Copy(
-            at,
-            nbytes,
-            address if p.src.itemsize == p.dst.itemsize else scratch,
-            self._kernels[p.src, p.dst],
-            numel,
-            address,
-            self._memory.address + self._tallies_at + self._tallies[index] * TALLY_NBYTES,
-            blocks(numel),
-        )
+        tally = self._memory.address + self._tallies_at + self._tallies[index][0]
+        kernel = self._kernels[p.src, p.dst, p.coding]
+        if p.coding is not None:
+            unit = p.coding.unit_numel
+            many = ptx.blocks(-(-numel // unit), rows=not _units(p).recipe.numel)
+            return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
+        target = address if p.src.itemsize == p.dst.itemsize else scratch
+        return Copy(at, nbytes, target, kernel, numel, address, tally, blocks(numel))
 
-    def counts(self, index: int) -> CastCounts:
+    def counts(self, index: int) -> CastCounts | QuantCounts:
         """The counts of a placement, when its copies have ended."""
-        return self._counts(self._tallies[index], 1)[0]
+        at, p = self._tallies[index]
+        start = self._tallies_at + at
+        return _counts(p, self._memory.read(start, start + p.tally_nbytes))
 
-    def all_counts(self) -> dict[int, CastCounts]:
+    def all_counts(self) -> dict[int, CastCounts | QuantCounts]:
         """The counts of all placements, by index."""
-        return dict(zip(self._tallies, self._counts(0, len(self._tallies)), strict=True))
-
-    def _counts(self, first: int, count: int) -> list[CastCounts]:
-        start = self._tallies_at + first * TALLY_NBYTES
-        tallies = struct.iter_unpack("<3Q", self._memory.read(start, start + count * TALLY_NBYTES))
-        return [CastCounts(over, zeros, changed - over - zeros) for over, zeros, changed in tallies]
+        nbytes = sum(p.tally_nbytes for _, p in self._tallies.values())
+        found = self._memory.read(self._tallies_at, self._tallies_at + nbytes)
+        return {
+            index: _counts(p, found[at : at + p.tally_nbytes])
+            for index, (at, p) in self._tallies.items()
+        }
 
     def close(self) -> None:
         """Give the memory back, when all copies have ended."""
         self._memory.close()
+
+
+def _units(p: Placement) -> Units:
+    """What a placement becomes that a device quantises."""
+    assert p.coding is not None, p.name
+    made = coded(p.coding, p.src)
+    assert isinstance(made, Units), p.coding.format
+    return made
+
+
+def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:
+    if p.coding is not None:
+        return Tally.from_buffer_copy(tally).counts(p.numel)
+    over, zeros, changed = struct.unpack("<3Q", tally)
+    return CastCounts(over, zeros, changed - over - zeros)

@@ -23,7 +23,7 @@ from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
-from streamload.planning.plan import SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.planning.plan import HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
@@ -149,6 +149,7 @@ class Job:
         self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
         self._values: dict[int, memoryview] = {}  # of parts that are to be placed
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
+        self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
 
     def units(self) -> Iterator[Unit]:
         """Cut the plan into units, made one by one in the order in which they are read."""
@@ -245,9 +246,15 @@ class Job:
         for chunk in self._coded:
             p = self.plan.placements[chunk.placement]
             assert p.coding is not None, p.name
-            made = self._encoders.pop(chunk.placement).finish()
+            encoder = self._encoders.pop(chunk.placement, None) or encoder_of(p.coding, p.src)
+            made = encoder.finish()
+            written = self._beside.pop(chunk.placement, None)  # by the device
+            if written is not None:
+                self._finish([written])
             for part in coded(p.coding, p.src).parts[1:]:
                 index = self._parts[part.name(p.name)]
+                if index == written:
+                    continue
                 self._values[index] = value = memoryview(made[part.suffix]).cast("B")
                 for start in range(0, len(value), self.plan.chunk_nbytes):
                     stop = min(start + self.plan.chunk_nbytes, len(value))
@@ -292,6 +299,28 @@ class Job:
                 new = [index for index in reached if index not in self.buffers]
             if new:
                 self.buffers.update(zip(new, self._target.begin(new), strict=True))
+                for index in new if self.casts and self._parts else ():
+                    self._begin_beside(index)
+
+    def _begin_beside(self, index: int) -> None:
+        """Make room for the part that a device writes beside the codes, where it makes them."""
+        p = self.plan.placements[index]
+        if p.cast != "device" or p.coding is None or not p.coding.device_part:
+            return
+        name = next(
+            part.name(p.name)
+            for part in coded(p.coding, p.src).parts
+            if part.suffix == p.coding.device_part
+        )
+        self._beside[index] = beside = self._parts[name]
+        self.buffers[beside] = self._target.begin([beside])[0]
+
+    def statistics_address(self, index: int) -> int:
+        """Where a device writes what belongs to the codes of a placement; 0 for nowhere."""
+        beside = self._beside.get(index)
+        if beside is None:
+            return 0
+        return self._address[self.plan.placements.kinds[index].device](self.buffers[beside])
 
     def addresses(self, pack: Pack) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
@@ -337,10 +366,8 @@ class Job:
             index = chunk.placement
             p = self.plan.placements[index]
             self.stats.read_nbytes += chunk.read_nbytes
-            if isinstance(count, QuantCounts):
-                self.stats.errors[index] = self.stats.errors.get(index, NO_ERRORS) + count
-            elif p.cast in ("llvm", "numpy", "rows"):
-                self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + count
+            if p.cast in HOST_CASTS:
+                self.count(index, count)
             if count.overflowed and self.plan.out_of_range == "error":
                 name, shard = self.tensor(chunk)
                 raise OutOfRangeError(name, shard, p.src.name, p.dst.name, count.overflowed)
@@ -351,11 +378,18 @@ class Job:
                 del self._left[index]
                 if p.cast == "device" and self.plan.out_of_range == "error":
                     self._refuse_overflow(chunk, p)
-                if p.cast == "quant":
+                if p.coding is not None and not p.coding.part:
                     self._coded.append(chunk)
                 self._finish([index])
                 self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)
+
+    def count(self, index: int, counts: Counts) -> None:
+        """Add what part of a placement did not keep."""
+        if isinstance(counts, QuantCounts):
+            self.stats.errors[index] = self.stats.errors.get(index, NO_ERRORS) + counts
+        else:
+            self.stats.counts[index] = self.stats.counts.get(index, NO_COUNTS) + counts
 
     def _finish(self, indices: Sequence[int]) -> None:
         self._target.finish(indices)

@@ -227,9 +227,11 @@ def _parts(
     why = _unaligned(want, made)
     if why:
         raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
+    in_order = want.transpose is None and not of_rows and want.source[0].columns is None
     coding = Coding(
         *(name, want.shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
+        made.device_part if in_order else None,
     )
     for part in made.parts:
         at = want.source[0]

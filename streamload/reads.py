@@ -13,6 +13,7 @@ from streamload.devices.base import Copy, CopyTable, Read, Staging
 from streamload.job import Job, Unit
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES
 from streamload.planning.chunks import Chunk, Pack
+from streamload.planning.plan import STATISTIC_NBYTES
 from streamload.units import round_up
 
 
@@ -52,7 +53,7 @@ def reads_of(
         return list(_pack_reads(job, device, unit, alignment, size))
     for chunk in unit:
         p = job.plan.placements[chunk.placement]
-        width = p.src.itemsize if p.cast == "device" else 1
+        width = p.stored_nbytes(p.unit_numel) if p.cast == "device" else 1
         if at != chunk.runs[0].start:  # what lies between is not wanted
             reads.append(_read(start, at, alignment, copies))
             copies, start = [], chunk.runs[0].start
@@ -118,10 +119,14 @@ def copy_of(
     assert bulk is not None, device
     p = job.plan.placements[chunk.placement]
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
-    offset = start - chunk.runs[0].start
+    offset = start - chunk.runs[0].start if chunk.runs else 0
     if p.cast == "device" and casts is not None:
-        address += offset // p.src.itemsize * p.dst.itemsize
-        return casts.copy(chunk.placement, p, at, nbytes, address, scratch)
+        numel = offset // p.src.itemsize
+        address += p.placed_nbytes(numel)
+        statistics = job.statistics_address(chunk.placement)
+        if statistics:
+            statistics += (p.numel_at(chunk.start) + numel) // p.unit_numel * STATISTIC_NBYTES
+        return casts.copy(chunk.placement, p, at, nbytes, address, scratch, statistics)
     return Copy(at, nbytes, address + offset)
 
 

@@ -124,7 +124,8 @@ def stream(
             job.close_all()
         crew.end()
         for casts in job.casts.values():
-            job.stats.counts |= casts.all_counts()
+            for index, counts in casts.all_counts().items():
+                job.count(index, counts)
         interrupt.check()  # it came when the last byte had been placed
         job.stats.seconds = time.perf_counter() - begun
         return job.stats

@@ -403,7 +403,7 @@ class Worker:
                 ticket = device.copy(slot.staging, at, nbytes, buffer, chunk.start)
                 tickets.append(_SlotTicket(slot.staging, ticket))
             else:
-                start = chunk.runs[0].start
+                start = chunk.runs[0].start if chunk.runs else 0  # of a part nothing is read
                 copies.append(copy_of(job, name, chunk, start, nbytes, at, slot.scratch))
             at += nbytes
         if bulk is not None and copies:
@@ -465,7 +465,7 @@ class Worker:
                 with self._bytes(reader, run, whole, base) as src:
                     counts += self._change(src, run, chunk, p, out)
             return counts
-        if p.coding is not None:
+        if p.coding is not None and p.cast != "device":
             return self._code(reader, chunk, p, out, whole, base)
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are

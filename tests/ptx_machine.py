@@ -1,4 +1,4 @@
-"""A machine for the part of PTX that the casts use: all threads in step, memory checked.
+"""A machine for the part of PTX that kernels here use: all threads in step, memory checked.
 
 Instructions are as the PTX ISA reference has them. One that is not known here, an address outside
 of what was given, and an access that is not aligned raise, as a device would refuse them. Threads
@@ -30,7 +30,11 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul.lo": np.multiply,
+    "add.rn": np.add,
+    "sub.rn": np.subtract,
     "mul.rn": np.multiply,
+    "div.rn": np.divide,
+    "div": np.floor_divide,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
@@ -42,6 +46,14 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "abs": np.abs,
     "not": np.invert,
     "mov": lambda x: x,
+    "rcp.rn": np.reciprocal,
+    # a device's may differ in the last place
+    "rcp.approx.ftz": lambda x: _flushed(np.reciprocal(_flushed(x))),
+}
+_TERNARY: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "mad.lo": lambda x, y, z: x * y + z,
+    # a device rounds once
+    "fma.rn": lambda x, y, z: x * y + z,
 }
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal,
@@ -81,7 +93,10 @@ class Machine:
         body = ptx[ptx.index("\n{") + 2 : ptx.rindex("}")]
         self._parameters = re.findall(r"\.param \.u64 (\w+)", ptx)
         for line in body.splitlines():
-            self._parse(line.partition("//")[0].strip().rstrip(";"))
+            text = line.partition("//")[0].strip()
+            scope = re.fullmatch(r"\{(.*;)\s*\}", text)
+            for statement in scope[1].split(";") if scope else [text.rstrip(";")]:
+                self._parse(statement.strip())
 
     def _parse(self, line: str) -> None:
         if line.endswith(":"):
@@ -165,6 +180,9 @@ class Machine:
             self._set(operands[0], _BINARY[stem](x, y), who)
         elif stem in _UNARY:
             self._set(operands[0], _UNARY[stem](self._get(operands[1], kind, who)), who)
+        elif stem in _TERNARY:
+            x, y, z = (self._get(text, kind, who) for text in operands[1:])
+            self._set(operands[0], _TERNARY[stem](x, y, z), who)
         elif stem in ("shl", "shr"):
             x, by = self._get(operands[1], kind, who), self._get(operands[2], "u32", who)
             most = x.itemsize * 8
@@ -186,8 +204,10 @@ class Machine:
         elif first == "cvt":
             x = self._get(operands[1], kind, who)
             target = _TYPES[rest[-2]]
-            # rounding is numpy's: to nearest even; what is exact has none
-            assert rest[0] == "rn" or (len(rest) == 2 and _exact(x.dtype, target)), name
+            # rounding is numpy's: to nearest even, or to zero for integers; what is exact has none
+            to_zero = rest[0] == "rzi" and x.dtype.kind == "f" and target.kind == "i"
+            exact = len(rest) == 2 and _exact(x.dtype, target)
+            assert rest[0] == "rn" or to_zero or exact, name
             self._set(operands[0], x.astype(target), who)
         elif name == "bfe.u32":
             x, start, length = (self._get(text, "u32", who) for text in operands[1:])
@@ -195,21 +215,28 @@ class Machine:
         elif name == "prmt.b32":
             x, y, chosen = (self._get(text, "u32", who) for text in operands[1:])
             self._set(operands[0], _permute(x, y, chosen), who)
-        elif name == "shfl.sync.down.b32":
-            self._shuffle(operands, who)
+        elif name in ("shfl.sync.down.b32", "shfl.sync.bfly.b32"):
+            self._shuffle(name.split(".")[2], operands, who)
+        elif name == "vote.sync.ballot.b32":
+            self._vote(operands, who)
         else:
             raise NotImplementedError(name)
 
-    def _shuffle(self, operands: tuple[str, ...], who: Array) -> None:
+    def _shuffle(self, kind: str, operands: tuple[str, ...], who: Array) -> None:
         target, source, by, clamp, members = operands
         assert (clamp, members) == ("31", "-1"), operands
-        whole, rest = divmod(who.size, WARP)
-        lanes = who.reshape(whole, WARP)
-        assert not rest and (lanes == lanes[:, :1] // WARP * WARP + np.arange(WARP)).all()
-        values = self._get(source, "u32", who).reshape(whole, WARP)
-        there = np.minimum(np.arange(WARP) + int(by), WARP - 1)
-        there = np.where(np.arange(WARP) + int(by) < WARP, there, np.arange(WARP))
+        values = self._get(source, "u32", who).reshape(_whole_warps(who), WARP)
+        lanes = np.arange(WARP)
+        there = lanes ^ int(by) if kind == "bfly" else lanes + int(by)
+        there = np.where(there < WARP, there, lanes)
         self._set(target, values[:, there].reshape(-1), who)
+
+    def _vote(self, operands: tuple[str, ...], who: Array) -> None:
+        target, source, members = operands
+        assert members == "-1", operands
+        masks = self._get(source, "pred", who).reshape(_whole_warps(who), WARP)
+        votes = (masks.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(axis=1)
+        self._set(target, np.repeat(votes.astype(np.uint32), WARP), who)
 
     def _pack(self, operands: tuple[str, ...], kind: str, who: Array) -> None:
         parts = next(_OPERAND.findall(text[1:-1]) for text in operands if text[0] == "{")
@@ -255,12 +282,13 @@ class Machine:
             values = np.stack([self._get(name, rest[-1], who) for name in parts], axis=1)
             memory[bytes_at] = values.view(np.uint8)
         else:
-            assert rest[1:-1] == ["add"], rest
+            assert rest[1:-1] in (["add"], ["max"]), rest
+            joined = np.add if rest[1] == "add" else np.maximum
             added = self._get(operands[2], rest[-1], who)
             for index, value in zip(bytes_at, added, strict=True):  # one thread after the other
                 cell = memory[index].view(dtype)
                 self._set(operands[0], cell[0], who[:1])
-                memory[index] = (cell + value).view(np.uint8)
+                memory[index] = joined(cell, value).view(np.uint8)
 
     def _get(self, text: str, kind: str, who: Array) -> Array:
         """What an operand is for some threads, as an array of a type."""
@@ -283,6 +311,19 @@ class Machine:
         if name not in self._registers:
             self._registers[name] = np.zeros(self._total, np.uint64)
         self._registers[name][who] = bits
+
+
+def _whole_warps(who: Array) -> int:
+    """How many warps some threads are; all of them have to be there."""
+    whole, rest = divmod(who.size, WARP)
+    assert not rest
+    lanes = who.reshape(whole, WARP)
+    assert (lanes == lanes[:, :1] // WARP * WARP + np.arange(WARP)).all()
+    return whole
+
+
+def _flushed(x: Array) -> Array:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def _exact(source: np.dtype[Any], target: np.dtype[Any]) -> bool:

@@ -127,6 +127,8 @@ class Copy(NamedTuple):
         tally: device address of what the kernel counts: elements that overflowed, that became
             zero, and that changed at all, 8 bytes each; 0 where nothing is counted.
         blocks: of threads of the kernel.
+        statistics: device address of what a kernel that quantises writes beside the codes.
+        unit: elements of a unit of these.
     """
 
     at: int
@@ -137,6 +139,8 @@ class Copy(NamedTuple):
     out: int = 0
     tally: int = 0
     blocks: int = 0
+    statistics: int = 0
+    unit: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,6 +225,13 @@ class BulkCopier(Protocol):
 
         Raises:
             UnsupportedCastError: it cannot be compiled.
+            DeviceError: the driver does not take it.
+        """
+
+    def function(self, ptx: str, symbol: str) -> int:
+        """What `Copy.kernel` is for a function in PTX, loaded once; any thread may ask.
+
+        Raises:
             DeviceError: the driver does not take it.
         """
 

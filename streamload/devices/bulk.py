@@ -64,10 +64,12 @@ define i64 @{_SYMBOL}(ptr %reads, i64 %n, ptr %copies, ptr %slots, i64 %nslots, 
                       ptr %failed) {{
 entry:
   {_words("%calls", *(f"ptr {name}" for name in CALLS))}
-  %parameters = alloca [4 x ptr]
+  %parameters = alloca [6 x ptr]
   %parameters.1 = getelementptr ptr, ptr %parameters, i64 1
   %parameters.2 = getelementptr ptr, ptr %parameters, i64 2
   %parameters.3 = getelementptr ptr, ptr %parameters, i64 3
+  %parameters.4 = getelementptr ptr, ptr %parameters, i64 4
+  %parameters.5 = getelementptr ptr, ptr %parameters, i64 5
   %code.p = getelementptr i64, ptr %failed, i64 1
   br label %next
 
@@ -131,8 +133,10 @@ copy.next:
 
 copy.one:
   %c.i = add i64 %first, %k
-  %c = getelementptr [8 x i64], ptr %copies, i64 %c.i
+  %c = getelementptr [10 x i64], ptr %copies, i64 %c.i
   {_words("%c", "at", "size", "target", "ptr kernel", "numel", "cast", "tally", "blocks64")}
+  %statistics.p = getelementptr i64, ptr %c, i64 8
+  %unit.p = getelementptr i64, ptr %c, i64 9
   %source = getelementptr i8, ptr %memory, i64 %at
   %copy.code = call i32 %copy(i64 %target, ptr %source, i64 %size, ptr %stream)
   %copy.failed = icmp ne i32 %copy.code, 0
@@ -148,6 +152,8 @@ casting:
   store ptr %cast.p, ptr %parameters.1
   store ptr %numel.p, ptr %parameters.2
   store ptr %tally.p, ptr %parameters.3
+  store ptr %statistics.p, ptr %parameters.4
+  store ptr %unit.p, ptr %parameters.5
   %launched = call i32 %launch(ptr %kernel, i32 %blocks, i32 1, i32 1, i32 {BLOCK_THREADS}, i32 1,
                                i32 1, i32 0, ptr %stream, ptr %parameters, ptr null)
   %launch.failed = icmp ne i32 %launched, 0

@@ -349,8 +349,11 @@ class _BulkCopier:
         return _Memory(self._context, nbytes)
 
     def kernel(self, src: DType, dst: DType, clamp: bool) -> int:
+        return self.function(cast_ptx(src, dst, clamp=clamp), SYMBOL)
+
+    def function(self, ptx: str, symbol: str) -> int:
         with _compiling:
-            return _kernel(self._context, src, dst, clamp)
+            return _function(self._context, ptx, symbol)
 
     def ticket(self, slot: Staging) -> Ticket:
         """A slot is its own ticket."""
@@ -417,10 +420,10 @@ _compiling = threading.Lock()
 
 
 @cache
-def _kernel(context: Context, src: DType, dst: DType, clamp: bool) -> int:
-    """A cast, in the module of a context that lives as long as the process."""
+def _function(context: Context, ptx: str, symbol: str) -> int:
+    """A function, in the module of a context that lives as long as the process."""
     with context.current():
-        return load_function(_driver(), context.name, cast_ptx(src, dst, clamp=clamp)).handle
+        return load_function(_driver(), context.name, ptx, symbol).handle
 
 
 class Copies:

@@ -33,7 +33,8 @@ SYMBOL = "cast"
 _MAX_BLOCKS = 2048  # as many threads as the largest devices run at once; they go on in strides
 _THREAD_NUMEL = 8  # a vector of the pairs of 16 bits, two where one side has 32
 _VECTOR_NBYTES = 16  # the widest access of a thread
-_TRIPLE = "nvptx64-nvidia-cuda"
+#: LLVM's name of the target.
+TRIPLE = "nvptx64-nvidia-cuda"
 _CPU, _FEATURES = "sm_50", "+ptx60"  # PTX 6.0 has the shuffles, and every driver since 2017
 _COUNTS = 3
 
@@ -203,8 +204,13 @@ def _cast_ptx(src: DType, dst: DType, clamp: bool) -> str:
     return ptx
 
 
-def compile_ptx(ir: str, *, triple: str = _TRIPLE) -> str:
+def compile_ptx(ir: str, *, triple: str = TRIPLE, cpu: str = _CPU) -> str:
     """PTX of LLVM IR.
+
+    Args:
+        ir: of kernels and what they call.
+        triple: LLVM's name of the target.
+        cpu: the least architecture that the text is for.
 
     Raises:
         ImportError: llvmlite is missing.
@@ -218,7 +224,7 @@ def compile_ptx(ir: str, *, triple: str = _TRIPLE) -> str:
     target = llvm.Target.from_triple(triple)
     module = llvm.parse_assembly(ir)
     module.verify()
-    machine = target.create_target_machine(cpu=_CPU, features=_FEATURES, opt=3)
+    machine = target.create_target_machine(cpu=cpu, features=_FEATURES, opt=3)
     text: str = machine.emit_assembly(module)
     return text
 
@@ -244,7 +250,7 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
         )
         begun = loop
     return _KERNEL.format(
-        triple=_TRIPLE,
+        triple=TRIPLE,
         symbol=SYMBOL,
         counts=_COUNTS,
         src_nbytes=src.itemsize,

@@ -21,7 +21,6 @@ from streamload.planning.plan import (
     LOAD_NBYTES,
     SEGMENTS,
     STAGING_SLOTS,
-    TALLY_NBYTES,
     Placement,
     Placements,
     Plan,
@@ -50,7 +49,7 @@ class Share:
         fresh_nbytes: what parameters newly take at their peak.
         casts: all casts of its placements.
         host_moves: the host casts or reorders some bytes: they cannot be read to where they go.
-        tallies: how many placements the device casts and counts in streamload's kernels.
+        tally_nbytes: what the device counts of placements that it casts in streamload's kernels.
         resizes: some of these casts change the size of the elements.
         turns: some matrices are transposed.
         row_nbytes: the longest row that functions change, in the file or as it is placed.
@@ -68,7 +67,7 @@ class Share:
     fresh_nbytes: int
     casts: Set[str]
     host_moves: bool
-    tallies: int
+    tally_nbytes: int
     resizes: bool
     turns: bool
     row_nbytes: int
@@ -86,7 +85,8 @@ class Share:
         rows = any(p.changes for p, _ in counted)
         changed = [p for p in placements if p.changes] if rows else []
         coded = [(p, p.coding) for p, _ in counted if p.cast == "quant" and p.coding]
-        whole = [p for p in placements if p.cast == "quant"] if coded else []
+        codes = any(p.coding for p, _ in counted)
+        whole = [p for p in placements if p.coding and not p.coding.part] if codes else []
         held = [c.statistics_nbytes for _, c in coded]
         return cls(
             spec,
@@ -95,7 +95,7 @@ class Share:
             fresh_nbytes=_fresh(placements, spec, *base),
             casts={p.cast for p, _ in counted},
             host_moves=any(p.cast in HOST_CASTS or p.transpose for p, _ in counted),
-            tallies=sum(count for _, count in own),
+            tally_nbytes=sum(p.tally_nbytes * count for p, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
             turns=any(p.turned for p, _ in counted),
             row_nbytes=max(
@@ -245,9 +245,9 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
     host = own = 0
     for at, share in enumerate(shares):
         spec = share.spec
-        if share.tallies:
+        if share.tally_nbytes:
             before = slots * plan.slot_nbytes if share.resizes else 0
-            scratch[at] += round_up(before + TALLY_NBYTES * share.tallies, DRIVER_BLOCK_NBYTES)
+            scratch[at] += round_up(before + share.tally_nbytes, DRIVER_BLOCK_NBYTES)
         elif "device" in share.casts:
             # raw bits, and the cast before it is in place
             nbytes = plan.slot_nbytes

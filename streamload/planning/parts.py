@@ -125,6 +125,8 @@ class Coding:
         dst_unit_nbytes: bytes of its codes.
         statistics_nbytes: what the host holds until all codes are there.
         of_rows: functions change whole rows of the weight before.
+        device_part: the part that kernels of a device write beside the codes, "" where they write
+            none; None where the codes are made on the host.
     """
 
     format: str
@@ -135,6 +137,7 @@ class Coding:
     dst_unit_nbytes: int
     statistics_nbytes: int
     of_rows: bool = False
+    device_part: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,12 @@ DIRECT_ROOM_NBYTES = 2 * 4096
 TURN_NBYTES = 2**19
 # Most bytes of rows that are changed at once, but for a row that is longer.
 CHANGE_NBYTES = 2**20
-# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
+# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed;
+# and of one that it quantises: the tally of `quant.ptx`.
 TALLY_NBYTES = 3 * 8
+QUANT_TALLY_NBYTES = 48
+# Of a unit that it quantises: a float32.
+STATISTIC_NBYTES = 4
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
 # the first chunks. Seen were 0.1 to 1.2 MB with 1 to 8 threads, 2.9 MB with tinygrad's devices, and
 # 2.6 MB on the way to CUDA, where a driver takes more beside it.
@@ -137,6 +141,11 @@ class Placement:
     def row_numel(self) -> int:
         """Elements of one row of its source."""
         return self.numel // max(sum(r.stop - r.start for r in self.source), 1)
+
+    @property
+    def tally_nbytes(self) -> int:
+        """Bytes of what a device counts of it."""
+        return TALLY_NBYTES if self.coding is None else QUANT_TALLY_NBYTES
 
     @property
     def unit_numel(self) -> int:

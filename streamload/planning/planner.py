@@ -171,7 +171,8 @@ def _place(
         what = wants.srcs[at], dsts[at], specs[at]
         coding = wants.codings[at]
         if coding is not None:
-            cast = "part" if coding.part else "quant"
+            on_device = specs[at].casts and coding.device_part is not None
+            cast = "part" if coding.part else "device" if on_device else "quant"
         else:
             cast = "mapped" if mapped[at] else "rows" if rows[at] else engine(*what)
         kinds[key] = kind = _kind(wants[at], *what, cast)

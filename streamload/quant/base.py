@@ -149,6 +149,8 @@ class Quantised(Protocol):
         unit_numel: the flattened tensor is cut at multiples of so many elements.
         unit_nbytes: bytes of the codes of a whole unit.
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
+        device_part: the part that kernels of a device write beside the codes, "" where there is
+            none; None where the statistics become something else.
     """
 
     @property
@@ -163,6 +165,8 @@ class Quantised(Protocol):
     def unit_nbytes(self) -> int: ...  # noqa: D102
     @property
     def statistics_nbytes(self) -> int: ...  # noqa: D102
+    @property
+    def device_part(self) -> str | None: ...  # noqa: D102
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
         """An encoder for one tensor, from bytes of dtype ``src``.

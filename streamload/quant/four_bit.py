@@ -231,6 +231,11 @@ class FourBitBlocks(Units):
         )
 
     @property
+    def device_part(self) -> str | None:
+        """See `Units.device_part`; nested, absmax are quantised when all are there."""
+        return None if self.nested else ".absmax"
+
+    @property
     def recipe(self) -> _Recipe:
         """See `quant.kernels.Recipe`."""
         return _Recipe(self.kind, self.block, self.arithmetic)

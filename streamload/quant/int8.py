@@ -126,6 +126,11 @@ class _Rows(Units):
         """Bytes of a row of codes."""
         return self.unit_numel
 
+    @property
+    def device_part(self) -> str:
+        """See `Units.device_part`."""
+        return self.parts[1].suffix
+
     def _rows(self, parts: Mapping[str, Any], scales: str) -> tuple[Array, Array]:
         """The codes as float32, and the statistics, with as many axes."""
         codes = self.part(parts, "").astype(np.float32)

@@ -189,11 +189,11 @@ def magnitude_bits(v: Vector, x: str) -> str:
     return v.op("and", "i32", v.convert("bitcast", "float", x, "i32"), 0x7FFFFFFF)
 
 
-def _loop(
+def loop(
     v: Vector,
     start: str,
     stop: str,
-    step: int,
+    step: int | str,
     carried: Sequence[tuple[str, str]],
     body: Callable[[str, list[str]], Sequence[str]],
 ) -> list[str]:
@@ -257,7 +257,7 @@ class _Writer:
         v, one = self.wide, self.one
         sums = [(v.type(of), "zeroinitializer") for of in _SUMS]
         sums += [(of, "0" if of == "i32" else "0.0") for of in (*_SUMS, "i32")]
-        ends = _loop(one, "0", "%units", 1, sums, self._unit)
+        ends = loop(one, "0", "%units", 1, sums, self._unit)
         self._tell(ends)
         return "\n  ".join(v.lines)
 
@@ -295,8 +295,8 @@ class _Writer:
             for at in range(0, self.recipe.numel, _WIDTH):
                 values = list(body(self.wide, str(at), values))
             return [*values, *(value for _, value in narrow)]
-        ends = _loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
-        rest = _loop(self.one, "%whole", "%numel", 1, narrow, lambda i, c: body(self.one, i, c))
+        ends = loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
+        rest = loop(self.one, "%whole", "%numel", 1, narrow, lambda i, c: body(self.one, i, c))
         return [*ends, *rest]
 
     def _load(self, v: Vector, source: str, at: str) -> str:
@@ -343,7 +343,7 @@ class _Writer:
             return [most, nans, infs, overs]
 
         zeros = [(lane, "0"), *3 * [("i64", "0")]]
-        most, *counts = _loop(one, "0", "%numel", 1, zeros, body)
+        most, *counts = loop(one, "0", "%numel", 1, zeros, body)
         if start is not None:  # an infinity counts as the largest
             is_over = one.op("icmp uge", lane, most, start)
             more = one.select(is_over, "i64", counts[1], 0)

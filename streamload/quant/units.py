@@ -63,6 +63,11 @@ class Units(ABC):
         return -(-self.numel // self.unit_numel)
 
     @property
+    def device_part(self) -> str | None:
+        """The part that is the statistics as they are, "" without any; None where they change."""
+        return None if self.has_statistics else ""
+
+    @property
     def statistics_nbytes(self) -> int:
         """Bytes of the statistics that an encoder holds."""
         return 4 * self.units if self.has_statistics else 0

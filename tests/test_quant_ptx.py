@@ -1,0 +1,197 @@
+"""Quantising on CUDA, run without a GPU by a machine for PTX."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ptx_machine import Ahead, Machine
+from quant_samples import samples
+from test_quant_kernels import BLOCKED, MATRICES, assert_same_counts, encoded
+
+from streamload.devices.ptx import BLOCK_THREADS
+from streamload.dtypes import BF16, F16, F32, DType
+from streamload.quant.base import FORMATS, SOURCES, QuantCounts
+from streamload.quant.four_bit import FourBit
+from streamload.quant.kernels import Tally
+from streamload.quant.ptx import TALLY_NBYTES, blocks, quant_ptx
+
+Array = np.ndarray[Any, np.dtype[Any]]
+BASE = 0x7F_0000_0000
+FILL = 0xA5
+NAMES = tuple(name for name in FORMATS if not name.endswith("-nested"))
+KERNELS = [(name, src) for name in NAMES for src in SOURCES]
+
+
+def there(name: str) -> Any:
+    """A format as CUDA computes it."""
+    form: Any = FORMATS[name]
+    return replace(form, arithmetic="cuda") if isinstance(form, FourBit) else form
+
+
+def kernel_id(kernel: tuple[str, DType]) -> str:
+    """A kernel's name in the output of pytest."""
+    return f"{kernel[0]}-{kernel[1].code}"
+
+
+def quantised_there(
+    name: str,
+    src: DType,
+    x: Array,
+    *,
+    grid: int | None = None,
+    tally: bytes = bytes(TALLY_NBYTES),
+    ahead: Ahead = None,
+) -> tuple[bytes, Array, QuantCounts]:
+    """Codes, statistics and counts of a kernel; nothing else may be written.
+
+    Args:
+        name: of the format.
+        src: dtype of ``x``.
+        x: the tensor.
+        grid: how many blocks; as many as suggested without.
+        tally: what it is before.
+        ahead: see `Machine.launch`.
+    """
+    tensor = there(name).of(x.shape, src)
+    data = np.frombuffer(x.tobytes(), np.uint8)
+    source = 256
+    out = -(-(source + data.size + 1) // 256) * 256
+    statistics = -(-(out + tensor.parts[0].nbytes + 1) // 256) * 256
+    memory = np.full(statistics + tensor.statistics_nbytes + 256, FILL, np.uint8)
+    memory[source : source + data.size] = data
+    memory[:TALLY_NBYTES] = np.frombuffer(tally, np.uint8)
+    expected = memory.copy()
+    written = [
+        *(slice(0, TALLY_NBYTES), slice(out, out + tensor.parts[0].nbytes)),
+        slice(statistics, statistics + tensor.statistics_nbytes),
+    ]
+    machine = Machine(quant_ptx(tensor, src), memory, BASE)
+    chosen = blocks(tensor.units, rows=tensor.recipe.numel == 0) if grid is None else grid
+    addresses = (BASE + source, BASE + out, x.size, BASE, BASE + statistics, tensor.unit_numel)
+    machine.launch(chosen, BLOCK_THREADS, addresses, ahead=ahead)
+    for some in written:
+        expected[some] = memory[some]
+    assert np.array_equal(memory, expected), "written beside the codes"
+    counts = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes()).counts(x.size)
+    return memory[written[1]].tobytes(), memory[written[2]].view(np.float32), counts
+
+
+def by_oracle(name: str, src: DType, x: Array) -> tuple[bytes, Array, QuantCounts]:
+    """What a kernel owes."""
+    tensor = there(name).of(x.shape, src)
+    encoder = tensor.encoder(src, "numpy")
+    out = bytearray(tensor.parts[0].nbytes)
+    counts = encoder.encode(memoryview(x.tobytes()), memoryview(out), 0)
+    return bytes(out), encoder.statistics, counts
+
+
+def assert_same(
+    found: tuple[bytes, Array, QuantCounts],
+    expected: tuple[bytes, Array, QuantCounts],
+    name: str,
+) -> None:
+    """Codes, statistics and counts are equal."""
+    assert found[0] == expected[0], name
+    assert np.array_equal(found[1], expected[1]), name
+    assert_same_counts(found[2], expected[2], name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_equal_the_oracle(name: str) -> None:
+    """Codes, statistics and counts of tensors of odd shapes with planted extremes."""
+    for sample in samples(60, columns=32 if name in BLOCKED else 1):
+        x = sample.x
+        x = x.reshape(-1, x.shape[-1]) if name in MATRICES else x
+        found = quantised_there(name, sample.src, x)
+        assert_same(found, by_oracle(name, sample.src, x), sample.name)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
+@pytest.mark.parametrize("grid", [1, 3, 40])
+def test_any_grid(kernel: tuple[str, DType], grid: int) -> None:
+    """Fewer blocks than there are units go on in strides; more have nothing to do."""
+    name, src = kernel
+    random = np.random.default_rng(4)
+    x = random.standard_normal((11, 288)).astype(np.float32).astype(src.numpy)
+    assert_same(quantised_there(name, src, x, grid=grid), by_oracle(name, src, x), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ahead", ["first", "last"])
+def test_warps_that_come_apart(name: str, ahead: Ahead) -> None:
+    """In whatever order warps run, maxima and sums are those of all."""
+    x = np.random.default_rng(5).standard_normal((5, 320)).astype(np.float16)
+    assert_same(quantised_there(name, F16, x, ahead=ahead), by_oracle(name, F16, x), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_are_added(name: str) -> None:
+    """A tally goes on from what earlier launches left in it."""
+    x = np.random.default_rng(6).standard_normal((4, 64)).astype(np.float32)
+    x[0, 0], x[1, 1] = np.nan, np.inf
+    before = Tally(0x7F000000, 1, 2.0, 4.0, 10, 20, 30)
+    _, _, counts = quantised_there(name, F32, x, tally=bytes(before))
+    _, _, plain = by_oracle(name, F32, x)
+    assert counts.largest_error == float(np.uint32(0x7F000000).view(np.float32))
+    assert counts.squared == pytest.approx(plain.squared + 4)
+    assert counts.squared_error == pytest.approx(plain.squared_error + 2)
+    assert (counts.nan, counts.inf, counts.overflowed) == (11, 21, 30)
+    assert counts.largest == plain.largest
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 127])
+def test_short_blocks(kind: Any, numel: int) -> None:
+    """A short last block is as others; an odd code is followed by that of 0."""
+    x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32).astype(BF16.numpy)
+    assert_same(quantised_there(kind, BF16, x), by_oracle(kind, BF16, x), kind)
+
+
+def test_the_host_has_other_codes() -> None:
+    """Where bitsandbytes' CPU and CUDA kernels differ, so do ours: blocks of zeros, for one."""
+    zeros = np.zeros((1, 64), np.float32)
+    host, _ = encoded(FORMATS["nf4"], zeros, F32)
+    assert (set(host[""]), set(quantised_there("nf4", F32, zeros)[0])) == ({0x77}, {0})
+
+
+@pytest.mark.parametrize(
+    ("units", "rows", "expected"),
+    [(1, True, 1), (1, False, 1), (9, True, 9), (9, False, 2), (1 << 30, False, 512)],
+)
+def test_blocks(units: int, rows: bool, expected: int) -> None:
+    """A row a block, eight blocks of elements a block, and no more than tell the tally quickly."""
+    assert blocks(units, rows=rows) == expected
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
+def test_the_text(kernel: tuple[str, DType]) -> None:
+    """PTX of capability 6.0 that depends on nothing, and fuses no float32 operations."""
+    name, src = kernel
+    ptx = quant_ptx(there(name).of((64, 64), src), src)
+    assert re.findall(r"^\.(?:version|target) .*", ptx, re.M) == [".version 6.0", ".target sm_60"]
+    assert re.findall(r"\.entry (\w+)", ptx) == ["quantise"]
+    assert len(re.findall(r"\.param \.u64 quantise_param_\d", ptx)) == 6
+    assert not re.search(r"\.(extern|func)\b|\bcall\b|fma\.rn\.f32|mad\.rn", ptx)
+    assert not re.search(r"(?<![.\w])(add|sub|mul)\.f", ptx)  # without .rn, two may become one
+    approximate = re.findall(r"\w+\.approx[.\w]*", ptx)
+    expected = {"nf4", "fp4", "bitsandbytes-int8"}
+    assert approximate == (["rcp.approx.ftz.f32"] if name in expected else [])
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="NVIDIA's assembler is not installed")
+def test_the_assembler_takes_it(tmp_path: Path) -> None:
+    """NVIDIA's own translation accepts every kernel, and finds registers for all of it."""
+    for name, src in KERNELS:
+        path = tmp_path / f"{name}-{src.code}.ptx"
+        path.write_text(quant_ptx(there(name).of((64, 64), src), src))
+        command = ["ptxas", "-v", "-arch=sm_90", path, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "0 bytes spill stores" in done.stderr
