@@ -127,7 +127,6 @@ def quality(options: Options) -> Section:
                 "same nearest": f"{_same_nearest(full, found):.1%}",
             }
         )
-        section.target(f"{name}: mean cosine", float(cosines.mean()), 0.95)
     return section
 
 
@@ -168,7 +167,7 @@ def _embeddings(
     state = model.state_dict()
     nbytes = sum(t.nbytes for n, t in state.items() if ".layer." in n and t.ndim == 2)
     if changed is not None:
-        replaced = {name: torch.from_numpy(array) for name, array in changed.items()}
+        replaced = {name: torch.tensor(array) for name, array in changed.items()}
         _, unexpected = model.load_state_dict(replaced, strict=False)
         assert not unexpected, unexpected
     out = []
