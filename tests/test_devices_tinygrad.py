@@ -254,6 +254,17 @@ def test_tied_lazy_parameters_stay_tied(tmp_path: Path) -> None:
     assert (model["c"].numpy() == floats(2, 4)).all()
 
 
+def test_initial_values_that_are_equal_are_not_tied(tmp_path: Path) -> None:
+    """Parameters of one constant graph are one node to tinygrad, and each gets its own values."""
+    model = {name: Tensor.arange(1, 5).log() for name in "ab"}
+    assert model["a"].uop is model["b"].uop
+    model["c"] = model["b"]
+    report = load(model, save(tmp_path, {"a": floats(1, 4), "b": floats(2, 4)}), device="CPU")
+    assert report.tied == ("c",)
+    assert (model["a"].numpy() == floats(1, 4)).all()
+    assert (model["c"].numpy() == floats(2, 4)).all()
+
+
 def test_a_view_is_written_in_place_where_the_device_has_views(tmp_path: Path) -> None:
     """On the CPU a slice of another tensor is written where it lies, and nothing else is."""
     whole = full(1, 10, 4, device="CPU")

@@ -11,7 +11,8 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -190,6 +191,7 @@ class _InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for
 
 # what tensors stand on that is no home for a parameter: files, and arrays of numpy
 _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
+_OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))  # new each time; UNIQUE is of 0.13
 _MIN_HELD_NBYTES = 4096  # smaller buffers under a lazy graph are seeds and counters
 
 
@@ -576,16 +578,23 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
         parameter.hold(under)
 
 
-def _key(tensor: Tensor) -> Any:
-    """What tied tensors share: the memory, and the view of it."""
-    uop = tensor.uop
-    return uop.base if uop.has_buffer_identity() else uop
+def _tied(tensors: Sequence[Tensor]) -> Callable[[Tensor], Any]:
+    """What tied tensors share: the memory and the view of it, or a graph over memory."""
+    found = Counter(uop for uop, _ in {(tensor.uop, id(tensor)) for tensor in tensors})
+    several = [uop for uop, count in found.items() if count > 1]
+    # one of constants alone (Tensor.arange(4).log()) is one node wherever it is written
+    apart = {u for u in several if not any(node.op in _OWN for node in u.toposort())}
+
+    def key(tensor: Tensor) -> Any:
+        uop = tensor.uop
+        return id(tensor) if uop in apart else uop.base if uop.has_buffer_identity() else uop
+
+    return key
 
 
 def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
-    found = make_parameters(
-        tinygrad.nn.state.get_state_dict(model).items(), _key, TinygradParameter
-    )
+    tensors = tinygrad.nn.state.get_state_dict(model)
+    found = make_parameters(tensors.items(), _tied(list(tensors.values())), TinygradParameter)
     _share_out(found)
     return [shard for parameter in found for shard in _shards_of(parameter)]
