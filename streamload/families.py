@@ -3,7 +3,8 @@
 Sources: the conversion of Meta's Llama weights by transformers (``convert_llama_weights_to_hf.py``:
 names, and ``permute`` of the query and key rows); Meta's ``llama/model.py`` (``tok_embeddings``,
 ``attention.wq``, ...); tinygrad's models (``examples/gpt2.py``, ``examples/mixtral.py``,
-``examples/olmoe.py``, ``extra/models/llama.py``, ``tinygrad/llm/model.py``).
+``examples/olmoe.py``, ``examples/whisper.py``, ``extra/models/llama.py``,
+``tinygrad/llm/model.py``).
 """
 
 from __future__ import annotations
@@ -140,6 +141,39 @@ _QWEN = (
         }
     ),
 )
+# OpenAI's names, which examples/whisper.py has.
+_WHISPER_LAYER = r"(?:model\.)?(\w+)\.layers\.(\d+)\."
+_WHISPER = (
+    *_rules({r"proj_out\.weight": ""}, "drop"),  # it is the embedding of the decoder
+    *_rules(
+        {
+            rf"{_WHISPER_LAYER}{old}\.(.+)": rf"\1.blocks.\2.{new}.\3"
+            for old, new in {
+                "self_attn_layer_norm": "attn_ln",
+                "encoder_attn_layer_norm": "cross_attn_ln",
+                "final_layer_norm": "mlp_ln",
+                "fc1": "mlp.0",
+                "fc2": "mlp.2",
+                **{
+                    rf"{attention}\.{part}_proj": f"{its}.{name}"
+                    for attention, its in (("self_attn", "attn"), ("encoder_attn", "cross_attn"))
+                    for part, name in (("q", "query"), ("k", "key"), ("v", "value"))
+                },
+                r"self_attn\.out_proj": "attn.out",
+                r"encoder_attn\.out_proj": "cross_attn.out",
+            }.items()
+        }
+    ),
+    *_rules(
+        {
+            r"(?:model\.)?(encoder|decoder)\.embed_positions\.weight": r"\1.positional_embedding",
+            r"(?:model\.)?decoder\.embed_tokens\.(.+)": r"decoder.token_embedding.\1",
+            r"(?:model\.)?decoder\.layer_norm\.(.+)": r"decoder.ln.\1",
+            r"(?:model\.)?encoder\.layer_norm\.(.+)": r"encoder.ln_post.\1",
+            r"model\.(encoder\..+)": r"\1",
+        }
+    ),
+)
 
 _HF_ROTATED = r".*\.self_attn\.([qk])_(?:proj|norm)\.\w+"
 _META_ROTATED = r".*\.attention\.(?:w([qk])|([qk])_norm)\.\w+"
@@ -152,4 +186,5 @@ FAMILIES = {
     "hf-mixtral": Family(_MIXTRAL, True, _HF_ROTATED),
     "hf-olmoe": Family(_OLMOE, True, _HF_ROTATED),
     "hf-qwen": Family(_QWEN),
+    "hf-whisper": Family(_WHISPER),
 }

@@ -133,10 +133,10 @@ class LoadOptions(PlanOptions, total=False):
         rename: checkpoint names to parameter names: a dict, or a callable that returns a name, or
             None to skip the tensor.
         mapping: "hf-llama" (Hugging Face names and rows to Meta's), "meta-llama" (the other way),
-            "hf-gpt2" (Conv1D to Linear), "hf-mixtral" and "hf-olmoe" (to tinygrad's examples),
-            "hf-qwen" (to tinygrad.llm; experts are stacked), or a dict from parameter names to the
-            tensors or `RowRange` s that they consist of, or to a `Source` (transposed, stacked). A
-            family and a dict for the rest: ``("hf-llama", {...})``.
+            "hf-gpt2" (Conv1D to Linear), "hf-mixtral", "hf-olmoe" and "hf-whisper" (to tinygrad's
+            examples), "hf-qwen" (to tinygrad.llm; experts are stacked), or a dict from parameter
+            names to the tensors or `RowRange` s that they consist of, or to a `Source` (transposed,
+            stacked). A family and a dict for the rest: ``("hf-llama", {...})``.
         transform: by pattern of the checkpoint's names, a function that gets some whole rows as a
             numpy array, in the dtype of the checkpoint and read-only, and returns as many, which
             are cast once: ``{"*norm.weight": lambda rows: rows + 1}``. The first pattern that
