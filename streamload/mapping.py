@@ -176,7 +176,7 @@ def sources(
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _EMBEDDINGS = re.compile(
-    r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
+    r"(?:.*\.)?(?:embed_tokens|embeddings|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
 )
 
 

@@ -455,6 +455,35 @@ def test_experts(tmp_path: Path) -> None:
     assert caught.value.tensor == "model.layers.1.mlp.experts.1.up_proj.weight"
 
 
+def test_whisper(tmp_path: Path) -> None:
+    """Its names become OpenAI's, with and without the prefix of a model with a head."""
+    names = {
+        "encoder.conv1.bias": "encoder.conv1.bias",
+        "encoder.embed_positions.weight": "encoder.positional_embedding",
+        "encoder.layers.11.self_attn.q_proj.weight": "encoder.blocks.11.attn.query.weight",
+        "encoder.layers.11.fc1.bias": "encoder.blocks.11.mlp.0.bias",
+        "encoder.layer_norm.weight": "encoder.ln_post.weight",
+        "decoder.embed_tokens.weight": "decoder.token_embedding.weight",
+        "decoder.embed_positions.weight": "decoder.positional_embedding",
+        "decoder.layers.0.self_attn_layer_norm.bias": "decoder.blocks.0.attn_ln.bias",
+        "decoder.layers.0.encoder_attn.k_proj.weight": "decoder.blocks.0.cross_attn.key.weight",
+        "decoder.layers.0.encoder_attn.out_proj.bias": "decoder.blocks.0.cross_attn.out.bias",
+        "decoder.layers.0.encoder_attn_layer_norm.bias": "decoder.blocks.0.cross_attn_ln.bias",
+        "decoder.layers.0.fc2.weight": "decoder.blocks.0.mlp.2.weight",
+        "decoder.layers.0.final_layer_norm.weight": "decoder.blocks.0.mlp_ln.weight",
+        "decoder.layer_norm.bias": "decoder.ln.bias",
+    }
+    for prefix in ("", "model."):
+        tensors = {prefix + old: np.full(2, n, np.float32) for n, old in enumerate(names)}
+        path = write(
+            tmp_path / f"p{prefix}", tensors | {"proj_out.weight": np.ones(2, np.float32)}, {}
+        )
+        found = load(path, mapping="hf-whisper")
+        assert {name: int(array[0]) for name, array in found.items()} == {
+            new: n for n, new in enumerate(names.values())
+        }
+
+
 def test_a_family_with_overrides(tmp_path: Path) -> None:
     """What the dict names is filled as it says, everything else as the family does."""
     tensors = hf_llama(np.random.default_rng(0), dim=32, heads=4, kv=4)
@@ -561,6 +590,7 @@ EMBED = "model.embed_tokens.weight"
         ([EMBED], {"architectures": ["BertModel"]}, {}, {}),
         ([EMBED], {}, {}, {}),
         (["transformer.wte.weight"], {"architectures": ["GPT2LMHeadModel"]}, {}, None),
+        (["backbone.embeddings.weight"], {"architectures": ["MambaForCausalLM"]}, {}, None),
         (
             [EMBED],
             LM,
