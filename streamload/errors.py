@@ -209,6 +209,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
         wrong_shape: names in both, with both shapes.
         problems: anything else that stands between a parameter and its tensor, one sentence each.
         suggestions: what to write in the call instead.
+        instead: the call of the model's own library that renames its tensors, or "".
     """
 
     path: str
@@ -217,6 +218,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
     wrong_shape: tuple[ShapeMismatch, ...]
     problems: tuple[str, ...]
     suggestions: tuple[Suggestion, ...]
+    instead: str
 
     def __init__(
         self,
@@ -227,6 +229,7 @@ class StateDictMismatchError(StreamloadError, ValueError):
         wrong_shape: Sequence[ShapeMismatch] = (),
         problems: Sequence[str] = (),
         suggestions: Sequence[Suggestion] = (),
+        instead: str = "",
     ) -> None:
         found = [
             f"{len(names)} {kind}{_listed(names)}"
@@ -238,16 +241,31 @@ class StateDictMismatchError(StreamloadError, ValueError):
             )
             if names
         ]
+        said = [f"write {each}" for each in suggestions]
+        if instead:
+            said.insert(0, f"its library renames tensors as it loads: write model = {instead}")
         super().__init__(
             f"{fspath(path)}: the model and the checkpoint do not match: "
-            + "; ".join([*found, *(f"write {each}" for each in suggestions)]),
+            + "; ".join([*found, *said]),
             path=fspath(path),
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             wrong_shape=tuple(wrong_shape),
             problems=tuple(problems),
             suggestions=tuple(suggestions),
+            instead=instead,
         )
+
+    def or_by(self, call: str) -> StateDictMismatchError:
+        """The same error with the call of a library, where names differ and no argument fills all.
+
+        Args:
+            call: the call, or "".
+        """
+        filled = any(s.filled == s.parameters for s in self.suggestions)
+        if not call or filled or not (self.missing or self.unexpected):
+            return self
+        return StateDictMismatchError(**{**self._facts, "instead": call})
 
 
 class ResidenceError(StreamloadError, ValueError):

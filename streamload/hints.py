@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
@@ -26,7 +27,21 @@ _HEADS = 64  # places of a repeated ending that are looked at
 _MOST_SLIPS = 64  # parameters that are compared with all that is left, letter by letter
 _NEAR = 0.75  # how much of what differs is alike in a slip, of 1
 _CLEAR = 0.1  # how much less like everything else has to be
+#: Base classes of libraries that rename tensors as they load, and what does so here.
+_CALLS = {
+    "transformers.modeling_utils.PreTrainedModel": (
+        "streamload.transformers.from_pretrained({path}, model_class={name})"
+    ),
+    "diffusers.models.modeling_utils.ModelMixin": "streamload.diffusers.from_pretrained({path})",
+}
 _ALSO = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of a norm
+
+
+def call_of_library(model: object, path: Location) -> str:
+    """The call that renames a checkpoint's tensors as the library of a model does; "" for none."""
+    bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
+    call = next((_CALLS[base] for base in bases if base in _CALLS), "")
+    return call.format(path=_text(str(path)), name=type(model).__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,15 +323,23 @@ class _Search:
     def _prefixes(self, pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
         """What tensors begin with in place of what parameters begin with, longest first."""
         chosen: dict[str, str] = {}
-        for before, after in pairs:
+        for pair in pairs:
+            before, after = pair
             if before in chosen or len(chosen) == _MOST_RULES:
                 continue
-            one = _Renaming(((before, after),), skips=True)
-            if self._take(one, least=2 if chosen else 1):
-                chosen[before] = after
+            rivals = (r for r in pairs if (r[0] == before) != (r[1] == after))
+            if chosen and any(_likeness(*pair) < _likeness(*r) + _CLEAR for r in rivals):
+                continue  # it may as well be another
+            one, filled = _Renaming((pair,), skips=True), dict(self._filled)
+            if not self._take(one, least=2 if chosen else 1):
+                continue
+            more = _Renaming(_longest_first({**chosen, before: after}))
+            broken = sum(more(name) != new for name, new in filled.items())
+            if broken < len(self._filled) - len(filled):
+                chosen[before] = after  # if not, its names are changed one by one
         if chosen.get("") == "":
             del chosen[""]  # which is what other names do
-        return tuple(sorted(chosen.items(), key=lambda each: -len(each[0])))
+        return _longest_first(chosen)
 
     def _parts(self, found: _Renaming) -> tuple[tuple[str, str], ...]:
         """Parts between dots that many names have in place of others."""
@@ -364,6 +387,10 @@ class _Search:
             is_clear = len(nearest) < 2 or near[nearest[1]] >= near[nearest[0]] + _CLEAR
             if nearest and is_clear and near[nearest[-1]] >= _NEAR:
                 self._take({nearest[-1]: name}.get, least=1)
+
+
+def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(rules.items(), key=lambda each: -len(each[0])))
 
 
 def _orders(model: _Model, stored: _Stored) -> list[list[tuple[str, str]]]:

@@ -11,9 +11,9 @@ from typing import Any, Unpack
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
-from streamload.errors import LoadState, StreamloadError
+from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
 from streamload.headroom import Headroom
-from streamload.hints import Wanted
+from streamload.hints import Wanted, call_of_library
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.lookup import open_devices, unseen_spec
@@ -86,7 +86,10 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         checkpoint, read, found = read_call(path, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
-        decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
+        try:
+            decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
+        except StateDictMismatchError as error:
+            raise error.or_by(call_of_library(model, checkpoint.path)) from None
         try:
             with deferred_interrupt():  # one that comes while we clean up waits until that is done
                 return run(decided, options["progress"], clock)

@@ -175,6 +175,20 @@ def test_a_name_that_has_no_prefix(tmp_path: Path) -> None:
     assert torch.equal(model.model.norm.weight, llama().model.norm.weight)
 
 
+def test_a_module_that_stands_elsewhere(tmp_path: Path) -> None:
+    """Few tensors of a part whose others are right: they are named one by one."""
+    source = transformers.BertForPreTraining(BERT)
+    model = transformers.BertForPreTraining(BERT)
+    model.cls.pooler, model.bert.pooler = model.bert.pooler, None
+    path = save(tmp_path, source.state_dict())
+    (found,) = suggested(model, path)
+    ends = ("pooler.dense.bias", "pooler.dense.weight")
+    names = ", ".join(f'"bert.{end}": "cls.{end}"' for end in ends)
+    assert found == Suggestion(f"rename={{{names}}}", 46, 46)
+    follow(found, model, path)
+    assert torch.equal(model.cls.pooler.dense.weight, source.bert.pooler.dense.weight)
+
+
 def test_parts_that_fit_equally_well_are_suggested_each(tmp_path: Path) -> None:
     """Two towers of one shape: which is meant, only the user knows."""
     towers = {"query.": body(), "passage.": body()}
@@ -351,6 +365,38 @@ def test_transposed_matrices(tmp_path: Path) -> None:
             assert torch.equal(layer.attn.c_proj.weight, stored.attn.c_proj.weight.T)
             assert torch.equal(layer.mlp.c_fc.weight, stored.mlp.c_fc.weight.T)
         torch.nn.init.zeros_(model.h[0].mlp.c_fc.weight)
+
+
+#: Models of transformers whose tensors have other names in files, or others' rows.
+RENAMED = {
+    "GPTNeoXForCausalLM": {**SMALL, "max_position_embeddings": 20},
+    "MixtralForCausalLM": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 2},
+    "ViTForImageClassification": {**SMALL, "image_size": 8, "patch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_names_that_a_library_changes(tmp_path: Path, name: str) -> None:
+    """The error says the call that renames tensors as the model's own library does."""
+    model_class = getattr(transformers, name)
+    torch.manual_seed(1)
+    source = model_class(model_class.config_class(**RENAMED[name]))
+    source.save_pretrained(tmp_path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(model_class(source.config), tmp_path)
+    call = caught.value.instead
+    assert f"write model = {call}" in str(caught.value)
+    assert not any("vit.layers.0." in each.arguments for each in caught.value.suggestions)
+    assert pickle.loads(pickle.dumps(caught.value)).instead == call
+    found = eval(call, {"streamload": streamload, name: model_class}).state_dict()
+    assert found.keys() == source.state_dict().keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in source.state_dict().items())
+    # where an argument is enough, or the model is nobody's, there is no such call
+    tensors = {f"module.{name}": tensor for name, tensor in source.state_dict().items()}
+    for model in (model_class(source.config), torch.nn.Linear(2, 2)):
+        with pytest.raises(StateDictMismatchError) as caught:
+            load(model, save(tmp_path / "b", tensors))
+        assert caught.value.instead == ""
 
 
 def test_the_wrong_family(tmp_path: Path) -> None:
