@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from streamload.errors import CheckpointError, PlanInfeasibleError, StateDictMis
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
+import safetensors.torch as st  # noqa: E402
 from test_transformers import (  # noqa: E402
     MODELS,
     assert_same,
@@ -248,6 +250,61 @@ def test_names_that_are_mapped(tmp_path: Path) -> None:
     given = {"key_mapping": {r"^wrapped\.": ""}}
     assert_same_bits(load(folder, **given), expected)
     assert_same_bits(reference(folder, "llama", **given), expected)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "gpt2"])
+def test_values_that_change_on_the_way(tmp_path: Path, name: str) -> None:
+    """``transform=`` by the checkpoint's names, of tensors that are tied, fused or turned too."""
+    folder = saved(tmp_path, name)
+    changed = {
+        "llama-tied": ("*embed_tokens.weight", "*norm.weight"),
+        "mixtral": ("*.experts.*.w1.weight", "*.experts.2.w2.weight"),
+        "gpt2": ("*.c_attn.weight", "*.wte.weight"),
+    }[name]
+    found = load(folder, transform=dict.fromkeys(changed, lambda rows: rows * 3 + 1))
+
+    def change(tensors: dict[str, Any]) -> dict[str, Any]:
+        wanted = {n for n in tensors for pattern in changed if fnmatchcase(n, pattern)}
+        assert len(wanted) >= 2
+        return {n: t * 3 + 1 if n in wanted else t for n, t in tensors.items()}
+
+    rewrite(folder, change)
+    assert_same(found, reference(folder, name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_adapters_are_merged(tmp_path: Path, dtype: str) -> None:
+    """``adapters=`` leaves a plain model whose weights are those that were merged beforehand."""
+    folder = saved(tmp_path / "base", "llama")
+    rng, factors, merged = np.random.default_rng(0), {}, {}
+    stored = st.load_file(folder / "model.safetensors")
+    for module in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        weight = stored[f"{module}.weight"]
+        b, a = (
+            rng.standard_normal(s, np.float32) for s in ((len(weight), 4), (4, weight.shape[1]))
+        )
+        factors |= {f"base_model.model.{module}.lora_A.weight": torch.from_numpy(a)}
+        factors |= {f"base_model.model.{module}.lora_B.weight": torch.from_numpy(b)}
+        exact = weight.double() + torch.from_numpy(b).double() @ torch.from_numpy(a).double() * 2
+        merged[f"{module}.weight"] = exact.to(getattr(torch, dtype))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    st.save_file(factors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    found = load(folder, adapters=[adapter], dtype=dtype)
+    assert type(found) is transformers.LlamaForCausalLM
+    expected = reference(folder, "llama", dtype=getattr(torch, dtype))
+    for name, weight in merged.items():
+        difference = (found.get_parameter(name) - weight).abs()
+        assert (difference > 0).float().mean() < 0.01  # two orders of adding, rounded once
+        assert (difference <= weight.abs() * torch.finfo(weight.dtype).eps).all()
+        expected.get_parameter(name).data = found.get_parameter(name).data
+    assert_same(found, expected)
+    own = new_model("llama", getattr(torch, dtype))
+    streamload.load_state_dict(own, folder, adapters=[adapter])
+    wanted = found.state_dict()
+    assert all(raw(t) == raw(wanted[name]) for name, t in own.state_dict().items())
 
 
 def test_an_adapter_is_invalid(tmp_path: Path) -> None:
