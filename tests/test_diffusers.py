@@ -185,6 +185,11 @@ def test_names_of_older_versions(tmp_path: Path) -> None:
     st.save_file({renamed(name): t.clone() for name, t in tensors.items()}, path)
     expected = diffusers.DiffusionPipeline.from_pretrained(folder)
     assert bits(ours(folder)) == bits(expected)
+    own = diffusers.AutoencoderKL.from_config(expected.vae.config)
+    with pytest.raises(StateDictMismatchError) as caught:
+        streamload.load_state_dict(own, folder / "vae")
+    alone = eval(caught.value.instead, {"streamload": streamload}).state_dict()
+    assert all(torch.equal(alone[k], t) for k, t in expected.vae.state_dict().items())
 
 
 def test_what_cannot_be_streamed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Families into the models that they are for, with the real packages."""
+"""Families of models as docs/models.md lists them, with the real packages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,145 @@ import types
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 
 import streamload
+from streamload.errors import StateDictMismatchError
 
-pytestmark = pytest.mark.slow
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+from models_page import rows  # noqa: E402
+from test_transformers import (  # noqa: E402
+    GROUPED,
+    MODELS,
+    SMALL,
+    assert_same_bits,
+    quiet,  # noqa: F401  (transformers says nothing here either)
+)
+
 TOKENS = [[3, 14, 15, 9, 26, 5, 35]]
+MOE: dict[str, Any] = {**GROUPED, "head_dim": 8, "num_experts_per_tok": 2}
+IMAGES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "image_size": 32, "patch_size": 8},
+}
+AUDIO: dict[str, Any] = {
+    **{"vocab_size": 96, "num_mel_bins": 8, "d_model": 32, "encoder_layers": 2},
+    **{"decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    **{"encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_source_positions": 16},
+    **{"max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **{"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
+}
+
+#: By the names of docs/models.md: a class of transformers, sizes, and what the model gets.
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Llama": ("LlamaForCausalLM", GROUPED, "text"),
+    "Mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}, "text"),
+    "Qwen2": ("Qwen2ForCausalLM", GROUPED, "text"),
+    "Qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, "text"),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        {**MOE, "moe_intermediate_size": 16, "num_experts": 4},
+        "text",
+    ),
+    "Gemma 2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, "text"),
+    "Gemma 3": ("Gemma3ForCausalLM", {**GROUPED, "head_dim": 8}, "text"),
+    "Phi-3": ("Phi3ForCausalLM", {**GROUPED, "pad_token_id": 0}, "text"),
+    "GPT-2": ("GPT2LMHeadModel", MODELS["gpt2"][2], "text"),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", SMALL, "text"),
+    "gpt-oss": ("GptOssForCausalLM", {**MOE, "num_local_experts": 4}, "text"),
+    "OPT": (
+        "OPTForCausalLM",
+        {
+            **{name: SMALL[name] for name in SMALL if name != "intermediate_size"},
+            **{"ffn_dim": 48, "word_embed_proj_dim": 32},
+        },
+        "text",
+    ),
+    "Mixtral": ("MixtralForCausalLM", MODELS["mixtral"][2], "text"),
+    "Mamba": (
+        "MambaForCausalLM",
+        {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+        "text",
+    ),
+    "BERT": ("BertForMaskedLM", SMALL, "text"),
+    "RoBERTa": ("RobertaForMaskedLM", SMALL, "text"),
+    "T5": ("T5ForConditionalGeneration", MODELS["t5"][2], "both"),
+    "Whisper": ("WhisperForConditionalGeneration", AUDIO, "audio"),
+    "ViT": ("ViTForImageClassification", IMAGES, "image"),
+    "CLIP": (
+        "CLIPModel",
+        {
+            "text_config": {**SMALL, "bos_token_id": 1, "eos_token_id": 8},
+            "vision_config": IMAGES,
+            "projection_dim": 16,
+        },
+        "text and image",
+    ),
+    "LLaVA": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {"model_type": "llama", **GROUPED},
+            "vision_config": {"model_type": "clip_vision_model", **IMAGES},
+            "image_token_id": 95,
+        },
+        "text",
+    ),
+}
+
+
+def given(kind: str) -> dict[str, Any]:
+    """What a model computes with."""
+    text = {"input_ids": torch.tensor([[5, 17, 3, 42, 8]])}
+    image = {"pixel_values": torch.arange(3 * 32 * 32).reshape(1, 3, 32, 32) / 3072}
+    audio = {"input_features": torch.arange(8 * 32).reshape(1, 8, 32) / 256}
+    decoded = {"decoder_input_ids": text["input_ids"]}
+    kinds = {"text": text, "image": image, "text and image": text | image}
+    return {**kinds, "both": text | decoded, "audio": audio | decoded}[kind]
+
+
+def computed(model: Any, kind: str) -> Any:
+    """What it computes, from weights that torch allocated: those in files round otherwise."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    with torch.no_grad():
+        return model(**given(kind))[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_of_transformers(tmp_path: Path, name: str) -> None:
+    """Both first lines of a user work as docs/models.md says, or say the line that does."""
+    class_name, sizes, kind = FAMILIES[name]
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(1)
+    source = model_class(model_class.config_class(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in source.parameters():  # norms and biases, which would be ones and zeros
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    source.save_pretrained(tmp_path)
+    expected = model_class.from_pretrained(tmp_path)
+
+    found = streamload.transformers.from_pretrained(tmp_path, budget="5MB")
+    assert type(found) is model_class
+    assert_same_bits(found, expected)
+    result = computed(expected, kind)
+    assert torch.equal(computed(found, kind), result)
+
+    own = model_class(source.config).eval()
+    typed = rows("transformers")[name]
+    assert typed[0] == "as typed"
+    try:
+        streamload.load_state_dict(own, tmp_path, budget="5MB")
+    except StateDictMismatchError as error:
+        assert typed[1] == f"`{error.instead.replace(str(tmp_path), 'path')}`".replace('"', "")
+        own = eval(error.instead, {"streamload": streamload, class_name: model_class})
+    else:
+        assert typed[1] == "as typed"
+    assert_same_bits(own, expected)
+    assert torch.equal(computed(own, kind), result)
 
 
 class Linears(torch.nn.Module):  # type: ignore[misc]
@@ -64,6 +194,7 @@ class Linears(torch.nn.Module):  # type: ignore[misc]
         return self.lm_head(self.ln_f(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_gpt2_into_linears(tmp_path: Path, whole: bool) -> None:
     """What transformers saves computes the same in a model of Linear; with and without a head."""
@@ -103,6 +234,7 @@ def qwen(kind: str) -> tuple[Any, dict[str, Any]]:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)), ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3-moe"])
 def test_qwen_into_tinygrad(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What transformers saves computes the same in tinygrad.llm, with its experts stacked."""
