@@ -12,6 +12,7 @@ from typing import Any
 
 import minilm as minilm_model
 import needs
+import parameters
 import pytest
 from boxes import Boxes, NoBoxesError
 from make_checkpoint import make_checkpoint, shape_of_size
@@ -46,6 +47,11 @@ def _freeze() -> None:
         _seen_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests know, before they are imported, whether they are the fast suite."""
+    parameters.fast_suite = config.option.markexpr == "not slow"
 
 
 def pytest_collection_finish() -> None:
