@@ -12,6 +12,7 @@ from typing import Any
 
 import minilm as minilm_model
 import needs
+import parameters
 import pytest
 from boxes import Boxes, NoBoxesError
 from make_checkpoint import make_checkpoint, shape_of_size
@@ -31,17 +32,42 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """Take what is imported by now out of what the garbage collector looks at; tame torch.
+#: how many modules were imported when the garbage collector last looked at all of them
+_seen_modules = 0
+
+
+def _freeze() -> None:
+    """Take what is imported by now out of what the garbage collector looks at.
 
     With torch, transformers and tinygrad that is half a million objects, and tests and loads ask
-    for hundreds of full collections. torch computes by one thread: several tests run at a time, and
-    threads that wait for each other on busy cores take 40 ms for what takes microseconds.
+    for hundreds of full collections.
     """
-    gc.collect()
-    gc.freeze()
+    global _seen_modules
+    if len(sys.modules) != _seen_modules:
+        _seen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests know, before they are imported, whether they are the fast suite."""
+    parameters.fast_suite = config.option.markexpr == "not slow"
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported to itself; tame torch.
+
+    torch computes by one thread: several tests run at a time, and threads that wait for each other
+    on busy cores take 40 ms for what takes microseconds.
+    """
+    _freeze()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave what the test has imported to itself."""
+    _freeze()
 
 
 @pytest.fixture

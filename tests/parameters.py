@@ -1,4 +1,4 @@
-"""Parameters of tests: all combinations, of which a part runs in the fast suite."""
+"""How much of a test runs: in the fast suite a part, with ``scripts/test --all`` everything."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+#: Whether this is the fast suite; `conftest` says so.
+fast_suite = False
+
+
+def few(count: int) -> int:
+    """So many examples or tries, or in the fast suite a third."""
+    return -(-count // 3) if fast_suite else count
+
+
+def enough(there_is: bool) -> bool:
+    """Whether tries may end early, since what they look for was there: in the fast suite only."""
+    return fast_suite and there_is
 
 
 def product(*axes: Iterable[Any], fast: Callable[..., bool]) -> list[Any]:

@@ -29,11 +29,12 @@ HELD = {"host": "bfloat16", "torch": "bfloat16", "CL": "float16", "CPU": "float1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, 3,000 tensors of 34 kB ("small"), 6,000 of 8 kB ("tiny"), and 20,000 ("many")."""
+    """A Llama, 3,000 tensors of 34 kB ("small"), 6,000 and 3,000 of 8 kB, and 20,000 ("many")."""
     root = tmp_path_factory.mktemp("targets")
     make_checkpoint(root / "large", shape_of_size(NBYTES, BF16))
     make_checkpoint(root / "small", ManyTensors(3000, 17_000))
-    make_checkpoint(root / "tiny", ManyTensors(6000, 4096))
+    make_checkpoint(root / "6000", ManyTensors(6000, 4096))
+    make_checkpoint(root / "3000", ManyTensors(3000, 4096))
     make_checkpoint(root / "many", ManyTensors(20_000, 450))
     return root
 
@@ -50,13 +51,17 @@ def _load(
     kind: str = "dict",
     **options: Any,
 ) -> dict[str, Any]:
-    """What happened to a load that had ``room_nbytes`` beside what its process held before."""
+    """What happened to a load that had ``room_nbytes`` beside what its process held before.
+
+    With a limit all bytes are compared; without one it is asked what was predicted and taken.
+    """
     if device in ("CL", "CPU"):
         needs.device(device)
     held = held or HELD[device]
     case = {
         **{"path": str(path), "device": device, "state": state, "kind": kind, "held": held},
         "options": {"dtype": dtype or held} | options,
+        "unchecked": room_nbytes is None,
     }
     limit = None if room_nbytes is None else lambda charged: charged + room_nbytes
     return run_boxed(cgroup, case, limit)
@@ -145,15 +150,17 @@ def test_many_tensors_take_what_was_predicted(
     """What each tensor takes beside its bytes is in the plan, to some hundred bytes."""
     states = {"host": "resident", "torch": "meta", "CL": "lazy", "CPU": "lazy"}
     state = "none" if kind == "none" else states[device]
-    found = _load(cgroup, folder / "tiny", device, state, None)
+    # tinygrad takes so much for each that half as many are seen as well
+    count = 3000 if device in ("CL", "CPU") else 6000
+    found = _load(cgroup, folder / str(count), device, state, None)
     predicted, grew = (found["said"][f"{what}_nbytes"] for what in ("predicted", "reported"))
-    beside = 6000 * 8192 if state != "resident" else 0
+    beside = count * 8192 if state != "resident" else 0
     assert grew <= predicted, found
     # less is taken where the heap had freed memory: torch's parameters took 250 to 430 bytes
     assert predicted - grew < 0.7 * (predicted - beside) + MiB, found
     # and with the kernel's part it loads in that much
     room_nbytes = found["charged_nbytes"] + ROOM_NBYTES
-    found = _load(cgroup, folder / "tiny", device, state, room_nbytes, budget="1GB")
+    found = _load(cgroup, folder / str(count), device, state, room_nbytes, budget="1GB")
     assert (found["outcome"], found["why"]) == ("loaded", ""), found
 
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from parameters import few
 from safetensors_files import header_bytes
 
 from streamload.checkpoint.checkpoint import open_checkpoint
@@ -228,7 +229,7 @@ def check_tiles(header: Header) -> None:
     assert at == header.file_nbytes
 
 
-fuzz = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=few(250), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @fuzz
@@ -241,7 +242,7 @@ def test_valid_headers_are_valid(header: tuple[dict[str, Any], int]) -> None:
         parse_header(content, PATH, len(content))
 
 
-@settings(fuzz, max_examples=1000)
+@settings(fuzz, max_examples=few(1000))
 @given(usual_headers())
 # members are lost, and as many colons found that are none
 @example(of_data(b'{"__metadata__":{"k":"\\u003a","k":""},"a":' + USUAL + b"}", 8))
@@ -307,7 +308,7 @@ def test_noise_gives_our_errors_only(content: bytes) -> None:
     check(header_bytes(b"{" + content))
 
 
-@settings(fuzz, max_examples=100)
+@settings(fuzz, max_examples=few(100))
 @given(json_values, st.dictionaries(names, st.sampled_from(["a.safetensors"]) | json_values))
 def test_any_index_gives_our_errors_only(
     tmp_path_factory: pytest.TempPathFactory, document: Any, weight_map: Any

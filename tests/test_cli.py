@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import pytest
 from safetensors_files import header_bytes, write_safetensors
@@ -25,13 +26,8 @@ COMMANDS = ("inspect", "plan", "load", "devices", "verify", "diff", "convert")
 
 def run(*arguments: object, env: Mapping[str, str] | None = None, code: int = 0) -> tuple[str, str]:
     """Run a command and expect an exit code; gives stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamload", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | (env or {}),
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "streamload", *arguments]
+    done = forked.run(command, forked.COMMANDS, env=os.environ | (env or {}))
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout, done.stderr
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -794,12 +795,8 @@ def test_the_bench_compares_it(tmp_path: Path) -> None:
 
 def command(*arguments: object, code: int = 0) -> tuple[str, str]:
     """Run ``streamload convert`` and expect an exit code; gives stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamload", "convert", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    argv = [sys.executable, "-m", "streamload", "convert", *arguments]
+    done = forked.run(argv, forked.COMMANDS)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout, done.stderr
 

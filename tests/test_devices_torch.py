@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import signal
-import subprocess
 import sys
 import warnings
 import weakref
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -469,9 +469,7 @@ for module in (freed, {"weight": torch._efficientzerotensor((4, 4))}):
 def test_tensors_without_memory_are_not_written_through(tmp_path: Path) -> None:
     """A tensor with elements and no storage is loaded anew or refused; nothing is at address 0."""
     path = save(tmp_path, {"weight": torch.ones(4, 4)})
-    done = subprocess.run(
-        [sys.executable, "-c", FREED, path], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run([sys.executable, "-c", FREED, path], forked.TORCH)
     assert done.returncode != -signal.SIGSEGV, done.stdout
     said = done.stdout.splitlines()
     assert len(said) == 2 and set(said) <= {"loaded", "refused"}, (said, done.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -1132,11 +1133,10 @@ def test_real_processes(path: Path) -> None:
         port = server.getsockname()[1]
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BODY, str(path)],
+        forked.start(
+            [sys.executable, "-c", BODY, path],
+            forked.TORCH,
             env=environment(RANK=str(rank), **meeting),
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for rank in range(3)
     ]
@@ -1145,7 +1145,6 @@ def test_real_processes(path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 0]
     hashes = {n: hashlib.sha256(a.tobytes()).hexdigest() for n, a in alone(path).items()}
     found = [json.loads(said[rank]) for rank in (0, 2)]

@@ -21,6 +21,7 @@ import pytest
 from boxes import Boxes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parameters import few
 
 from streamload._system import filesystem_of
 from streamload.checkpoint import page_cache
@@ -338,7 +339,7 @@ def test_file_in_more_pieces_than_are_remembered(
     assert len(before - after) <= 10 and not after & set(range(0, 20, 2))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=few(60))
 @given(
     before=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 40)), max_size=6),
     reads=st.lists(

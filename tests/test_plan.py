@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parameters import few
 from safetensors_files import header_bytes, write_safetensors
 
 import streamload
@@ -170,7 +171,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 @given(plans)
 def test_json_round_trip(plan: Plan) -> None:
     """Any plan is read back equal, of the same types, and with the same digest."""
@@ -180,7 +181,7 @@ def test_json_round_trip(plan: Plan) -> None:
     assert again.digest == plan.digest
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=few(50), deadline=None)
 @given(plans, plans)
 def test_digest_tells_plans_apart(a: Plan, b: Plan) -> None:
     """Two plans have one digest exactly if they differ in the path and the readers at the most."""

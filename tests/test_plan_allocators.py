@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_checkpoint import shape_of_size
+from parameters import few
 from test_plan import checkpoint_of, plan_of, wants_of
 
 from streamload.dtypes import BF16
@@ -221,14 +222,14 @@ SIZES = st.lists(
 KINDS = st.sampled_from(["exact", "cuda_caching", "cuda_expandable", "cuda_driver"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 @given(sizes=SIZES)
 def test_segments_are_those_of_a_model_with_addresses(sizes: list[int]) -> None:
     """Step by step the same as a model that keeps every block where it lies."""
     assert cuda(*sizes) == by_address(sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 @given(sizes=SIZES, kind=st.sampled_from(["cuda_caching", "cuda_expandable"]))
 def test_what_is_taken_is_enough_and_not_much_more(
     sizes: list[int], kind: Literal["cuda_caching", "cuda_expandable"]
@@ -255,7 +256,7 @@ def test_what_is_taken_is_enough_and_not_much_more(
         assert total <= most
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=few(100), deadline=None)
 @given(sizes=SIZES, more=SIZES, kind=KINDS)
 def test_what_comes_later_changes_nothing_before(
     sizes: list[int], more: list[int], kind: AllocatorKind
@@ -432,7 +433,7 @@ TENSORS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 @given(tensors=TENSORS, kinds=st.sampled_from([("new",), ("new", "in_place"), None]))
 def test_the_driver_never_takes_more_than_was_planned(
     tensors: list[tuple[int, str]], kinds: tuple[str, ...] | None

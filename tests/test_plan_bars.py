@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
+import forked
 import pytest
 from safetensors_files import write_safetensors
 
@@ -157,11 +158,7 @@ def test_options_of_room_to_run(layers: Path) -> None:
     assert made["devices"][0]["cache_nbytes"] == 4 * 64 * (2 * 16 * 4)
     assert made["devices"][0]["reserve_nbytes"] == 1000
     command = [sys.executable, "-m", "streamload", "load", layers, "--device", "host"]
-    done = subprocess.run(
-        [*command, "--budget", "100kB", "--context", "100000", "--no-progress"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    arguments = ("--budget", "100kB", "--context", "100000", "--no-progress")
+    done = forked.run([*command, *arguments], forked.COMMANDS)
     assert done.returncode == 3
     assert "the KV cache" in done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parameters import few
 from safetensors_files import write_safetensors
 
 import streamload
@@ -133,7 +134,7 @@ def check_whole(
         assert parts[-1].units or len(units) == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=few(300), deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 60) | st.sampled_from([0, 7, 1000]), min_size=3, max_size=9),
     budgets=st.lists(st.integers(1, 100) | st.sampled_from([1, 50, 2000]), min_size=1, max_size=6),
@@ -150,7 +151,7 @@ def test_split_is_the_best_of_all(sizes: list[int], budgets: list[int], tied: bo
     assert parts[-1].has_head
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=few(200), deadline=None)
 @given(data=st.data())
 def test_many_ties_are_counted_once_each(data: st.DataObject) -> None:
     """Names tied within layers, several to one tensor, cost one copy a node, and the best wins."""
@@ -168,7 +169,7 @@ def test_many_ties_are_counted_once_each(data: st.DataObject) -> None:
     assert fullest(parts) == brute_force(items, nodes, ties)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=few(150), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=3, max_size=8),
     budget=st.integers(1, 120),
@@ -298,7 +299,7 @@ def test_the_order_of_the_files_does_not_matter() -> None:
     check_whole(shuffled, nodes, again, {})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=few(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7),
     st.lists(st.integers(1, 30), min_size=1, max_size=4),

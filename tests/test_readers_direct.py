@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parameters import few
 
 from streamload._system import direct_memory, filesystem_of
 from streamload.checkpoint import readers
@@ -110,7 +111,7 @@ class Recording(DirectReader):
         return super()._read_direct(start, blocks)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=few(400))
 @given(data=st.data())
 def test_any_range_into_memory_anywhere(
     files: dict[int, tuple[Path, bytes]], data: st.DataObject

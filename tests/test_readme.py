@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import needs
 import pytest
 
@@ -65,15 +66,13 @@ def folder(tmp_path: Path, checkpoint: Path) -> Path:
     return tmp_path
 
 
-def _run(argv: list[str], folder: Path, stdin: str = "") -> str:
+def _run(argv: list[str], imported: tuple[str, ...], folder: Path, stdin: str = "") -> str:
     """What it prints; it has to end without an error, and print something."""
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(_ROOT),
     }
-    done = subprocess.run(
-        argv, cwd=folder, env=environment, input=stdin, capture_output=True, text=True
-    )
+    done = forked.run(argv, imported, cwd=folder, env=environment, input=stdin)
     assert done.returncode == 0, f"{shlex.join(argv[-3:])}\n{done.stdout}\n{done.stderr}"
     assert done.stdout.strip()
     return done.stdout
@@ -102,11 +101,13 @@ def test_blocks_are_run_or_say_that_they_are_not() -> None:
 def test_python_examples_run(page: str, folder: Path) -> None:
     """Every Python example ends without an error and prints something; a page is one process."""
     blocks = _blocks(page, "python")
+    imported = forked.COMMANDS
     for name in ("torch", "transformers", "accelerate"):
         used = (f"import {name}", f"from {name}", f"{name}_", f"streamload.{name}")
         if any(use in text for _, text in blocks for use in used):
             needs.module(name)
-    said = _run([sys.executable, "-c", _RUN, page], folder, repr(blocks))
+            imported = forked.TORCH
+    said = _run([sys.executable, "-c", _RUN, page], imported, folder, repr(blocks))
     outputs = re.split(r"^-- line \d+\n", said, flags=re.M)[1:]
     assert len(outputs) == len(blocks)
     assert all(output.strip() for output in outputs)
@@ -116,7 +117,7 @@ def test_python_examples_run(page: str, folder: Path) -> None:
 def test_commands_run(page: str, folder: Path) -> None:
     """Every command of a page ends with exit code 0, after those before it."""
     for command in _commands(page):
-        _run([sys.executable, "-m", *shlex.split(command)], folder)
+        _run([sys.executable, "-m", *shlex.split(command)], forked.COMMANDS, folder)
 
 
 def test_every_option_has_a_row() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -51,13 +52,8 @@ def load(path: str | Path, **arguments: Any) -> dict[str, Any]:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command of streamload, in a process of its own that tries once."""
-    return subprocess.run(
-        [sys.executable, "-m", "streamload", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"},
-        timeout=60,
-    )
+    argv = [sys.executable, "-m", "streamload", *arguments]
+    return forked.run(argv, forked.COMMANDS, env=os.environ | {"STREAMLOAD_HTTP_TRIES": "1"})
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

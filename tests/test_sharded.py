@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import needs
 import numpy as np
 import pytest
@@ -45,17 +45,13 @@ def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     }
     command = [sys.executable, str(ROOT / "tests" / "sharded_rank.py"), case, str(tmp_path)]
     ranks = [
-        subprocess.Popen(
-            command,
-            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        forked.start(
+            command, forked.TORCH, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         for rank in range(RANKS)
     ]
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        said = [rank.communicate()[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parameters import few
 from recording import Faults, RecordedBuffer, RecordingDevice, RecordingFramework
 from safetensors_files import write_safetensors
 
@@ -239,7 +240,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Want]]:
     return shards, wants
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     made=checkpoints(),
     chunk_nbytes=st.sampled_from([1, 2, 3, 7, 16, 64, 100, 1000, 2**20]),

@@ -18,6 +18,7 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parameters import enough, few
 from recording import Disk, Faults, recorded
 
 import streamload
@@ -92,7 +93,7 @@ def in_bulk(device: RecordedTorchDevice) -> int:
 # --- right bytes ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(100), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(KINDS),
     narrow=st.booleans(),
@@ -292,6 +293,8 @@ def test_a_device_that_fails_beside_another(tmp_path: Path) -> None:
     """The error names the device; what is loaded on the other one is right, the rest is gone."""
     happened = 0
     for seed in range(16):
+        if enough(happened >= 5):
+            break
         generator = random.Random(seed)
         operation = generator.choice(("copy", "wait", "record"))
         faults = Faults({operation: generator.randint(1, 20)}, DeviceError("TWO", "injected"))
@@ -330,6 +333,8 @@ def test_a_failing_operation_leaves_every_parameter_in_a_stated_condition(
     dtype = _DTYPES.get(kind)
     happened = by_bulk = 0
     for seed in range(12):
+        if enough(happened >= 3 and by_bulk > 0):
+            break
         generator = random.Random(f"{kind} {operation} {seed}")
         threads = generator.choice((1, 1, 2, 4))
         most = {"allocate": 20, "staging": 2, "close": 2, "run": 4, "ran": 4}.get(operation, 30)
@@ -395,7 +400,7 @@ def test_a_tensor_that_cannot_be_read_is_named(
     infos = [info for info in open_checkpoint(raw.path).tensors.values() if info.nbytes]
     generator = random.Random(f"{reader} {threads}")
     for chunk_nbytes in (64, 200, 1000):
-        for info in generator.sample(infos, 5):
+        for info in generator.sample(infos, few(5)):
             at = generator.randrange(info.start, info.stop)
             disk.bad = range(at, at + 1)
             device = RecordedTorchDevice(threads=threads, seed=at, in_bulk=True, disk=disk)
@@ -467,6 +472,8 @@ def test_a_load_says_in_its_error_what_is_what(
     dtype = _DTYPES.get(kind)
     happened = 0
     for seed in range(8):
+        if enough(happened >= 3):
+            break
         generator = random.Random(f"{kind} {seed}")
         operation = generator.choice(("copy", "wait", "record"))
         faults = Faults({operation: generator.randint(1, 20)}, staged.fault(operation, odd=False))
@@ -513,6 +520,8 @@ def test_an_interrupt_at_any_operation_leaves_a_stated_condition(
     """Real SIGINTs, at operations chosen at random: KeyboardInterrupt, once, and all in order."""
     interrupted = 0
     for seed in range(8):
+        if enough(interrupted >= 3):
+            break
         generator = random.Random(f"{kind} {threads} {seed}")
         shots = staged._Shots(generator.randint(1, 120))
         disk.faults = shots

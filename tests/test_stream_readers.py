@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 from boxes import Boxes
@@ -382,9 +383,7 @@ def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, droppin
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command."""
-    return subprocess.run(
-        [sys.executable, "-m", "streamload", *map(str, arguments)], capture_output=True, text=True
-    )
+    return forked.run([sys.executable, "-m", "streamload", *arguments], forked.COMMANDS)
 
 
 def test_options_of_the_commands(disk: Path) -> None:

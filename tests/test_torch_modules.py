@@ -17,6 +17,7 @@ import needs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parameters import few
 
 import streamload
 from streamload import RowRange, open_checkpoint
@@ -203,7 +204,7 @@ def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
     return tensors
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=few(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     tensors=checkpoints(),
     place=st.sampled_from(["none", "meta", "cpu", "mixed"]),

@@ -6,12 +6,12 @@ import dataclasses
 import importlib.abc
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import needs
 import pytest
 
@@ -1058,9 +1058,7 @@ def test_several_devices_need_accelerate(tmp_path: Path) -> None:
         "try: from_pretrained(sys.argv[1], device=['cpu', 'cuda:0'])\n"
         "except DeviceError as error: print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120
-    )
+    done = forked.run([sys.executable, "-c", code, folder], forked.TORCH)
     assert "pip install accelerate" in done.stdout, done.stderr
 
 
@@ -1126,12 +1124,7 @@ def test_the_example_generates(tmp_path: Path) -> None:
     """The example prints the report and the tokens that transformers' own loading generates."""
     folder = saved(tmp_path, "llama")
     arguments = ["--budget", "1MB", "--device", "cpu", "--count", "6", "--tokens", "5", "17", "3"]
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, folder, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked.run([sys.executable, EXAMPLE, folder, *arguments], forked.TORCH)
     assert done.returncode == 0, done.stderr
     ids = torch.tensor([[5, 17, 3]])
     expected = reference(folder, "llama").generate(

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import needs
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-_PRELUDE = """
+# what sitecustomize says to the children of a process, which has imported torch alone
+_HIDE = """
 import sys
+assert not {"streamload", "tinygrad"} & set(sys.modules)
+sys.modules["tinygrad"] = None
+"""
+_PRELUDE = """
 from pathlib import Path
 import streamload
-assert "tinygrad" in sys.modules and sys.modules["tinygrad"] is None
 folder = Path(sys.argv[1])
 quiet = {"progress": False}
+"""
+_COMMAND = """
+import runpy
+runpy.run_module("streamload", run_name="__main__", alter_sys=True)
 """
 
 _USES = {
@@ -89,16 +97,14 @@ assert report.state_dict["w"].dtype == np.float16
 }
 
 
-def run(folder: Path, *command: str) -> str:
+def run(folder: Path, code: str, *arguments: str) -> str:
     """What a process says that cannot import tinygrad, nor can its children."""
     hiding = folder / "hiding"
     hiding.mkdir(exist_ok=True)
     (hiding / "sitecustomize.py").write_text("import sys; sys.modules['tinygrad'] = None")
     path = os.pathsep.join([str(hiding), str(ROOT)])
     variables = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, env=variables, timeout=300
-    )
+    done = forked.run([sys.executable, "-c", _HIDE + code, *arguments], forked.TORCH, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -109,7 +115,7 @@ def test_torch_needs_no_tinygrad(use: str, tmp_path: Path) -> None:
     needs.module("torch")
     if use == "transformers":
         needs.module("transformers")
-    run(tmp_path, "-c", _PRELUDE + _USES[use], str(tmp_path))
+    run(tmp_path, _PRELUDE + _USES[use], str(tmp_path))
 
 
 def test_the_commands_need_no_tinygrad(tmp_path: Path) -> None:
@@ -130,4 +136,4 @@ def test_the_commands_need_no_tinygrad(tmp_path: Path) -> None:
         ("verify", str(tmp_path / "out")),
         ("diff", path, path),
     ):
-        assert run(tmp_path, "-m", "streamload", *command), command
+        assert run(tmp_path, _COMMAND, *command), command
