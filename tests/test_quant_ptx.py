@@ -17,9 +17,11 @@ from test_quant_kernels import BLOCKED, MATRICES, assert_same_counts, encoded
 
 from streamload.devices.ptx import BLOCK_THREADS
 from streamload.dtypes import BF16, F16, F32, DType
+from streamload.quant import dynamic
 from streamload.quant.base import FORMATS, SOURCES, QuantCounts
 from streamload.quant.four_bit import FourBit
 from streamload.quant.kernels import Tally
+from streamload.quant.nested_ptx import nested_ptx
 from streamload.quant.ptx import TALLY_NBYTES, blocks, quant_ptx
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,6 +53,8 @@ def quantised_there(
 ) -> tuple[bytes, Array, QuantCounts]:
     """Codes, statistics and counts of a kernel; nothing else may be written.
 
+    The tally has the sum of the statistics too: no device has to send them back for their mean.
+
     Args:
         name: of the format.
         src: dtype of ``x``.
@@ -79,7 +83,11 @@ def quantised_there(
     for some in written:
         expected[some] = memory[some]
     assert np.array_equal(memory, expected), "written beside the codes"
-    counts = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes()).counts(x.size)
+    told = Tally.from_buffer_copy(memory[:TALLY_NBYTES].tobytes())
+    counts = told.counts(x.size)
+    total = float(memory[written[2]].view(np.float32).sum(dtype=np.float64))
+    if not any(tally):
+        assert told.statistics == pytest.approx(total, rel=1e-13)
     return memory[written[1]].tobytes(), memory[written[2]].view(np.float32), counts
 
 
@@ -195,3 +203,42 @@ def test_the_assembler_takes_it(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "0 bytes spill stores" in done.stderr
+
+
+def nested_there(values: Array, offset: np.float32) -> tuple[Array, Array]:
+    """Codes and scales of statistics, by the kernel."""
+    count = -(-values.size // dynamic.BLOCK)
+    scales = 1280 + -(-values.nbytes // 256) * 256
+    out = scales + 256 * (count // 64 + 1)
+    memory = np.full(out + values.size + 256, FILL, np.uint8)
+    memory[:1024] = dynamic.dynamic_map().view(np.uint8)
+    memory[1280 : 1280 + values.nbytes] = values.view(np.uint8)
+    expected = memory.copy()
+    machine = Machine(nested_ptx(), memory, BASE)
+    bits = int(offset.view(np.uint32))
+    addresses = (BASE + 1280, BASE + out, values.size, bits, BASE + scales, BASE)
+    machine.launch(blocks(count, rows=False), BLOCK_THREADS, addresses)
+    for some in (slice(out, out + values.size), slice(scales, scales + 4 * count)):
+        expected[some] = memory[some]
+    assert np.array_equal(memory, expected), "written beside the codes"
+    codes = memory[out : out + values.size].copy()
+    return codes, memory[scales : scales + 4 * count].copy().view(np.float32)
+
+
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 3000])
+def test_nested_statistics(numel: int) -> None:
+    """Codes and scales are those of the oracle with CUDA's arithmetic."""
+    values = np.abs(np.random.default_rng(numel).standard_normal(numel).astype(np.float32))
+    values[::7] = 0
+    offset = np.float32(values.mean())
+    codes, scales = nested_there(values, offset)
+    expected_codes, expected_scales = dynamic.quantised(values - offset, "cuda")
+    assert np.array_equal(codes, expected_codes)
+    assert np.array_equal(scales, expected_scales)
+
+
+def test_nested_equal_statistics() -> None:
+    """Where all statistics are their mean, codes are 0, as CUDA's are of NaN."""
+    codes, scales = nested_there(np.full(300, 0.25, np.float32), np.float32(0.25))
+    assert not codes.any()
+    assert not scales.any()

@@ -109,6 +109,7 @@ class Tally(Structure):
         ("nan", c_uint64),
         ("inf", c_uint64),
         ("overflowed", c_uint64),
+        ("statistics", c_double),  # their sum, where a device has them
     )
 
     def counts(self, numel: int) -> QuantCounts:

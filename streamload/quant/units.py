@@ -101,9 +101,18 @@ class Units(ABC):
     def encoded(self, x: Array) -> Encoded:
         """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
 
-    @abstractmethod
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """The parts that depend on no statistics but their mean, by suffix.
+
+        Args:
+            offset: that mean, where statistics are nested.
+        """
+        return {}
+
     def finished(self, statistics: Array) -> dict[str, Array]:
         """The parts beside the codes, by suffix."""
+        own = {self.device_part: statistics} if self.device_part else {}
+        return {**own, **self.constants()}
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Any]) -> Array:
