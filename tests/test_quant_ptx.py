@@ -114,21 +114,20 @@ def assert_same(
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_equal_the_oracle(name: str) -> None:
     """Codes, statistics and counts of tensors of odd shapes with planted extremes."""
-    for sample in samples(60, columns=32 if name in BLOCKED else 1):
+    for sample in samples(24, columns=32 if name in BLOCKED else 1):
         x = sample.x
         x = x.reshape(-1, x.shape[-1]) if name in MATRICES else x
         found = quantised_there(name, sample.src, x)
         assert_same(found, by_oracle(name, sample.src, x), sample.name)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
-@pytest.mark.parametrize("grid", [1, 3, 40])
-def test_any_grid(kernel: tuple[str, DType], grid: int) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_any_grid(name: str) -> None:
     """Fewer blocks than there are units go on in strides; more have nothing to do."""
-    name, src = kernel
     random = np.random.default_rng(4)
-    x = random.standard_normal((11, 288)).astype(np.float32).astype(src.numpy)
-    assert_same(quantised_there(name, src, x, grid=grid), by_oracle(name, src, x), name)
+    for grid, src in ((1, BF16), (3, F16), (12, F32)):
+        x = random.standard_normal((11, 192)).astype(np.float32).astype(src.numpy)
+        assert_same(quantised_there(name, src, x, grid=grid), by_oracle(name, src, x), name)
 
 
 @pytest.mark.parametrize("name", NAMES)

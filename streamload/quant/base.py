@@ -173,7 +173,8 @@ class Quantised(Protocol):
 
         Raises:
             ValueError: there is no quantising from ``src``.
-            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine.
+            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine; or
+                the machine is not little-endian.
         """
 
     def decode(self, parts: Mapping[str, Any]) -> Array:

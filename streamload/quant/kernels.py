@@ -22,14 +22,7 @@ from typing import Literal, Protocol
 from streamload._kept import keep, read_kept
 from streamload.cast.floats import FORMATS, FloatFormat, overflow_start
 from streamload.cast.kernels import ENVIRONMENT, WIDEN, Vector
-from streamload.cast.llvm import (
-    ELF,
-    Target,
-    compile_object,
-    host_target,
-    link_object,
-    undefined_symbols,
-)
+from streamload.cast.llvm import Target, compile_object, link_kernel
 from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import QuantCounts
@@ -529,17 +522,11 @@ def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
 
 @cache
 def _compile(recipe: Recipe, src: DType) -> Kernel | str:
-    try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            ir = kernel_ir(recipe, src, native_half=native_half, architecture=target.architecture)
-            image = _object(ir, target)
-            if not image.startswith(ELF) or not undefined_symbols(image):
-                kernel: Kernel = link_object(image, target, SYMBOL, _KERNEL_TYPE)
-                return kernel
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return "the compiled kernel would call functions that are not there"
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
+
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, _object)
+    return kernel
 
 
 def _object(ir: str, target: Target) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,6 +144,9 @@ class Units(ABC):
             raise ValueError(
                 f"{self.format} is made from {', '.join(d.name for d in SOURCES)}, not {src.name}"
             )
+        if sys.byteorder != "little":
+            reason = "checkpoints are little-endian and this CPU is not"
+            raise UnsupportedCastError(src.name, self.format, reason=reason)
         kernel = None
         if engine != "numpy":
             try:
