@@ -21,7 +21,7 @@ from streamload.quant import dynamic
 from streamload.quant.base import FORMATS, SOURCES, QuantCounts
 from streamload.quant.four_bit import FourBit
 from streamload.quant.kernels import Tally
-from streamload.quant.nested_ptx import nested_ptx
+from streamload.quant.nested_ptx import nested_blocks, nested_ptx
 from streamload.quant.ptx import TALLY_NBYTES, blocks, quant_ptx
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -77,7 +77,7 @@ def quantised_there(
         slice(statistics, statistics + tensor.statistics_nbytes),
     ]
     machine = Machine(quant_ptx(tensor, src), memory, BASE)
-    chosen = blocks(tensor.units, rows=tensor.recipe.numel == 0) if grid is None else grid
+    chosen = blocks(tensor, x.size) if grid is None else grid
     addresses = (BASE + source, BASE + out, x.size, BASE, BASE + statistics, tensor.unit_numel)
     machine.launch(chosen, BLOCK_THREADS, addresses, ahead=ahead)
     for some in written:
@@ -168,13 +168,12 @@ def test_the_host_has_other_codes() -> None:
     assert (set(host[""]), set(quantised_there("nf4", F32, zeros)[0])) == ({0x77}, {0})
 
 
-@pytest.mark.parametrize(
-    ("units", "rows", "expected"),
-    [(1, True, 1), (1, False, 1), (9, True, 9), (9, False, 2), (1 << 30, False, 512)],
-)
-def test_blocks(units: int, rows: bool, expected: int) -> None:
+def test_blocks() -> None:
     """A row a block, eight blocks of elements a block, and no more than tell the tally quickly."""
-    assert blocks(units, rows=rows) == expected
+    rows, fours = (there(name).of((1 << 20, 640), F32) for name in ("int8", "nf4"))
+    assert [blocks(rows, 640 * n) for n in (0, 1, 9, 1 << 20)] == [1, 1, 9, 512]
+    assert [blocks(fours, n) for n in (1, 512, 513, 1 << 29)] == [1, 1, 2, 512]
+    assert [nested_blocks(n) for n in (1, 2048, 2049, 1 << 30)] == [1, 1, 2, 512]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=kernel_id)
@@ -216,7 +215,7 @@ def nested_there(values: Array, offset: np.float32) -> tuple[Array, Array]:
     machine = Machine(nested_ptx(), memory, BASE)
     bits = int(offset.view(np.uint32))
     addresses = (BASE + 1280, BASE + out, values.size, bits, BASE + scales, BASE)
-    machine.launch(blocks(count, rows=False), BLOCK_THREADS, addresses)
+    machine.launch(nested_blocks(values.size), BLOCK_THREADS, addresses)
     for some in (slice(out, out + values.size), slice(scales, scales + 4 * count)):
         expected[some] = memory[some]
     assert np.array_equal(memory, expected), "written beside the codes"

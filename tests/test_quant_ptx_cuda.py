@@ -24,7 +24,7 @@ from streamload.quant import dynamic
 from streamload.quant.base import QuantCounts
 from streamload.quant.kernels import Tally
 from streamload.quant.nested_ptx import SYMBOL as NEST
-from streamload.quant.nested_ptx import nested_ptx
+from streamload.quant.nested_ptx import nested_blocks, nested_ptx
 from streamload.quant.ptx import SYMBOL, TALLY_NBYTES, blocks, quant_ptx
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -62,7 +62,7 @@ def quantised_there(
     expected[source : source + data.size] = data
     expected[:TALLY_NBYTES] = 0
     gpu.put(0, expected)
-    chosen = blocks(tensor.units, rows=tensor.recipe.numel == 0) if grid is None else grid
+    chosen = blocks(tensor, x.size) if grid is None else grid
     at = gpu.address
     arguments = (at + source, at + out, x.size, at, at + statistics, tensor.unit_numel)
     gpu.launch(kernel(name, src), chosen, arguments)
@@ -142,7 +142,7 @@ def test_bitsandbytes_4_bit(gpu: Gpu, kind: Any) -> None:
         gpu.put(1 << 20, absmax.view(np.uint8))
         at = gpu.address
         addresses = [at + (1 << 20), at + (2 << 20), absmax.size, int(offset.view(np.uint32))]
-        gpu.launch(nest, blocks(count, rows=False), (*addresses, at + (3 << 20), at))
+        gpu.launch(nest, nested_blocks(absmax.size), (*addresses, at + (3 << 20), at))
         found = gpu.get(2 << 20, absmax.size), gpu.get(3 << 20, 4 * count).view(np.float32)
         assert np.array_equal(found[0], state.absmax.cpu().numpy()), sample.name
         assert np.array_equal(found[1], state.state2.absmax.cpu().numpy()), sample.name
@@ -175,7 +175,7 @@ def test_keeps_up_with_the_bus(gpu: Gpu, name: str) -> None:
     at = gpu.address
     out, statistics = at + (16 << 20), at + (32 << 20)
     arguments = (at + 256, out, x.size, at, statistics, tensor.unit_numel)
-    grid = blocks(tensor.units, rows=tensor.recipe.numel == 0)
+    grid = blocks(tensor, x.size)
     handle = kernel(name, BF16)
 
     def work() -> None:

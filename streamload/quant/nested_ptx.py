@@ -10,7 +10,7 @@ from functools import cache
 
 from streamload._kept import keep, read_kept
 from streamload.cast.kernels import Vector
-from streamload.devices.ptx import TRIPLE, compile_ptx
+from streamload.devices.ptx import BLOCK_THREADS, TRIPLE, compile_ptx
 from streamload.errors import UnsupportedCastError
 from streamload.quant.dynamic import BLOCK
 from streamload.quant.four_bit import flushed_ir
@@ -19,6 +19,7 @@ from streamload.quant.kernels import loop, magnitude_bits, maximum
 #: The kernel's name in its PTX.
 SYMBOL = "nest"
 _WARP = 32
+_MAX_BLOCKS = 512
 _EACH = BLOCK // _WARP  # values of a thread
 
 _KERNEL = """
@@ -58,13 +59,19 @@ entry:
 """
 
 
+def nested_blocks(numel: int) -> int:
+    """How many blocks to launch for so many statistics: any other number gives the same codes."""
+    return min(max(-(-numel // (_EACH * BLOCK_THREADS)), 1), _MAX_BLOCKS)
+
+
 def nested_ptx() -> str:
     """PTX of the kernel: ``nest(values, out, numel, offset, scales, map)``, all of 64 bits.
 
     From ``numel`` float32 statistics at device address ``values`` it takes the float32 whose bits
     are ``offset``, and writes a code each from ``out`` on, and a float32 scale for each 256 from
     ``scales`` on. ``map`` is the address of the 256 values of `dynamic.dynamic_map`. It is launched
-    as `quant.ptx.quant_ptx` is, in ``blocks(numel / 256)``.
+    in any number of blocks (`nested_blocks` suggests one) of `BLOCK_THREADS` threads in one
+    dimension, without dynamic shared memory.
 
     Raises:
         UnsupportedCastError: the text is not kept, and llvmlite is missing or has no NVPTX.

@@ -24,6 +24,7 @@ from streamload.cast.kernels import Vector
 from streamload.devices.ptx import BLOCK_THREADS, TRIPLE, compile_ptx
 from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
+from streamload.quant.base import Quantised
 from streamload.quant.kernels import (
     Recipe,
     Scalars,
@@ -94,17 +95,15 @@ cleared:
 """
 
 
-def blocks(units: int, *, rows: bool) -> int:
-    """How many blocks to launch for so many units: any other number gives the same codes.
-
-    Args:
-        units: a short one included.
-        rows: the recipe's ``numel`` is 0.
-    """
-    return min(max(units if rows else -(-units // _WARPS), 1), _MAX_BLOCKS)
+def blocks(tensor: Quantised, numel: int) -> int:
+    """How many blocks to launch for some elements: any other number gives the same codes."""
+    assert isinstance(tensor, Units)
+    units = -(-numel // tensor.unit_numel)
+    a_row_each = tensor.device_recipe.numel == 0
+    return min(max(units if a_row_each else -(-units // _WARPS), 1), _MAX_BLOCKS)
 
 
-def quant_ptx(tensor: Units, src: DType) -> str:
+def quant_ptx(tensor: Quantised, src: DType) -> str:
     """PTX of the kernel of a format: ``quantise(src, out, numel, tally, statistics, unit)``.
 
     All are 64 bits. It quantises ``numel`` elements from device address ``src`` on (a multiple of
@@ -122,6 +121,7 @@ def quant_ptx(tensor: Units, src: DType) -> str:
     Raises:
         UnsupportedCastError: the text is not kept, and llvmlite is missing or has no NVPTX.
     """
+    assert isinstance(tensor, Units)
     try:
         return _quant_ptx(tensor.device_recipe, src)
     except (ImportError, OSError, RuntimeError) as error:

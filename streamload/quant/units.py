@@ -103,11 +103,7 @@ class Units(ABC):
         """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """The parts that depend on no statistics but their mean, by suffix.
-
-        Args:
-            offset: that mean, where statistics are nested.
-        """
+        """See `Quantised.constants`."""
         return {}
 
     def finished(self, statistics: Array) -> dict[str, Array]:
