@@ -13,10 +13,9 @@ from streamload.errors import AllocationError
 from streamload.planning.parts import Coding
 from streamload.planning.plan import Placement, Plan
 from streamload.quant import ptx
-from streamload.quant.base import QuantCounts
+from streamload.quant.base import QuantCounts, Quantised
 from streamload.quant.kernels import Tally
 from streamload.quant.ptx import quant_ptx
-from streamload.quant.units import Units
 from streamload.quantise import coded
 
 
@@ -53,7 +52,7 @@ class DeviceCasts:
             if p.coding is None:
                 self._kernels[key] = bulk.kernel(p.src, p.dst, clamp)
             else:
-                self._kernels[key] = bulk.function(quant_ptx(_units(p), p.src), ptx.SYMBOL)
+                self._kernels[key] = bulk.function(quant_ptx(_made(p), p.src), ptx.SYMBOL)
         nbytes = next(d.scratch_nbytes for d in plan.devices if d.device == name)
         self._tallies_at = nbytes - tallies_nbytes
         try:
@@ -98,8 +97,8 @@ class DeviceCasts:
         tally = self._memory.address + self._tallies_at + self._tallies[index][0]
         kernel = self._kernels[p.src, p.dst, p.coding]
         if p.coding is not None:
+            many = ptx.blocks(_made(p), numel)
             unit = p.coding.unit_numel
-            many = ptx.blocks(-(-numel // unit), rows=not _units(p).recipe.numel)
             return Copy(at, nbytes, scratch, kernel, numel, address, tally, many, statistics, unit)
         target = address if p.src.itemsize == p.dst.itemsize else scratch
         return Copy(at, nbytes, target, kernel, numel, address, tally, blocks(numel))
@@ -124,12 +123,10 @@ class DeviceCasts:
         self._memory.close()
 
 
-def _units(p: Placement) -> Units:
+def _made(p: Placement) -> Quantised:
     """What a placement becomes that a device quantises."""
     assert p.coding is not None, p.name
-    made = coded(p.coding, p.src)
-    assert isinstance(made, Units), p.coding.format
-    return made
+    return coded(p.coding, p.src)
 
 
 def _counts(p: Placement, tally: bytes) -> CastCounts | QuantCounts:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_cast_reference import as_bits, by_reference, pair_id, samples
 
-from streamload.cast import kernels
+from streamload.cast import kernels, llvm
 from streamload.cast.floats import PAIRS
 from streamload.cast.table import (
     ZERO,
@@ -219,15 +219,15 @@ def test_does_without_a_working_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
         return ("__truncsfhf2",)
 
     kernels._compile.cache_clear()
-    monkeypatch.setattr(kernels, "undefined_symbols", scan)
-    monkeypatch.setattr(kernels, "link_object", None)
+    monkeypatch.setattr(llvm, "undefined_symbols", scan)
+    monkeypatch.setattr(llvm, "link_object", None)
     try:
         assert cast_engine(F32, F16) == "numpy"
         with pytest.raises(UnsupportedCastError, match="would call __truncsfhf2"):
             make_cast(F32, F16, engine="llvm")
     finally:
         kernels._compile.cache_clear()
-    assert len(set(tried)) == 1 + kernels.host_target().native_half
+    assert len(set(tried)) == 1 + llvm.host_target().native_half
 
 
 def test_refuses_a_big_endian_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ LAYERS = (
     ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),
-    ("quant.ptx",),
+    ("quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),

@@ -64,11 +64,12 @@ class Gpu:
         self.call("cuStreamSynchronize", None)
         return out
 
-    def launch(self, handle: int, grid: int, arguments: tuple[int, int, int, int]) -> None:
+    def launch(self, handle: int, grid: int, arguments: tuple[int, ...]) -> None:
         """Begin a kernel."""
-        values = (ctypes.c_uint64 * 4)(*arguments)
+        count = len(arguments)
+        values = (ctypes.c_uint64 * count)(*arguments)
         begin = ctypes.addressof(values)
-        pointers = (ctypes.c_void_p * 4)(*range(begin, begin + 32, 8))
+        pointers = (ctypes.c_void_p * count)(*range(begin, begin + 8 * count, 8))
         self.call(
             "cuLaunchKernel", handle, grid, 1, 1, BLOCK_THREADS, 1, 1, 0, None, pointers, None
         )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quant_samples import Sample, samples
+from test_cast_kernels import BASELINE, SCANNED, on_x86
 
 from streamload.cast import llvm
 from streamload.cast.llvm import Target
@@ -285,12 +286,48 @@ def test_other_blocks(block: int) -> None:
         FourBit("nf4", block=48).of((4, 64), F32)
 
 
-def test_kernels_that_cpus_without_half_precision_run() -> None:
-    """Without instructions for float16 a kernel converts by integers."""
-    for name in NAMES:
-        recipe: Any = FORMATS[name].of((64, 64), F16)
-        text = kernel_ir(recipe.recipe, F16, native_half=False, architecture="x86_64")
-        assert " half" not in text
+@pytest.mark.parametrize(
+    "name",
+    # Windows, which is refused, wants a call for a frame of more than a page
+    [
+        n if n == "host" else pytest.param(n, marks=pytest.mark.slow)
+        for n in SCANNED
+        if n != "windows"
+    ],
+)
+def test_no_kernel_needs_an_external_symbol(name: str) -> None:
+    """Every format and source, in each form that the target may get."""
+    target = SCANNED[name]()
+    for form, src in itertools.product(FORMS, SOURCES):
+        for native_half in {target.native_half, False}:
+            image = object_of(form, src, target, native_half=native_half)
+            assert llvm.undefined_symbols(image) == (), (form, src, native_half)
+
+
+def object_of(form: Any, src: DType, target: Target, *, native_half: bool) -> bytes:
+    """A kernel's object for a target."""
+    recipe = form.of((64, 64), src).recipe
+    architecture = target.architecture
+    text = kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
+    return llvm.compile_object(text, target)
+
+
+@on_x86
+@pytest.mark.parametrize("form", FORMS, ids=form_id)
+def test_kernels_of_the_least_cpu(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX, FMA and float16, by integers and SSE2, a kernel gives the same codes."""
+    random = np.random.default_rng(13)
+    for src in SOURCES:
+        x = random.standard_normal((9, 160)).astype(np.float32).astype(src.numpy)
+        x[0, :2] = np.nan, np.inf
+        expected, expected_counts = encoded(form, x, src)
+        monkeypatch.setattr(llvm, "host_target", lambda: BASELINE)
+        kernels._compile.cache_clear()
+        parts, counts = encoded(form, x, src, "llvm")
+        monkeypatch.undo()
+        kernels._compile.cache_clear()
+        assert parts == expected, src
+        assert_same_counts(counts, expected_counts, str(src))
 
 
 def test_without_llvmlite() -> None:

@@ -27,7 +27,6 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from ctypes import CFUNCTYPE, c_uint64, c_void_p
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -39,7 +38,7 @@ from streamload.cast.floats import (
     overflow_start,
     plain_range,
 )
-from streamload.cast.llvm import ELF, compile_object, host_target, link_object, undefined_symbols
+from streamload.cast.llvm import link_kernel
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 
@@ -497,20 +496,9 @@ def compile_kernel(src: DType, dst: DType, *, clamp: bool = False) -> Kernel:
 @cache
 def _compile(src: DType, dst: DType, clamp: bool) -> Kernel | str:
     """The kernel, or why there is none; either answer stays the same for the whole process."""
-    try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            ir = kernel_ir(
-                src, dst, clamp=clamp, native_half=native_half, architecture=target.architecture
-            )
-            image = compile_object(ir, target)
-            scanned = image
-            if not image.startswith(ELF):  # macOS: the same code in a format that can be read
-                scanned = compile_object(ir, replace(target, triple=f"{target.triple}-elf"))
-            needed = undefined_symbols(scanned)
-            if not needed:
-                kernel: Kernel = link_object(image, target, _SYMBOL, KERNEL_TYPE)
-                return kernel
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return f"the compiled kernel would call {', '.join(needed)}"
+
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(src, dst, clamp=clamp, native_half=native_half, architecture=architecture)
+
+    kernel: Kernel | str = link_kernel(ir, _SYMBOL, KERNEL_TYPE)
+    return kernel

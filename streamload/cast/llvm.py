@@ -6,7 +6,8 @@ Sources: llvmlite's documentation; System V Application Binary Interface, "Objec
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -166,3 +167,37 @@ def link_object(image: bytes, target: Target, symbol: str, prototype: Any) -> An
     function = prototype(address)
     function.engine = engine  # owns the code
     return function
+
+
+def link_kernel(
+    ir: Callable[[bool, str], str],
+    symbol: str,
+    prototype: Any,
+    compiled: Callable[[str, Target], bytes] = compile_object,
+) -> Any:
+    """Compile a kernel for this CPU, and load it, if it takes nothing from elsewhere.
+
+    Args:
+        ir: makes its IR, from whether the CPU converts between float16 and float32, and the first
+            part of the target triple.
+        symbol: the function's name.
+        prototype: its type, of ctypes.
+        compiled: `compile_object`, or what keeps its results.
+
+    Returns:
+        The function, or a text that says why there is none.
+    """
+    try:
+        target = host_target()
+        for native_half in (True, False) if target.native_half else (False,):
+            text = ir(native_half, target.architecture)
+            image = compiled(text, target)
+            scanned = image
+            if not image.startswith(ELF):  # macOS: the same code in a format that can be read
+                scanned = compiled(text, replace(target, triple=f"{target.triple}-elf"))
+            needed = undefined_symbols(scanned)
+            if not needed:
+                return link_object(image, target, symbol, prototype)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return f"no LLVM kernel for this machine: {error}"
+    return f"the compiled kernel would call {', '.join(needed)}"

@@ -7,6 +7,7 @@ printed, saved as JSON, compared between nodes, and held against what was then m
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -27,6 +28,7 @@ from streamload.planning.allocators import AllocatorKind
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.parts import Coding, Columns, RowRange, RowTranspose
+from streamload.quant.kernels import Tally
 from streamload.units import format_bytes, format_table, round_up
 
 Action = Literal["new", "in_place", "replace"]
@@ -44,10 +46,8 @@ DIRECT_ROOM_NBYTES = 2 * 4096
 TURN_NBYTES = 2**19
 # Most bytes of rows that are changed at once, but for a row that is longer.
 CHANGE_NBYTES = 2**20
-# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed;
-# and of one that it quantises: the tally of `quant.ptx`.
+# What a device that casts keeps of each parameter: how many elements overflowed, vanished, changed.
 TALLY_NBYTES = 3 * 8
-QUANT_TALLY_NBYTES = 48
 # Of a unit that it quantises: a float32.
 STATISTIC_NBYTES = 4
 # What a load takes of the process beside what grows with its tensors: stacks of threads, readers,
@@ -145,7 +145,7 @@ class Placement:
     @property
     def tally_nbytes(self) -> int:
         """Bytes of what a device counts of it."""
-        return TALLY_NBYTES if self.coding is None else QUANT_TALLY_NBYTES
+        return TALLY_NBYTES if self.coding is None else ctypes.sizeof(Tally)
 
     @property
     def unit_numel(self) -> int:

@@ -148,6 +148,7 @@ class Quantised(Protocol):
         parts: of what it becomes; ``parts[0]`` are the codes.
         unit_numel: the flattened tensor is cut at multiples of so many elements.
         unit_nbytes: bytes of the codes of a whole unit.
+        units: how many there are, a short one included.
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
         device_part: the part that kernels of a device write beside the codes, "" where there is
             none; None where the statistics become something else.
@@ -164,6 +165,8 @@ class Quantised(Protocol):
     @property
     def unit_nbytes(self) -> int: ...  # noqa: D102
     @property
+    def units(self) -> int: ...  # noqa: D102
+    @property
     def statistics_nbytes(self) -> int: ...  # noqa: D102
     @property
     def device_part(self) -> str | None: ...  # noqa: D102
@@ -173,7 +176,15 @@ class Quantised(Protocol):
 
         Raises:
             ValueError: there is no quantising from ``src``.
-            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine.
+            UnsupportedCastError: ``engine`` is "llvm", and there is no kernel for this machine; or
+                the machine is not little-endian.
+        """
+
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """The parts that depend on no statistics but their mean, by suffix.
+
+        Args:
+            offset: that mean, where statistics are nested.
         """
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
@@ -212,6 +223,11 @@ class Format(Protocol):
         Raises:
             ValueError: the format cannot hold such a tensor; the message says why.
         """
+
+
+def flushed(x: Array) -> Array:
+    """Float32 values with zeros for subnormals, as CUDA's fast arithmetic has them."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 _registered: dict[str, Format] = {}

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from streamload.quant.base import Arithmetic, Array
+from streamload.quant.base import Arithmetic, Array, flushed
 
 BLOCK = 256
 _STEPS = 65536
@@ -56,9 +56,12 @@ def quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     padded = np.zeros(count * BLOCK, np.float32)
     padded[: x.size] = x
     blocks = padded.reshape(count, BLOCK)
+    if arithmetic == "cuda":
+        blocks = flushed(blocks)
     scales = np.abs(blocks).max(axis=1)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        scaled = blocks * (np.float32(1) / scales)[:, None]
+        inverse = np.float32(1) / scales
+        scaled = blocks * (flushed(inverse) if arithmetic == "cuda" else inverse)[:, None]
     scaled[scales == 0] = -1
     codes = _searched(scaled) if arithmetic == "cuda" else _looked_up(scaled)
     return codes.reshape(-1)[: x.size], scales

@@ -34,7 +34,7 @@ import numpy as np
 from streamload.cast.kernels import Vector
 from streamload.dtypes import BY_CODE, F32, DType
 from streamload.quant import dynamic
-from streamload.quant.base import Arithmetic, Array, Part, check_source, register
+from streamload.quant.base import Arithmetic, Array, Part, check_source, flushed, register
 from streamload.quant.kernels import Packing, Scalars, magnitude_bits
 from streamload.quant.units import Encoded, Units
 
@@ -113,11 +113,11 @@ class _Recipe:
             is_less = one.op("fcmp olt", "float", largest, _LEAST)
             divisor = one.select(is_less, "float", _LEAST, largest)
             return Scalars((one.op("fdiv", "float", 1.0, divisor), largest), statistic=largest)
-        largest = _flushed(one, largest)
+        largest = flushed_ir(one, largest)
         if self.approximates:
             inverse = one.emit(f"call float @llvm.nvvm.rcp.approx.ftz.f(float {largest})")
         else:
-            inverse = _flushed(one, one.op("fdiv", "float", 1.0, largest))
+            inverse = flushed_ir(one, one.op("fdiv", "float", 1.0, largest))
         # where all is zero, zero times infinity is NaN, and above no bound
         is_zero = one.op("fcmp oeq", "float", largest, 0.0)
         zero = -1.0 if self.kind == "nf4" else 0.0
@@ -133,7 +133,7 @@ class _Recipe:
     def encode(self, v: Vector, x: str, scalars: Sequence[str]) -> tuple[str, str]:
         inverse, largest, *shift = scalars
         if shift:  # CUDA's
-            scaled = _flushed(v, v.op("fmul", "float", _flushed(v, x), inverse))
+            scaled = flushed_ir(v, v.op("fmul", "float", flushed_ir(v, x), inverse))
             scaled = v.op("fadd", "float", scaled, shift[0])
         else:
             scaled = v.op("fmul", "float", x, inverse)
@@ -168,16 +168,12 @@ def _chosen(
     return some[0]
 
 
-def _flushed(v: Vector, x: str) -> str:
+def flushed_ir(v: Vector, x: str) -> str:
     """Subnormal float32 values become zeros of their sign."""
     is_normal = v.op("icmp uge", "i32", magnitude_bits(v, x), 1 << 23)
     bits = v.convert("bitcast", "float", x, "i32")
     sign = v.op("and", "i32", bits, -(1 << 31))
     return v.convert("bitcast", "i32", v.select(is_normal, "i32", bits, sign), "float")
-
-
-def _flushed_array(x: Array) -> Array:
-    return np.where(np.abs(x) < np.float32(_NORMAL), np.copysign(np.float32(0), x), x)
 
 
 @dataclass(frozen=True)
@@ -286,33 +282,34 @@ class FourBitBlocks(Units):
         return x * (np.float32(1) / divisor)[:, None], absmax
 
     def _scaled_cuda(self, x: Array) -> tuple[Array, Array]:
-        x = _flushed_array(x)
+        x = flushed(x)
         absmax = np.abs(x).max(axis=1)
         with np.errstate(divide="ignore"):
-            inverse = _flushed_array(np.float32(1) / absmax)
+            inverse = flushed(np.float32(1) / absmax)
         is_zero = absmax == 0
         inverse[is_zero] = 0
-        scaled = _flushed_array(x * inverse[:, None])
+        scaled = flushed(x * inverse[:, None])
         if self.kind == "nf4":
             scaled[is_zero] = -1
         return scaled, absmax
 
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """See `Units.constants`."""
+        state = self._state_json(offset).ljust(self._state_nbytes)
+        found: dict[str, Array] = {
+            ".quant_map": np.array(VALUES[self.kind], np.float32),
+            self._state: np.frombuffer(state, np.uint8),
+        }
+        return {**found, ".nested_quant_map": dynamic.dynamic_map()} if self.nested else found
+
     def finished(self, statistics: Array) -> dict[str, Array]:
         """See `Units.finished`."""
-        found = {".quant_map": np.array(VALUES[self.kind], np.float32)}
-        offset = 0.0
-        if self.nested:
-            mean = np.float32(statistics.mean(dtype=np.float64))
-            offset = float(mean)
-            found[".absmax"], found[".nested_absmax"] = dynamic.quantised(
-                statistics - mean, self.arithmetic
-            )
-            found[".nested_quant_map"] = dynamic.dynamic_map()
-        else:
-            found[".absmax"] = statistics
-        state = self._state_json(offset).ljust(self._state_nbytes)
-        found[self._state] = np.frombuffer(state, np.uint8)
-        return found
+        if not self.nested:
+            return super().finished(statistics)
+        offset = np.float32(statistics.mean(dtype=np.float64))
+        codes, scales = dynamic.quantised(statistics - offset, self.arithmetic)
+        nested = {".absmax": codes, ".nested_absmax": scales}
+        return {**nested, **self.constants(float(offset))}
 
     def _absmax(self, parts: Mapping[str, Any]) -> tuple[Array, Array]:
         """Each block's absmax, and how far it is from the true one at most."""

@@ -158,10 +158,6 @@ class Int8Rows(_Rows):
         codes = np.rint(np.clip(steps, -127, 127))
         return Encoded(codes.astype(np.int8), codes * scales[:, None], scales)
 
-    def finished(self, statistics: Array) -> dict[str, Array]:
-        """See `Units.finished`."""
-        return {"_scale": statistics}
-
     def decode(self, parts: Mapping[str, Any]) -> Array:
         """See `Quantised.decode`."""
         codes, scales = self._rows(parts, "_scale")
@@ -209,9 +205,9 @@ class BitsandbytesRows(_Rows):
         overflowed = int(np.count_nonzero(np.isinf(half)))
         return Encoded(codes.astype(np.int8), decoded, statistics, overflowed)
 
-    def finished(self, statistics: Array) -> dict[str, Array]:
-        """See `Units.finished`."""
-        return {"SCB": statistics, "weight_format": np.zeros(1, np.uint8)}
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """See `Units.constants`."""
+        return {"weight_format": np.zeros(1, np.uint8)}
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
         """See `Quantised.decode`; as `int8_vectorwise_dequant` computes it."""

@@ -2,10 +2,10 @@
 
 A unit takes two passes over it while it is in the cache: its largest magnitude, then its codes. The
 first is a maximum of integers. Only where that is not finite are NaN and infinity counted, one
-element after the other; making them finite is two instructions, and always done. Errors are float32
-differences, and squares are summed in float64.
+element after the other; making them finite takes a few integer instructions, and is always done.
+Errors are float32 differences, and squares are summed in float64.
 
-Kernels depend on nothing outside themselves, as those of `cast.kernels`.
+Kernels depend on nothing outside themselves, as those of `cast.kernels` do not.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ from typing import Literal, Protocol
 from streamload._kept import keep, read_kept
 from streamload.cast.floats import FORMATS, FloatFormat, overflow_start
 from streamload.cast.kernels import ENVIRONMENT, WIDEN, Vector
-from streamload.cast.llvm import (
-    ELF,
-    Target,
-    compile_object,
-    host_target,
-    link_object,
-    undefined_symbols,
-)
+from streamload.cast.llvm import Target, compile_object, link_kernel
 from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import QuantCounts
@@ -38,8 +31,10 @@ from streamload.quant.base import QuantCounts
 #: unit's first half in the low bits.
 Packing = Literal["bytes", "pairs", "halves"]
 
+#: The kernel's name.
 SYMBOL = "quantise"
 _WIDTH = 32  # elements of a step; every block is a multiple
+_UNROLLED = 128  # blocks up to here are straight-line code
 # bits of the largest error, the sum of squared errors, the sum of squares
 _SUMS = ("i32", "double", "double")
 
@@ -109,6 +104,7 @@ class Tally(Structure):
         ("nan", c_uint64),
         ("inf", c_uint64),
         ("overflowed", c_uint64),
+        ("statistics", c_double),  # their sum, where a device has them
     )
 
     def counts(self, numel: int) -> QuantCounts:
@@ -290,12 +286,14 @@ class _Writer:
     ) -> list[str]:
         """A body for all elements of a unit, by vectors, and for those that are left one by one."""
         wide, narrow = carried
-        if self.recipe.numel:
-            values = [value for _, value in wide]
+        if 0 < self.recipe.numel <= _UNROLLED:
+            ends = [value for _, value in wide]
             for at in range(0, self.recipe.numel, _WIDTH):
-                values = list(body(self.wide, str(at), values))
-            return [*values, *(value for _, value in narrow)]
-        ends = loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
+                ends = list(body(self.wide, str(at), ends))
+        else:
+            ends = loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
+        if self.recipe.numel:  # of whole vectors
+            return [*ends, *(value for _, value in narrow)]
         rest = loop(self.one, "%whole", "%numel", 1, narrow, lambda i, c: body(self.one, i, c))
         return [*ends, *rest]
 
@@ -325,7 +323,7 @@ class _Writer:
         """
         one, lane = self.one, self.lane
         special = self.source.special
-        start = overflow_start(self.src, F16) if self._counts_half else None
+        start = overflow_start(self.src, F16) if self.recipe.goes_through_half else None
         is_special = one.op("icmp uge", lane, largest, special if start is None else start)
         one.lines += ["br label %scan.test", "scan.test:"]
         one.lines += [f"br i1 {is_special}, label %scan, label %scan.no", "scan:"]
@@ -352,10 +350,6 @@ class _Writer:
             self._add(slot, count)
         one.lines += ["br label %scan.yes", "scan.yes:", "br label %scan.no", "scan.no:"]
         return one.emit(f"phi {lane} [{largest}, %scan.test], [{most}, %scan.yes]")
-
-    @property
-    def _counts_half(self) -> bool:
-        return self.recipe.goes_through_half and self.src != F16
 
     def _add(self, slot: int, value: str) -> None:
         """Add to a count of the tally; slots are of 8 bytes."""
@@ -528,17 +522,11 @@ def compile_kernel(recipe: Recipe, src: DType, name: str) -> Kernel:
 
 @cache
 def _compile(recipe: Recipe, src: DType) -> Kernel | str:
-    try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            ir = kernel_ir(recipe, src, native_half=native_half, architecture=target.architecture)
-            image = _object(ir, target)
-            if not image.startswith(ELF) or not undefined_symbols(image):
-                kernel: Kernel = link_object(image, target, SYMBOL, _KERNEL_TYPE)
-                return kernel
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return "the compiled kernel would call functions that are not there"
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
+
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, _object)
+    return kernel
 
 
 def _object(ir: str, target: Target) -> bytes:

@@ -13,6 +13,7 @@ compute capability 6.0.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,9 +24,11 @@ from streamload.cast.kernels import Vector
 from streamload.devices.ptx import BLOCK_THREADS, TRIPLE, compile_ptx
 from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
+from streamload.quant.base import Quantised
 from streamload.quant.kernels import (
     Recipe,
     Scalars,
+    Tally,
     as_float,
     clean,
     loop,
@@ -37,8 +40,8 @@ from streamload.quant.units import Units
 
 #: The kernel's name in its PTX.
 SYMBOL = "quantise"
-#: Bytes of a tally: those of `quant.kernels.Tally`, in its order.
-TALLY_NBYTES = 48
+#: Bytes of a tally, a `quant.kernels.Tally`.
+TALLY_NBYTES = ctypes.sizeof(Tally)
 
 _CPU = "sm_60"
 _WARP = 32
@@ -46,13 +49,14 @@ _WARPS = BLOCK_THREADS // _WARP
 _MAX_BLOCKS = (
     512  # each adds to the tally once; four for each multiprocessor of the largest devices
 )
-# bits of the largest error and of the largest element, two sums, three counts
-_SUMS = ("i32", "i32", "double", "double", "i32", "i32", "i32")
+# bits of the largest error and of the largest element, sums of squares, three counts, and the sum
+# of the statistics
+_SUMS = ("i32", "i32", "double", "double", "i32", "i32", "i32", "double")
 
 _KERNEL = """
 target triple = "{triple}"
 
-@sums = internal addrspace(3) global [6 x i64] undef, align 8
+@sums = internal addrspace(3) global [{slots} x i64] undef, align 8
 @maxima = internal addrspace(3) global [{warps} x i32] undef, align 4
 
 declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
@@ -77,7 +81,7 @@ entry:
   %blocks = zext i32 %nctaid to i64
   %leads = icmp eq i32 %lane, 0
   %is.first = icmp eq i32 %tid, 0
-  %clears = icmp ult i32 %tid, 6
+  %clears = icmp ult i32 %tid, {slots}
   br i1 %clears, label %clear, label %cleared
 clear:
   %clear.p = getelementptr i64, ptr addrspace(3) @sums, i32 %tid
@@ -91,17 +95,15 @@ cleared:
 """
 
 
-def blocks(units: int, *, rows: bool) -> int:
-    """How many blocks to launch for so many units: any other number gives the same codes.
-
-    Args:
-        units: a short one included.
-        rows: the recipe's ``numel`` is 0.
-    """
-    return min(max(units if rows else -(-units // _WARPS), 1), _MAX_BLOCKS)
+def blocks(tensor: Quantised, numel: int) -> int:
+    """How many blocks to launch for some elements: any other number gives the same codes."""
+    assert isinstance(tensor, Units)
+    units = -(-numel // tensor.unit_numel)
+    a_row_each = tensor.device_recipe.numel == 0
+    return min(max(units if a_row_each else -(-units // _WARPS), 1), _MAX_BLOCKS)
 
 
-def quant_ptx(tensor: Units, src: DType) -> str:
+def quant_ptx(tensor: Quantised, src: DType) -> str:
     """PTX of the kernel of a format: ``quantise(src, out, numel, tally, statistics, unit)``.
 
     All are 64 bits. It quantises ``numel`` elements from device address ``src`` on (a multiple of
@@ -119,6 +121,7 @@ def quant_ptx(tensor: Units, src: DType) -> str:
     Raises:
         UnsupportedCastError: the text is not kept, and llvmlite is missing or has no NVPTX.
     """
+    assert isinstance(tensor, Units)
     try:
         return _quant_ptx(tensor.device_recipe, src)
     except (ImportError, OSError, RuntimeError) as error:
@@ -188,13 +191,14 @@ class _Writer:
             triple=TRIPLE,
             symbol=SYMBOL,
             warps=_WARPS,
+            slots=TALLY_NBYTES // 8,
             sizes="\n  ".join(sizes),
             body="\n  ".join(v.lines),
         )
 
     def _unit(self, unit: str, carried: list[str]) -> list[str]:
         v, recipe = self.v, self.recipe
-        error, largest, squared_error, squared, nans, infs, overs = carried
+        error, largest, squared_error, squared, nans, infs, overs, total = carried
         begin = v.op("mul", "i64", unit, "%unit")
         left = v.op("sub", "i64", "%numel", begin)
         is_short = v.op("icmp ult", "i64", left, "%unit")
@@ -211,10 +215,13 @@ class _Writer:
         if scalars.overflowed:
             counted = v.op("and", "i1", scalars.overflowed, "%is.leader")
             overs = v.op("add", "i32", overs, v.select(counted, "i32", recipe.numel, 0))
+        if scalars.statistic:
+            mine = v.select("%is.leader", "float", scalars.statistic, 0.0)
+            total = v.op("fadd", "double", total, v.convert("fpext", "float", mine, "double"))
         self._lead(unit, out, scalars)
         out = self._plus(out, str(recipe.header_nbytes))
         sums = self._codes(source, out, stop, most, scalars, [error, squared_error, squared])
-        return [sums[0], largest, *sums[1:], nans, infs, overs]
+        return [sums[0], largest, *sums[1:], nans, infs, overs, total]
 
     def _plus(self, address: str, nbytes: str) -> str:
         return self.v.op("add", "i64", address, nbytes)
@@ -408,7 +415,7 @@ class _Writer:
     def _tell(self, ends: list[str]) -> None:
         """Add each thread's sums to the tally."""
         v = self.v
-        error, largest, squared_error, squared, *counts = ends
+        error, largest, squared_error, squared, *counts, total = ends
         v.lines.append("call void @llvm.nvvm.barrier0()  ; after the clearing")
         totals = [
             *(self._reduced(x, lambda a, b: maximum(v, "i32", a, b)) for x in (error, largest)),
@@ -418,6 +425,7 @@ class _Writer:
         wide = [
             *totals[:4],
             *(v.convert("zext", "i32", count, "i64") for count in totals[4:]),
+            self._summed(total),
         ]
 
         def place(base: str, offset: int) -> str:
@@ -447,5 +455,5 @@ class _Writer:
 #: How each sum joins those of other threads: operation, type, and place in a tally.
 _ADDED = (
     *(("umax", "i32", 0), ("umax", "i32", 4), ("fadd", "double", 8), ("fadd", "double", 16)),
-    *(("add", "i64", 24), ("add", "i64", 32), ("add", "i64", 40)),
+    *(("add", "i64", 24), ("add", "i64", 32), ("add", "i64", 40), ("fadd", "double", 48)),
 )

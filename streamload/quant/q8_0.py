@@ -102,10 +102,6 @@ class GGUFBlocks(Units):
         *rows, last = self.shape
         return (Part("", BY_CODE["U8"], (*rows, last // BLOCK * self.unit_nbytes)),)
 
-    def finished(self, statistics: Array) -> dict[str, Array]:
-        """See `Units.finished`: a block holds all of itself."""
-        return {}
-
     def blocks(self, parts: Mapping[str, Any]) -> tuple[Array, Array]:
         """The scales as a float32 column, and the bytes of codes, a block a row."""
         rows = self.part(parts, "").reshape(-1, self.unit_nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,9 +102,14 @@ class Units(ABC):
     def encoded(self, x: Array) -> Encoded:
         """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
 
-    @abstractmethod
+    def constants(self, offset: float = 0.0) -> dict[str, Array]:
+        """See `Quantised.constants`."""
+        return {}
+
     def finished(self, statistics: Array) -> dict[str, Array]:
         """The parts beside the codes, by suffix."""
+        own = {self.device_part: statistics} if self.device_part else {}
+        return {**own, **self.constants()}
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Any]) -> Array:
@@ -134,6 +140,9 @@ class Units(ABC):
             raise ValueError(
                 f"{self.format} is made from {', '.join(d.name for d in SOURCES)}, not {src.name}"
             )
+        if sys.byteorder != "little":
+            reason = "checkpoints are little-endian and this CPU is not"
+            raise UnsupportedCastError(src.name, self.format, reason=reason)
         kernel = None
         if engine != "numpy":
             try:
