@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
@@ -128,6 +129,7 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
     return frozenset(item.name for unit in units if unit.kind in inside for item in unit.items)
 
 
+@cache
 def coded(coding: Coding, src: DType) -> Quantised:
     """What a weight becomes."""
     return FORMATS[coding.format].of(coding.shape, src)

@@ -16,6 +16,7 @@ import math
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -239,23 +240,26 @@ def register(*formats: Format) -> None:
         assert _registered.setdefault(one.name, one) is one, one.name
 
 
+@cache
+def _all() -> dict[str, Format]:
+    """All formats, of all files of this package."""
+    package = importlib.import_module("streamload.quant")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"streamload.quant.{module.name}")
+    return dict(sorted(_registered.items()))
+
+
 class _Formats(Mapping[str, Format]):
     """All formats; the files of this package are imported when one is first looked for."""
 
-    def _found(self) -> dict[str, Format]:
-        package = importlib.import_module("streamload.quant")
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"streamload.quant.{module.name}")
-        return dict(sorted(_registered.items()))
-
     def __getitem__(self, name: str) -> Format:
-        return self._found()[name]
+        return _all()[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found())
+        return iter(_all())
 
     def __len__(self) -> int:
-        return len(self._found())
+        return len(_all())
 
 
 #: name to format
