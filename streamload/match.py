@@ -21,6 +21,7 @@ from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import Block, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
+from streamload.quant.stored import members
 from streamload.quantise import Coded, quantised
 from streamload.reading import open_shard
 from streamload.report import callers_level
@@ -379,7 +380,10 @@ def match(
         own = name if name in parameter.names else parameter.names[0]  # or a wrapper's
         out.tied += [o for o in parameter.names if o != own and o not in out.tied]
         name += parameter.shard
-        dtype = None if policy.mentions(source.rows[0].tensor) else parameter.keeps
+        first = checkpoint.tensors[source.rows[0].tensor]
+        dtype = None if policy.mentions(first.name) else parameter.keeps
+        if parameter.dtype == first.dtype.name and first.name in members(checkpoint):
+            dtype = first.dtype  # a module for quantised weights, which has it as it is stored
         there = reusable.get(number)
         out.wants.append(
             Want(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -45,25 +45,6 @@ _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)
 _ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
 _REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
 _WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".npz", ".onnx")
-
-#: Where writers of quantised checkpoints put the scale of tensor ``{module}{leaf}``.
-_SCALES = (
-    "{module}{leaf}_scale_inv",  # DeepSeek; transformers' fine-grained FP8
-    "{module}{leaf}_scale",  # compressed-tensors, ModelOpt, FBGEMM, Quark, torchao, quanto
-    "{module}{leaf}_scales",  # gpt-oss
-    "{module}{leaf}.scale",
-    "{module}{leaf}_scale_2",  # ModelOpt, of a weight_scale that is itself float8
-    "{module}{leaf}_global_scale",  # compressed-tensors, the same
-    "{module}scale_{leaf}",  # ComfyUI
-)
-#: The same, for a leaf called "weight" only.
-_WEIGHT_SCALES = (
-    "{module}scale",  # DeepSeek's own inference layout
-    "{module}scale_inv",
-)
-#: Endings of quantised values that their scale's name does not have.
-_VALUES = ("_packed", "_qdata", "_data", "_blocks", "_scale")
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True)
@@ -106,32 +87,6 @@ class Checkpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_headers, (self.path, self.shards, dict(self.config))
-
-    def scale_of(self, name: str) -> str | None:
-        """Why a tensor of 8-bit or smaller floats must not change its dtype.
-
-        Quantised values are wrong by a factor without their scale, so that casting them alone
-        gives wrong numbers.
-
-        Returns:
-            The name of the scale tensor beside it, or the key of ``config.json`` that says that
-            the checkpoint is quantised ("quantization_config"); None where there is neither, and
-            for every other dtype.
-
-        Raises:
-            KeyError: there is no such tensor.
-        """
-        dtype = self.tensors[name].dtype
-        if dtype.kind != "float" or dtype.bits > 8:
-            return None
-        beside = (s for s in _scale_names(name) if s != name and s in self.tensors)
-        return next(beside, None) or self._quantization_key
-
-    @cached_property
-    def _quantization_key(self) -> str | None:
-        # models of several parts (text_config, vision_config) have it one level down
-        parts = [self.config, *(v for v in self.config.values() if isinstance(v, dict))]
-        return next((key for key in _QUANTIZATION_KEYS for part in parts if part.get(key)), None)
 
 
 #: A checkpoint, or where it is: see `open_checkpoint`.
@@ -531,12 +486,3 @@ def _hub_cache() -> Path:
         home = variable("HF_HOME") or os.path.join(caches, "huggingface")
         folder = os.path.join(home, "hub")
     return Path(os.path.expandvars(os.path.expanduser(folder)))
-
-
-def _scale_names(name: str) -> Iterator[str]:
-    """Names that a scale of tensor ``name`` would have."""
-    stems = [name, *(name.removesuffix(ending) for ending in _VALUES if name.endswith(ending))]
-    for stem in stems:
-        module, dot, leaf = stem.rpartition(".")
-        for pattern in _SCALES + _WEIGHT_SCALES * (leaf == "weight"):
-            yield pattern.format(module=module + dot, leaf=leaf)

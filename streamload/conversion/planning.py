@@ -43,6 +43,7 @@ from streamload.load import split
 from streamload.mapping import Rename, sources
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
+from streamload.quant.stored import check_cast, kept_dtype, together
 from streamload.selection import Selection, check_names, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
@@ -355,7 +356,8 @@ def plan_conversion(
         if not names:
             notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
             continue
-        infos = [(name, checkpoint.tensors[t], dtypes[t]) for name, t in names.items()]
+        rows = ((t, (name, checkpoint.tensors[t], dtypes[t])) for name, t in names.items())
+        infos = together(checkpoint, rows)
         mine = _files(folder, infos, metadata, options.max_shard_nbytes)
         files += mine
         if len(mine) > 1:
@@ -421,16 +423,9 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
         return dst
     if not supported(info.dtype, dst):
         raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
-    scale = checkpoint.scale_of(name)
-    if scale is not None:
-        raise UnsupportedCastError(
-            info.dtype.name,
-            dst.name,
-            reason=f"its values mean nothing without their scale ({scale}); "
-            f'keep them with the dtype "checkpoint"',
-            tensor=name,
-            path=info.shard,
-        )
+    if (kept := kept_dtype(checkpoint, info)) is not None:
+        return kept
+    check_cast(checkpoint, name, dst, 'keep them with the dtype "checkpoint"')
     return dst
 
 
@@ -479,14 +474,14 @@ _Wanted = tuple[str, TensorInfo, DType]
 
 
 def _files(
-    folder: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str], max_nbytes: int
+    folder: str, tensors: Sequence[list[_Wanted]], metadata: Mapping[str, str], max_nbytes: int
 ) -> list[OutFile]:
-    """Fill files one after the other, in the order given."""
+    """Fill files one after the other, in the order given; what is in one list stays in one file."""
     shards: list[Sequence[_Wanted]] = []
     first = 0
     while first < len(tensors):
         count = _most(tensors, first, metadata, max_nbytes)
-        shards.append(tensors[first : first + count])
+        shards.append([each for listed in tensors[first : first + count] for each in listed])
         first += count
     names = [SINGLE]
     if len(shards) > 1:
@@ -498,30 +493,33 @@ def _files(
 
 
 def _most(
-    tensors: Sequence[_Wanted], first: int, metadata: Mapping[str, str], max_nbytes: int
+    tensors: Sequence[list[_Wanted]], first: int, metadata: Mapping[str, str], max_nbytes: int
 ) -> int:
-    """How many tensors from one on go into a file; one does in any case.
+    """How many lists of tensors from one on go into a file; one does in any case.
 
     How long a header is depends on the digits of all offsets, and so on the order of the tensors in
     the file. Where bounds on that do not decide, headers are made to see.
     """
     header_nbytes = len(_file("", (), metadata).header)
     data_nbytes = sure = count = 0
+    number = 0  # of tensors
     for i in range(first, len(tensors)):
-        name, info, dtype = tensors[i]
-        # with offsets of one digit; where tensors are few the padding decides
-        header_nbytes += len(_entry(name, dtype, info.shape, 0, 0)) + 1
-        data_nbytes += dtype.nbytes(info.numel)
+        for name, info, dtype in tensors[i]:
+            # with offsets of one digit; where tensors are few the padding decides
+            header_nbytes += len(_entry(name, dtype, info.shape, 0, 0)) + 1
+            data_nbytes += dtype.nbytes(info.numel)
+            number += 1
         least = header_nbytes - _ALIGNMENT + 1
         if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
             break
         count += 1
-        most = header_nbytes + _ALIGNMENT + 2 * count * len(str(data_nbytes))
+        most = header_nbytes + _ALIGNMENT + 2 * number * len(str(data_nbytes))
         if most + data_nbytes <= max_nbytes and most - 8 <= MAX_HEADER_NBYTES:
             sure = count
 
-    def too_long(number: int) -> bool:
-        file = _file("", tensors[first : first + number], metadata)
+    def too_long(lists: int) -> bool:
+        tried = [each for listed in tensors[first : first + lists] for each in listed]
+        file = _file("", tried, metadata)
         return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
 
     return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))

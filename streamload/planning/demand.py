@@ -14,6 +14,7 @@ from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.parts import Coding, RowRange, RowTranspose, all_rows
+from streamload.quant.stored import kept_dtype, members
 from streamload.units import round_up
 
 
@@ -192,9 +193,12 @@ class Wants(Sequence[Want]):
         """Put wants into columns."""
         if isinstance(wants, Wants):
             return wants
-        columns = [list(map(attrgetter(field), wants)) for field in Want.__slots__]
+        columns: list[Any] = [list(map(attrgetter(field), wants)) for field in Want.__slots__]
         tensors = checkpoint.tensors
-        return cls([tensors[want.source[0].tensor] for want in wants], *columns)
+        infos = [tensors[want.source[0].tensor] for want in wants]
+        at = Want.__slots__.index("dtype")
+        columns[at] = _with_kept(checkpoint, infos, columns[at])
+        return cls(infos, *columns)
 
     @classmethod
     def every(cls, checkpoint: Checkpoint) -> Wants:
@@ -203,7 +207,8 @@ class Wants(Sequence[Want]):
         names, shapes = ([*map(attrgetter(field), infos)] for field in ("name", "shape"))
         none = [None] * len(infos)
         sources = list(zip(all_rows(infos), strict=True))
-        return cls(infos, names, shapes, sources, *(none for _ in range(6)))
+        dtypes = _with_kept(checkpoint, infos, none)
+        return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -263,3 +268,13 @@ class Wants(Sequence[Want]):
         """Bytes of each on such a device."""
         dsts = self.dsts(policy, native_bf16)
         return [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, self.shapes, strict=True)]
+
+
+def _with_kept(
+    checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
+) -> Sequence[DType | None]:
+    """The dtypes that are asked for, with those that tensors of quantised weights keep."""
+    if not members(checkpoint):
+        return dtypes
+    kept = (kept_dtype(checkpoint, info) for info in infos)
+    return [dtype or asked for dtype, asked in zip(kept, dtypes, strict=True)]

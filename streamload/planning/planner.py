@@ -29,6 +29,7 @@ from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
+from streamload.quant.stored import check_cast, together
 from streamload.units import round_up
 
 CastChoice = Literal["llvm", "numpy", "device"]
@@ -367,15 +368,18 @@ def _assign(
     taken = {spec.name: 0 for spec in devices}
     for want, name in fixed:
         taken[name] += nbytes[want.name]
+    # what belongs to one quantised weight is one item, by the name of its first tensor
+    rows = ((want.source[0].tensor, name) for name, want in free.items())
+    alike = {names[0]: names for names in together(checkpoint, rows)}
     parts = partition(
-        [Item(name, nbytes[name]) for name in free],
+        [Item(name, sum(nbytes[each] for each in names)) for name, names in alike.items()],
         [Node(spec.name, max(spec.budget_nbytes - taken[spec.name], 1)) for spec in devices],
         tied={k: v for k, v in tied.items() if v in free and k not in free},
         cache=cache,
     )
     assigned = list(fixed)
     for part in parts:
-        assigned += [(free[name], part.node) for name in part.names]
+        assigned += [(free[each], part.node) for name in part.names for each in alike[name]]
         # a head whose embedding is on another device has a copy there, under its own name
         assigned += [
             (replace(free[source], name=name, held=None), part.node)
@@ -400,16 +404,7 @@ def _check_dtypes(
                 src.name, dst.name, reason=reason, tensor=name, path=info.shard
             )
         for part in dict.fromkeys(r.tensor for r in want.source):
-            scale = checkpoint.scale_of(part)
-            if scale is not None:
-                raise UnsupportedCastError(
-                    src.name,
-                    dst.name,
-                    reason=f"its values mean nothing without their scale ({scale}); "
-                    'load it with dtype="checkpoint"',
-                    tensor=part,
-                    path=checkpoint.tensors[part].shard,
-                )
+            check_cast(checkpoint, part, dst, 'load it with dtype="checkpoint"')
     if dst.name in spec.unsupported:
         raise UnsupportedCastError(
             dst.name,

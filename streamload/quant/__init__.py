@@ -1,1 +1,1 @@
-"""Quantising on the way: a file a format, each with its layout, kernel, oracle and error bound."""
+"""Quantised weights: how they are stored, and a file for each format in which they are made."""

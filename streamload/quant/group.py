@@ -1,0 +1,143 @@
+"""What belongs together to one quantised weight, and what headers must say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError
+
+#: How the values of a weight lie in its first member: as the weight itself, as its transpose, or
+#: as all of its elements in one line.
+Order = Literal["rows", "columns", "flat"]
+
+_NO_FACTS: Mapping[str, Any] = MappingProxyType({})
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The tensors of one quantised weight.
+
+    Attributes:
+        kind: how it is quantised: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
+            "mxfp4", "awq", "gptq" or "torchao-" and the name of torchao's class.
+        name: the name of the weight that they stand for.
+        members: the tensors by their role, the quantised values first.
+        shape: of the weight, unpacked; None where only values in the file say it: see
+            `streamload.quant.stored.read_states`.
+        block: how many elements share a scale, along each of the last axes of the weight; one
+            number for elements in one line, all of it where the number is the axis's own.
+        bits: of one quantised value.
+        order: how the values lie.
+        dtype: what the weight was before, where that is stored.
+        facts: what else the layout says, by its own names.
+    """
+
+    kind: str
+    name: str
+    members: Mapping[str, TensorInfo]
+    shape: tuple[int, ...] | None
+    block: tuple[int, ...]
+    bits: int
+    order: Order = "rows"
+    dtype: DType | None = None
+    facts: Mapping[str, Any] = field(default_factory=lambda: _NO_FACTS)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of its tensors."""
+        return sum(info.nbytes for info in self.members.values())
+
+    @property
+    def values(self) -> TensorInfo:
+        """The tensor of the quantised values."""
+        return next(iter(self.members.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """A checkpoint, as those look at it that recognise groups.
+
+    Attributes:
+        checkpoint: its headers.
+        config: what its configuration says of how it is quantised; empty where it does not.
+    """
+
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Layouts:
+        """Look at a checkpoint."""
+        return cls(checkpoint, config_of(checkpoint.config))
+
+    @property
+    def method(self) -> str:
+        """The name of the method in the configuration, or ""."""
+        return str(self.config.get("quant_method", ""))
+
+    def find(self, name: str) -> TensorInfo | None:
+        """A tensor, if it is there."""
+        return self.checkpoint.tensors.get(name)
+
+    def need(self, name: str, of: str, role: str) -> TensorInfo:
+        """A tensor that belongs to another one; raises CheckpointError where it is missing."""
+        found = self.find(name)
+        if found is None:
+            self.refuse(of, f"its {role} is missing", name, "no such tensor")
+        return found
+
+    def refuse(self, tensor: str, problem: str, expected: object, found: object) -> NoReturn:
+        """Raise CheckpointError for a tensor of a quantised weight."""
+        info = self.find(tensor)
+        where = self.checkpoint.path if info is None else info.shard
+        raise CheckpointError(where, problem, expected, found, tensor=tensor)
+
+    def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        """Raise CheckpointError unless a tensor has one of the dtypes, and of the shapes.
+
+        Args:
+            info: the tensor.
+            dtypes: their safetensors codes.
+            shapes: that it may have; none for any.
+        """
+        if info.dtype.code not in dtypes:
+            self.refuse(
+                info.name,
+                "the dtype of a quantised weight's tensor is wrong",
+                " or ".join(dtypes),
+                info.dtype.code,
+            )
+        if shapes and info.shape not in shapes:
+            self.refuse(
+                info.name,
+                "the shape of a quantised weight's tensor is wrong",
+                " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes)),
+                list(info.shape),
+            )
+
+
+def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a configuration says of how the checkpoint is quantised; empty where it does not."""
+    for part in _parts(config):
+        for key in _CONFIG_KEYS:
+            if isinstance(found := part.get(key), Mapping):
+                return found
+    return {}
+
+
+def config_key(config: Mapping[str, Any]) -> str | None:
+    """The key by which a configuration says that the checkpoint is quantised, or None."""
+    return next((key for key in _CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A configuration, and those of the models that it consists of, one level down."""
+    yield config
+    yield from (value for value in config.values() if isinstance(value, dict))

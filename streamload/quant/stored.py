@@ -1,0 +1,210 @@
+"""Which tensors of a checkpoint belong together to quantised weights, and what follows from it.
+
+They are recognised by names, dtypes, shapes and the configuration. Nothing is read: only
+`read_states` reads the few bytes in which some layouts keep a weight's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.readers import ReaderKind, open_reader
+from streamload.dtypes import BY_CODE, DType
+from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.quant import stored_bnb, stored_packed, stored_scaled, stored_torchao
+from streamload.quant.group import Group, Layouts
+from streamload.quant.stored_scaled import scale_of
+
+__all__ = [
+    *("Group", "check_cast", "groups", "kept_dtype", "members", "read_states", "scale_of"),
+    "together",
+]
+
+_T = TypeVar("_T")
+
+#: A checkpoint without tensors of these has no group.
+_MARKS = frozenset(
+    id(BY_CODE[code])
+    for code in ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+)
+# Kept with the checkpoint: each of several that ask would go through all names again.
+_GROUPS, _MEMBERS = "_quant_groups", "_quant_members"
+_NONE: Mapping[str, Group] = MappingProxyType({})
+
+
+def groups(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    """The quantised weights of a checkpoint, by their names; from headers alone.
+
+    Raises:
+        CheckpointError: what belongs to a weight is missing, or does not fit it.
+    """
+    kept: Mapping[str, Group] | None = vars(checkpoint).get(_GROUPS)
+    if kept is None:
+        kept = _found(checkpoint)
+        vars(checkpoint)[_GROUPS] = kept
+    return kept
+
+
+def members(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    """By tensor, the quantised weight that it belongs to; other tensors are not in it."""
+    kept: Mapping[str, Group] | None = vars(checkpoint).get(_MEMBERS)
+    if kept is None:
+        kept = {
+            info.name: group
+            for group in groups(checkpoint).values()
+            for info in group.members.values()
+        }
+        vars(checkpoint)[_MEMBERS] = kept
+    return kept
+
+
+def _found(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    dtypes = set(map(id, map(attrgetter("dtype"), checkpoint.tensors.values())))
+    if dtypes.isdisjoint(_MARKS):
+        return _NONE
+    layouts = Layouts.of(checkpoint)
+    out: dict[str, Group] = {}
+    owners: dict[str, Group] = {}
+    for info in checkpoint.tensors.values():
+        if info.name in owners:
+            continue
+        group = _group_of(layouts, info)
+        if group is None:
+            continue
+        for one in group.members.values():
+            other = owners.setdefault(one.name, group)
+            if other is not group:
+                raise CheckpointError(
+                    one.shard,
+                    "it belongs to two quantised weights",
+                    group.name,
+                    f"{other.name} ({other.kind})",
+                    tensor=one.name,
+                )
+        out[group.name] = group
+    return MappingProxyType(out)
+
+
+def _group_of(layouts: Layouts, info: TensorInfo) -> Group | None:
+    """The group that a tensor marks, if it marks one."""
+    name = info.name
+    leaf = name.rpartition(".")[2]
+    if leaf in stored_bnb.LEAVES or stored_bnb.is_state(leaf):
+        return stored_bnb.group_of(layouts, name, leaf)
+    if leaf in stored_packed.LEAVES:
+        return stored_packed.group_of(layouts, name, leaf)
+    if leaf.endswith(stored_torchao.END):
+        return stored_torchao.group_of(layouts, name)
+    if leaf.endswith(stored_scaled.ENDS):
+        return stored_scaled.group_of(layouts, name)
+    stored_scaled.int8_without_scale(layouts, info)
+    return stored_scaled.fp8_of(layouts, info)
+
+
+def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    """The quantised weights, all with their shapes: reads the few bytes that some keep them in.
+
+    Raises:
+        CheckpointError: as of `groups`, or what is read does not fit the headers.
+    """
+    found = dict(groups(checkpoint))
+    wanted = [
+        (info, group)
+        for group in found.values()
+        if group.shape is None
+        for role in ("quant_state", "shape")
+        if (info := group.members.get(role)) is not None
+    ]
+    layouts = Layouts.of(checkpoint)
+    for (_, group), data in zip(wanted, _read(checkpoint, [i for i, _ in wanted]), strict=True):
+        if "quant_state" in group.members:
+            found[group.name] = stored_bnb.with_state(layouts, group, data)
+        else:
+            shape = np.frombuffer(data, group.members["shape"].dtype.numpy).tolist()
+            found[group.name] = stored_packed.with_shape(layouts, group, shape)
+    return found
+
+
+def _read(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[bytes]:
+    """The bytes of small tensors; each file is opened once."""
+    headers = {header.path: header for header in checkpoint.shards}
+    out: dict[str, bytes] = {}
+    for shard in dict.fromkeys(info.shard for info in infos):
+        header = headers[shard]
+        kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
+        with open_reader(shard, header.file_nbytes, kind, header.state) as reader:
+            for info in infos:
+                if info.shard == shard:
+                    data = bytearray(info.nbytes)
+                    reader.read_into(info.start, memoryview(data))
+                    out[info.name] = bytes(data)
+    return (out[info.name] for info in infos)
+
+
+def kept_dtype(checkpoint: Checkpoint, info: TensorInfo) -> DType | None:
+    """The dtype that a tensor keeps, whatever is asked for, since it belongs to a quantised weight.
+
+    Returns:
+        None for other tensors, and for floats of 8 bits, which say themselves what they are: where
+        another dtype is asked for, `check_cast` refuses it.
+    """
+    group = members(checkpoint).get(info.name)
+    if group is None:
+        return None
+    is_float = info is group.values and info.dtype.kind == "float" and info.dtype.bits <= 8
+    return None if is_float else info.dtype
+
+
+def check_cast(checkpoint: Checkpoint, name: str, dst: DType, instead: str) -> None:
+    """Raise UnsupportedCastError for quantised values that would be cast without their scale.
+
+    Args:
+        checkpoint: the headers.
+        name: a tensor that would change its dtype.
+        dst: what it would become.
+        instead: what to write in place of the dtype.
+    """
+    scale = scale_of(checkpoint, name)
+    if scale is None:
+        return
+    info = checkpoint.tensors[name]
+    raise UnsupportedCastError(
+        info.dtype.name,
+        dst.name,
+        reason=f"its values mean nothing without their scale ({scale}); {instead}",
+        tensor=name,
+        path=info.shard,
+    )
+
+
+def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[list[_T]]:
+    """Put what is made of tensors of one quantised weight next to each other, in one list.
+
+    Args:
+        checkpoint: the headers.
+        rows: (tensor, what is made of it), in order.
+
+    Returns:
+        Lists in the order of their first; each other tensor has one of its own.
+    """
+    of = members(checkpoint)
+    out: dict[str, list[_T]] = {}
+    alone: list[list[_T]] = []
+    for tensor, value in rows:
+        group = of.get(tensor)
+        if group is None:
+            alone.append([value])
+        elif group.name in out:
+            out[group.name].append(value)
+        else:
+            out[group.name] = [value]
+            alone.append(out[group.name])
+    return alone
