@@ -98,9 +98,10 @@ LAYERS = (
     ("load",),
     ("iterate",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
+    ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
     ("transformers.adapter", "transformers.arguments"),
     ("transformers.names",),
-    ("transformers.dtypes", "transformers.rest"),
+    ("transformers.dtypes", "transformers.rest", "transformers.quantised"),
     ("transformers.prepared",),
     ("transformers.loading",),
     ("transformers", "agreement", "diffusers"),
@@ -127,6 +128,7 @@ _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
         *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
+        *("quantised", "packed", "packed_compressed", "packed_mxfp4"),
     )
 )
 FRAMEWORKS = {

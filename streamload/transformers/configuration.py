@@ -85,16 +85,6 @@ def configuration_of(checkpoint: Checkpoint, wanted: Wanted) -> Any:
             expected=weights,
             found=checkpoint.path,
         )
-    for part in _parts(config):
-        quantised = getattr(part, "quantization_config", None)
-        if quantised is not None:
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-            raise CheckpointError(
-                path,
-                "the checkpoint is quantised, and is loaded as it is by transformers alone",
-                expected="no quantization_config",
-                found=method,
-            )
     return config
 
 

@@ -18,6 +18,7 @@ from streamload.lookup import Devices
 from streamload.options import CastArgument
 from streamload.planning.budget import Budget, BudgetLike
 from streamload.planning.demand import DTypePolicy
+from streamload.quant.stored import members
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
 from streamload.transformers.names import Names
@@ -78,8 +79,10 @@ class Dtypes:
             return {**given, "*": rest}
         out = dict(given)
         kept = _kept(model, getattr(torch, self.main.name))
-        state = model.state_dict()
+        state, quantised = model.state_dict(), members(checkpoint)
         for tensor, parameter in names.first.items():
+            if tensor in quantised:
+                continue  # it stays as it is stored
             wanted = parse_dtype(_name(kept(parameter) or state[parameter].dtype))
             if not wanted.kind == checkpoint.tensors[tensor].dtype.kind == "float":
                 continue

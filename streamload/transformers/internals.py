@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers
 
 __all__ = [
+    "AutoHfQuantizer",
     "WeightConverter",
     "WeightRenaming",
     "build_glob_alternation",
@@ -24,6 +25,7 @@ try:
         dot_natural_key,
         rename_source_key,
     )
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     plan_of_dtypes = transformers.PreTrainedModel._get_dtype_plan
     leave_out_what_is_ignored = transformers.PreTrainedModel._adjust_missing_and_unexpected_keys

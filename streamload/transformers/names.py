@@ -28,6 +28,49 @@ from streamload.transformers.internals import (
 from streamload.transformers.rows import Narrow, NotRowsError, Numbered, renumbered
 
 
+@dataclass(frozen=True, slots=True)
+class Renames:
+    """The names that tensors of a checkpoint get in a model.
+
+    Attributes:
+        transforms: transformers' own, of names and of values.
+        renamings: those of names alone.
+        converters: those of values.
+        prefix: of the names of the model without its head.
+        state: the model's tensors by name.
+    """
+
+    transforms: list[Any]
+    renamings: list[Any]
+    converters: list[Any]
+    prefix: str
+    state: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
+        """Ask transformers; see `Names.of`.
+
+        What its quantisers do to values is left out: the modules have them as they are stored.
+        """
+        transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
+        transforms = [
+            one
+            for one in transforms
+            if not any(hasattr(each, "hf_quantizer") for each in getattr(one, "operations", ()))
+        ]
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        return cls(transforms, renamings, converters, model.base_model_prefix, model.state_dict())
+
+    def __call__(self, tensor: str) -> tuple[str, str | None]:
+        """The name of a tensor, and the pattern of the converter that takes it, if one does."""
+        lists, rest = (self.renamings, self.converters), (self.prefix, self.state)
+        found: tuple[str, str | None] = rename_source_key(tensor, *lists, *rest)
+        if found[0] not in self.state and tensor in self.state:  # it has its new name already
+            found = rename_source_key(tensor, [], [], *rest)
+        return found
+
+
 @dataclass(slots=True)
 class Names:
     """What fills each parameter, as transformers names and fuses the checkpoint's tensors.
@@ -48,7 +91,11 @@ class Names:
 
     @classmethod
     def of(
-        cls, model: Any, checkpoint: Checkpoint, key_mapping: Mapping[str, str] | None = None
+        cls,
+        model: Any,
+        checkpoint: Checkpoint,
+        key_mapping: Mapping[str, str] | None = None,
+        quantizer: Any = None,
     ) -> Names:
         """Ask transformers for all names; nothing is read.
 
@@ -56,19 +103,16 @@ class Names:
             model: on the meta device.
             checkpoint: the headers.
             key_mapping: patterns of names in the checkpoint to what they become first.
+            quantizer: transformers' own, of a quantised checkpoint.
         """
         out = cls()
-        transforms = get_model_conversion_mapping(model, key_mapping)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {p: one for one in converters for p in one.source_patterns}
-        state, prefix = model.state_dict(), model.base_model_prefix
+        renames = Renames.of(model, key_mapping, quantizer)
+        transforms, state = renames.transforms, renames.state
+        by_pattern = {p: one for one in renames.converters for p in one.source_patterns}
         fused: dict[str, list[tuple[str, str]]] = {}
         plain: dict[str, str] = {}
         for tensor in sorted(checkpoint.tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(tensor, renamings, converters, prefix, state)
-            if name not in state and tensor in state:  # it has its new name already
-                name, pattern = rename_source_key(tensor, [], [], prefix, state)
+            name, pattern = renames(tensor)
             if name not in state:
                 out.unexpected[tensor] = name
                 continue

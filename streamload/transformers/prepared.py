@@ -29,7 +29,8 @@ from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta
 from streamload.transformers.dtypes import Dtypes
-from streamload.transformers.names import Names
+from streamload.transformers.names import Names, Renames
+from streamload.transformers.quantised import Quantised
 from streamload.transformers.rest import (
     beside_nbytes,
     different_values,
@@ -61,6 +62,7 @@ class Prepared:
     wanted: Wanted
     names: Names
     dtypes: Dtypes
+    quantised: Quantised | None = None
 
     @classmethod
     def of(
@@ -91,12 +93,19 @@ class Prepared:
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
+        quantised = Quantised.of(checkpoint, config)
         dtypes = Dtypes.choose(checkpoint, config, dtype, budget, cast, devices)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
-        names = Names.of(model, checkpoint, wanted.key_mapping)
+        mapping, quantizer = wanted.key_mapping, None
+        if quantised is not None:
+            quantizer = quantised.quantizer
+            quantised.prepare(model, devices, lambda: Renames.of(model, mapping, quantizer))
+        names = Names.of(model, checkpoint, mapping, quantizer)
+        if quantised is not None:
+            quantised.check(model, names)
         names.check(model, checkpoint, strictness)
         untie(model, checkpoint, names, stored_otherwise)
-        return cls(model, checkpoint, wanted, names, dtypes)
+        return cls(model, checkpoint, wanted, names, dtypes, quantised)
 
     @property
     def fill(self) -> Mapping[str, Source]:
@@ -131,7 +140,10 @@ class Prepared:
             + beside_nbytes
             + self.beside_nbytes(devices),
         }
-        return load_state_dict(self.model, self.checkpoint, **asked)
+        report = load_state_dict(self.model, self.checkpoint, **asked)
+        if self.quantised is None:
+            return report
+        return replace(report, notes=(*report.notes, *self.quantised.notes))
 
     def untied(self) -> bool:
         """Leave apart what is tied and stored with different values; whether anything was."""
@@ -139,8 +151,12 @@ class Prepared:
 
     def finish(self, report: LoadReport) -> None:
         """Compute what no checkpoint holds, and make the model ready for use."""
+        if self.quantised is not None:
+            self.quantised.assemble(self.model)
         initialise_the_rest(self.model, self.checkpoint, report)
         finish(self.model, self.checkpoint, self.names, report, self.wanted)
+        if self.quantised is not None:
+            self.quantised.finish(self.model)
 
 
 def load_untied(load: Callable[[], LoadReport], *parts: Any) -> LoadReport:

@@ -1,0 +1,89 @@
+"""Modules that keep FP8 weights packed, and dequantise one of them when it is computed with.
+
+They stand where transformers, without its kernels, would hold the weights dequantised. The names of
+their parameters are those of transformers' own FP8 modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8GroupedLinear, FP8Linear
+
+_ROWS_NBYTES = 2**24  # of float32, in which values are multiplied by their scales
+
+
+def dequantised(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Quantised values by their scales; the products are rounded once.
+
+    Args:
+        values: a matrix of 8-bit floats or integers.
+        scale: one for all, or one for each block; a byte is the exponent of a power of two.
+        block: rows and columns of a block; None for one scale. The last blocks may be cut.
+        dtype: of the result.
+    """
+    if scale.dtype == torch.uint8:
+        scale = torch.ldexp(torch.ones((), device=scale.device), scale.to(torch.int32) - 127)
+    scale = scale.to(torch.float32)
+    rows, columns = values.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=values.device)
+    tall, wide = block if block is not None and scale.numel() > 1 else (rows, columns)
+    scale = scale.reshape(-(-rows // tall), -(-columns // wide))
+    step = max(_ROWS_NBYTES // (4 * columns * tall), 1) * tall
+    for first in range(0, rows, step):
+        part = values[first : first + step].to(torch.float32)
+        of_rows = scale[first // tall : -(-(first + len(part)) // tall)]
+        wider = of_rows.repeat_interleave(tall, 0)[: len(part)]
+        part.mul_(wider.repeat_interleave(wide, 1)[:, :columns])
+        out[first : first + step] = part
+    return out
+
+
+class PackedLinear(FP8Linear):  # type: ignore[misc]
+    """A Linear of FP8 weights."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight, dequantised for the call."""
+        weight = dequantised(self.weight, self.weight_scale_inv, self.block_size, input.dtype)
+        return functional.linear(input, weight, self.bias)
+
+
+class PackedExperts(FP8Experts):  # type: ignore[misc]
+    """Experts of FP8 weights, computed one after the other."""
+
+    forward = inspect.unwrap(FP8Experts.forward)
+
+    def linear(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale_inv: torch.Tensor,
+        activation_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The product with the weight of one expert, dequantised for the call."""
+        dense = dequantised(weight, weight_scale_inv, self.block_size, input.dtype)
+        return functional.linear(input, dense)
+
+
+def keep_packed(model: nn.Module) -> str:
+    """Let the FP8 modules of transformers compute without kernels.
+
+    Returns:
+        The class of a module that needs them still, or "".
+    """
+    left = ""
+    for module in model.modules():
+        if isinstance(module, FP8GroupedLinear):
+            left = type(module).__name__
+        elif isinstance(module, FP8Linear):
+            module.__class__ = PackedLinear
+        elif isinstance(module, FP8Experts):
+            if module.down_proj.dtype == torch.int8:  # two values of 4 bits in a byte
+                left = type(module).__name__
+            module.__class__ = PackedExperts
+    return left

@@ -1,0 +1,68 @@
+"""Modules of compressed-tensors that keep their weights compressed.
+
+compressed-tensors decompresses all of a model before it first runs; here a module decompresses its
+own weight when it is computed with, by the same functions.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.utils import get_direct_state_dict
+from torch import nn
+from torch.nn import functional
+
+_HOOK = "ct_decompress_hook"
+_KINDS = (nn.Linear, nn.Embedding)
+
+
+def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
+    """Let compressed modules decompress one by one, in place of all at the first forward.
+
+    Args:
+        model: loaded, with the modules of compressed-tensors.
+        compressor: the model's, of compressed-tensors.
+
+    Returns:
+        The names of compressed modules of other classes: where there are any, nothing is changed.
+    """
+    compressed = [
+        (name, module)
+        for name, module in model.named_modules()
+        if (getattr(module, "quantization_scheme", None) is not None
+        and hasattr(module, "weight"))
+        or hasattr(module, "weight_packed")
+    ]
+    others = [name for name, module in compressed if type(module) not in _KINDS]
+    if others:
+        return others
+    for _, module in compressed:
+        module.forward = MethodType(_forward, module)
+    compressor.remove_decompression_hook(model)
+    return []
+
+
+def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """What the module computes when it is decompressed."""
+    scheme = self.quantization_scheme
+    weight = _dense(self, scheme)
+    if scheme.input_activations:
+        input = forward_quantize(self, input, "input", scheme.input_activations)
+    if isinstance(self, nn.Embedding):
+        out = functional.embedding(input, weight, self.padding_idx)
+    else:
+        out = functional.linear(input, weight.to(input.dtype), self.bias)
+    if scheme.output_activations:
+        out = forward_quantize(self, out, "output", scheme.output_activations)
+    return out
+
+
+def _dense(module: nn.Module, scheme: Any) -> torch.Tensor:
+    compressor = BaseCompressor.get_value_from_registry(scheme.format.value)
+    state = compressor.decompress(get_direct_state_dict(module), scheme)
+    weight: torch.Tensor = state["weight"]
+    return weight

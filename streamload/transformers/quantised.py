@@ -1,0 +1,314 @@
+"""Quantised checkpoints: the modules of transformers' quantisers, filled with the stored bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.dtypes import parse_dtype
+from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
+from streamload.lookup import Devices
+from streamload.quant.stored import Group, groups, members, read_states
+from streamload.transformers.configuration import first_line, folder_of
+from streamload.transformers.internals import AutoHfQuantizer
+from streamload.transformers.names import Names, Renames
+
+#: Methods that are opened here: what each needs installed, by the name that it is imported by.
+_NEEDED: Mapping[str, Mapping[str, str]] = {
+    "bitsandbytes": {"bitsandbytes": "bitsandbytes", "accelerate": "accelerate"},
+    "compressed-tensors": {"compressed_tensors": "compressed-tensors"},
+    "fp8": {},
+    "mxfp4": {},
+    "torchao": {"torchao": "torchao"},
+    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
+    "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
+}
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(slots=True)
+class Quantised:
+    """How a quantised checkpoint becomes a model.
+
+    Attributes:
+        method: the name of its method in the configuration.
+        quantizer: transformers' own for it.
+        checkpoint: the headers.
+        notes: what a user may want to know of, one sentence each.
+    """
+
+    method: str
+    quantizer: Any
+    checkpoint: Checkpoint
+    notes: list[str] = field(default_factory=list)
+    # by module, the parameter that its tensors stand for, and the group of it
+    _staged: list[tuple[str, str, Group]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Any) -> Quantised | None:
+        """Look at a configuration; None where it does not say that the checkpoint is quantised.
+
+        Args:
+            checkpoint: the headers.
+            config: of transformers; what it says of quantisation becomes an object there.
+
+        Raises:
+            CheckpointError: the method is opened by transformers alone, needs what is not
+                installed, or its tensors are not those of quantised weights.
+        """
+        said = getattr(config, "quantization_config", None)
+        for key in config.sub_configs if said is None else ():
+            said = said or getattr(getattr(config, key, None), "quantization_config", None)
+        if said is None:
+            return None
+        path = folder_of(checkpoint) / "config.json"
+        asked = said if isinstance(said, Mapping) else said.to_dict()
+        method = str(getattr(asked.get("quant_method"), "value", asked.get("quant_method")))
+        if method not in _NEEDED:
+            raise CheckpointError(
+                path,
+                "the checkpoint is quantised, and is loaded as it is by transformers alone",
+                expected=f"one of {', '.join(_NEEDED)}",
+                found=method,
+            )
+        needed = [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
+        if needed:
+            raise CheckpointError(
+                path,
+                f"the checkpoint is quantised, and its modules are those of packages that are not "
+                f"installed: pip install {' '.join(needed)}",
+                expected=", ".join(_NEEDED[method]),
+                found=method,
+            )
+        if not groups(checkpoint):
+            raise CheckpointError(
+                path,
+                "quantization_config says that the checkpoint is quantised, and no weight of it is",
+                expected="weights with their scales",
+                found=method,
+            )
+        try:
+            config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, None)
+            quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
+            raise CheckpointError(path, problem, found=method) from error
+        return cls(method, quantizer, checkpoint)
+
+    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+        """Replace modules of a model on the meta device by those for quantised weights.
+
+        Args:
+            model: as its configuration has it.
+            devices: where it goes.
+            renames: makes the names that tensors get in the model.
+
+        Raises:
+            CheckpointError: the modules cannot be made, or do not run on the devices.
+            StateDictMismatchError: a weight has another shape than its module.
+        """
+        names = list(devices.opened)
+        device_map = {"": names[0]} if len(names) == 1 else dict(enumerate(names))
+        config = self.quantizer.quantization_config
+        try:
+            if self.method in ("fp8", "mxfp4"):  # asks for a GPU, or dequantises
+                config.dequantize = self.method == "mxfp4"
+            else:
+                self.quantizer.validate_environment(device_map=device_map, weights_only=True)
+            with torch.device("meta"):
+                self.quantizer.preprocess_model(
+                    model=model,
+                    dtype=model.dtype,
+                    device_map=device_map,
+                    checkpoint_files=[str(header.path) for header in self.checkpoint.shards],
+                    use_kernels=False,
+                )
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
+        if self.method in ("bitsandbytes", "torchao", "mxfp4"):
+            self._stage(model, renames())
+        if self.method == "mxfp4":
+            config.dequantize = False
+            self._keep_mxfp4(model)
+        if self.method == "fp8" and not _has_fp8_kernels(names):
+            from streamload.transformers import packed
+
+            if left := packed.keep_packed(model):
+                self._refuse(f"{left} of transformers needs kernels for FP8", names)
+            self._say_kept("FP8 weights")
+
+    def _refuse(self, problem: str, devices: list[str], cause: Exception | None = None) -> None:
+        raise CheckpointError(
+            folder_of(self.checkpoint) / "config.json",
+            f"the quantised checkpoint does not run on {', '.join(devices)}: {problem}",
+            found=self.method,
+        ) from cause
+
+    def _say_kept(self, what: str) -> None:
+        self.notes.append(f"{what} stay packed: a module dequantises its own when it is computed")
+
+    def _stage(self, model: Any, renames: Renames) -> None:
+        """Put the stored tensors of each weight into its module, where it will be made of them.
+
+        They are buffers with the rests of their names: the load finds them as any other.
+        """
+        with_shapes = read_states(self.checkpoint)
+        wrong = []
+        for group in with_shapes.values():
+            name, _ = renames(group.name)
+            prefix, _, leaf = name.rpartition(".")
+            try:
+                module = model.get_submodule(prefix)
+                old = getattr(module, leaf)
+            except AttributeError:
+                continue  # nothing of that name: the names will not match, which is told
+            expected = _unpacked(module, old)
+            if group.kind == "mxfp4":
+                expected = (expected[0], expected[2], expected[1])
+            if group.shape is not None and group.shape != expected:
+                wrong.append(ShapeMismatch(name, expected, group.shape))
+                continue
+            del module._parameters[leaf]
+            for key, info in _entries(group).items():
+                dtype = getattr(torch, info.dtype.name)
+                module._buffers[key] = torch.empty(info.shape, dtype=dtype, device="meta")
+            self._staged.append((prefix, leaf, group))
+        if wrong:
+            raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
+
+    def _keep_mxfp4(self, model: Any) -> None:
+        from streamload.transformers import packed_mxfp4
+
+        modules = dict.fromkeys(prefix for prefix, _, _ in self._staged)
+        for prefix in modules:
+            if not packed_mxfp4.keep_packed(model.get_submodule(prefix)):
+                kind = type(model.get_submodule(prefix)).__name__
+                self._refuse(f"experts of MXFP4 are those of gpt-oss, not {kind}", ["any device"])
+        self._staged.clear()  # they stay as they are
+        self._say_kept("MXFP4 experts")
+
+    def check(self, model: Any, names: Names) -> None:
+        """Raise CheckpointError for a module for quantised weights whose weight is not quantised.
+
+        Args:
+            model: on the meta device, prepared.
+            names: what fills it.
+        """
+        state, quantised = model.state_dict(), members(self.checkpoint)
+        for tensor, parameter in names.first.items():
+            if tensor in quantised:
+                continue
+            info = self.checkpoint.tensors[tensor]
+            wanted = parse_dtype(str(state[parameter].dtype))
+            if wanted.bits <= 8 and wanted.kind != "bool" and wanted is not info.dtype:
+                raise CheckpointError(
+                    info.shard,
+                    f"quantization_config says that {parameter} is quantised, and it is not",
+                    expected=f"{wanted} and its scales",
+                    found=info.dtype,
+                    tensor=tensor,
+                )
+
+    def assemble(self, model: Any) -> None:
+        """Make of what was loaded what its modules compute with; nothing is copied."""
+        make = {"bitsandbytes": _bitsandbytes, "torchao": self._torchao}.get(self.method)
+        for prefix, leaf, group in self._staged:
+            module = model.get_submodule(prefix)
+            entries = {key: module._buffers.pop(key) for key in _entries(group)}
+            assert make is not None
+            module._parameters[leaf] = make(module, f"{prefix}.{leaf}", entries)
+            module._is_hf_initialized = True
+        self._staged.clear()
+        if self.method == "compressed-tensors":
+            from streamload.transformers import packed_compressed
+
+            packed_compressed.keep_packed(model, self.quantizer.compressor)
+
+    def _torchao(
+        self, module: nn.Module, name: str, entries: dict[str, torch.Tensor]
+    ) -> nn.Parameter:
+        """A tensor subclass of torchao, by its own function."""
+        from transformers.integrations.torchao import TorchAoDeserialize
+
+        convert = TorchAoDeserialize(self.quantizer).convert
+        made = convert(
+            {key: [tensor] for key, tensor in entries.items()},
+            source_patterns=list(entries),
+            model=_Only(module),
+            full_layer_name=name,
+        )
+        return nn.Parameter(made[name], requires_grad=False)
+
+    def finish(self, model: Any) -> None:
+        """Say to a loaded model that it is quantised, as transformers does."""
+        model.hf_quantizer = self.quantizer
+        self.quantizer.postprocess_model(model)
+
+
+class _Only:
+    """A model of one module, whatever its name: what an operation looks at."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get_submodule(self, name: str) -> nn.Module:
+        """The module."""
+        return self._module
+
+
+def _entries(group: Group) -> dict[str, TensorInfo]:
+    """The tensors of a weight, by the rests of their names in its module."""
+    module = group.name[: group.name.rfind(".") + 1]
+    return {info.name.removeprefix(module): info for info in group.members.values()}
+
+
+def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a module's weight has, before it is quantised."""
+    if isinstance(module, nn.Linear):
+        return (module.out_features, module.in_features)
+    return tuple(weight.shape)
+
+
+def _bitsandbytes(module: Any, name: str, entries: dict[str, torch.Tensor]) -> nn.Parameter:
+    """A parameter of bitsandbytes over the stored bytes."""
+    from bitsandbytes.nn import Int8Params, Params4bit
+
+    weight = entries.pop("weight")
+    made: nn.Parameter
+    if "SCB" in entries:
+        has_fp16_weights = module.state.has_fp16_weights
+        made = Int8Params(
+            weight,
+            requires_grad=False,
+            has_fp16_weights=has_fp16_weights,
+            CB=weight,
+            SCB=entries["SCB"],
+        )
+        return made
+    made = Params4bit.from_prequantized(
+        data=weight,
+        quantized_stats={key.removeprefix("weight."): t for key, t in entries.items()},
+        requires_grad=False,
+        device=weight.device,
+        module=module,
+    )
+    return made
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _has_fp8_kernels(devices: list[str]) -> bool:
+    """Whether transformers' own FP8 kernels run on all of the devices."""
+    cuda = all(torch.device(name).type == "cuda" for name in devices)
+    if not cuda or not _installed("kernels"):
+        return False
+    return all(torch.cuda.get_device_capability(name) >= _FP8_CAPABILITY for name in devices)
