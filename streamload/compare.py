@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -29,6 +29,7 @@ from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy
 from streamload.progress import Progress, reporting
+from streamload.quant.stored import by_weight, kept_dtype, weights
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.selection import Patterns, Selection, check_names
 from streamload.units import format_bytes, format_table
@@ -128,6 +129,7 @@ class Comparison:
         equal_count: how many do not.
         nbytes: bytes of data read, of both.
         seconds: the time that this took.
+        quantised: of tensors that differ, the quantised weights that they belong to.
     """
 
     a: str
@@ -138,6 +140,7 @@ class Comparison:
     equal_count: int
     nbytes: int
     seconds: float
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -154,12 +157,13 @@ class Comparison:
         return json.dumps(data, allow_nan=False)
 
     def lines(self) -> Iterator[str]:
-        """A line for each tensor that differs, and one for the whole."""
+        """A line for each tensor or quantised weight that differs, and one for the whole."""
         rows = [(name, f"only in {self.a}") for name in self.only_a]
         rows += [(name, f"only in {self.b}") for name in self.only_b]
         rows += [(d.name, str(d)) for d in self.differences]
         if rows:
-            yield from format_table(("tensor", "difference"), rows, right=0)
+            listed = by_weight(rows, self.quantised)
+            yield from format_table(("tensor", "difference"), listed, right=0)
         done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
         if self.ok:
             yield f"equal: {tensors_text(self.equal_count)}, {done}"
@@ -229,7 +233,7 @@ def diff(
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
     infos = {name: info for name, info in infos.items() if info.name in chosen}
     pairs = [
-        _Pair(info, second.tensors[name], _wanted(policy, info), out_of_range)
+        _Pair(info, second.tensors[name], _wanted(first, policy, info), out_of_range)
         for name, info in infos.items()
         if name in second.tensors
     ]
@@ -252,21 +256,28 @@ def diff(
             done += left.nbytes * pair.same_shape
             tell(done)
     differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
+    only_a = tuple(name for name in infos if name not in second.tensors)
+    of_first, of_second = weights(first), weights(second)
+    listed = {name: of_first.get(infos[name].name) for name in only_a}
+    listed |= {name: of_second.get(name) for name in (*only_b, *(d.name for d in differences))}
     return Comparison(
         a=str(first.path),
         b=str(second.path),
-        only_a=tuple(name for name in infos if name not in second.tensors),
+        only_a=only_a,
         only_b=tuple(only_b),
         differences=differences,
         equal_count=len(pairs) - len(differences),
         nbytes=sum(pair.left.nbytes + pair.right.nbytes for pair in pairs if pair.compared),
         seconds=time.monotonic() - begun,
+        quantised={name: weight for name, weight in listed.items() if weight is not None},
     )
 
 
-def _wanted(policy: DTypePolicy, info: TensorInfo) -> DType:
+def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:
     """What a tensor of the first checkpoint becomes before it is compared."""
     wanted = policy.resolve(info.name, info.dtype, True)
+    if wanted is not info.dtype:
+        wanted = kept_dtype(checkpoint, info) or wanted
     if not supported(info.dtype, wanted):
         raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
     return wanted

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from streamload.planning.budget import first_that_fits
 from streamload.planning.parts import byte_ranges
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
+from streamload.quant.stored import by_weight, weights
 from streamload.quantise import coded
 from streamload.reading import Room, open_shard
 from streamload.report import LoadReport
@@ -348,6 +349,7 @@ class Verification:
         unlisted: names that the checkpoint has and it lacks.
         nbytes: bytes of data read.
         seconds: the time that this took.
+        quantised: of tensors that are not so, the quantised weights that they belong to.
     """
 
     path: str
@@ -358,6 +360,7 @@ class Verification:
     unlisted: tuple[str, ...]
     nbytes: int
     seconds: float
+    quantised: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -369,12 +372,13 @@ class Verification:
         return json.dumps({"ok": self.ok, **asdict(self)})
 
     def lines(self) -> Iterator[str]:
-        """A line for each tensor that is not as it should be, and one for the whole."""
+        """A line for each tensor or quantised weight that is wrong, and one for the whole."""
         rows = [(c.name, str(c)) for c in self.changed]
         rows += [(name, f"listed in {SIDECAR}, not in the checkpoint") for name in self.missing]
         rows += [(name, f"not listed in {SIDECAR}") for name in self.unlisted]
         if rows:
-            yield from format_table(("tensor", "problem"), rows, right=0)
+            listed = by_weight(rows, self.quantised)
+            yield from format_table(("tensor", "problem"), listed, right=0)
         done = f"{format_bytes(self.nbytes)} in {self.seconds:.2f} s"
         if self.ok:
             yield f"verified: {tensors_text(self.verified_count)}, {done}"
@@ -441,15 +445,18 @@ def verify_checkpoint(
             done += info.nbytes
             tell(done)
     there = _names_of_folder(checkpoint, folder)
+    unlisted = tuple(info.name for info in tensors if info.name not in digests.tensors)
+    of, wrong = weights(checkpoint), (*(c.name for c in changed), *unlisted)
     return Verification(
         path=str(checkpoint.path),
         sidecar=str(folder / SIDECAR),
         verified_count=len(listed) - len(changed),
         changed=tuple(changed),
         missing=tuple(name for name in digests.tensors if name not in there and name in chosen),
-        unlisted=tuple(info.name for info in tensors if info.name not in digests.tensors),
+        unlisted=unlisted,
         nbytes=nbytes,
         seconds=time.monotonic() - begun,
+        quantised={name: of[name] for name in wrong if name in of},
     )
 
 

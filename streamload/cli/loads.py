@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Unpack
@@ -15,6 +15,7 @@ import typer
 
 from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, opened
+from streamload.checkpoint.url import Url
 from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines, printable
 from streamload.devices.names import framework, installed, spelled_as, split_name
@@ -26,6 +27,7 @@ from streamload.nodes.launch import find_launch
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
 from streamload.planning.plan import PARTS, Plan
+from streamload.quant.stored import Group, groups, members, read_states
 from streamload.units import format_bytes, format_table
 
 
@@ -34,8 +36,13 @@ def inspect(
     variant: flags.VariantOption = None,
     as_json: flags.JsonOption = False,
 ) -> None:
-    """Show what a checkpoint holds. Reads headers only."""
+    """Show what a checkpoint holds. Reads headers only.
+
+    And of quantised weights the few bytes that hold their shapes; the tensors of each are one line.
+    """
     checkpoint = open_checkpoint(path, variant=variant)
+    remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
+    quantised = groups(checkpoint) if remote else read_states(checkpoint)
     if as_json:
         print_json(
             {
@@ -63,23 +70,47 @@ def inspect(
                     }
                     for info in checkpoint.tensors.values()
                 ],
+                "quantised": [
+                    {
+                        "name": group.name,
+                        "kind": group.kind,
+                        "shape": None if group.shape is None else list(group.shape),
+                        "block": list(group.block),
+                        "nbytes": group.nbytes,
+                        "members": {role: info.name for role, info in group.members.items()},
+                    }
+                    for group in quantised.values()
+                ],
             }
         )
         return
-    _print_inspection(checkpoint)
+    _print_inspection(checkpoint, quantised)
 
 
-def _print_inspection(checkpoint: Checkpoint) -> None:
+def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, Group]) -> None:
     kinds: Counter[str] = Counter()
     rows = []
+    told = set()
+    belongs = members(checkpoint)
     for info in checkpoint.tensors.values():
         kinds[info.dtype.name] += info.nbytes
-        shape = " x ".join(map(str, info.shape)) or "scalar"
-        rows.append((info.name, info.dtype.name, shape, format_bytes(info.nbytes)))
+        name, dtype, dims, nbytes = info.name, info.dtype.name, info.shape, info.nbytes
+        if (group := belongs.get(name)) is not None:
+            if group.name in told:
+                continue
+            told.add(group.name)
+            group = quantised[group.name]
+            name, dtype, nbytes = group.name, group.kind, group.nbytes
+            dims = group.values.shape if group.shape is None else group.shape
+        shape = " x ".join(map(str, dims)) or "scalar"
+        rows.append((name, dtype, shape, format_bytes(nbytes)))
     by_dtype = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds.most_common())
+    of_weights = f", of {len(told)} quantised weights and {len(rows) - len(told)} others" * bool(
+        told
+    )
     print_lines(
         *format_table(("tensor", "dtype", "shape", "bytes"), rows, right=1),
-        f"{len(rows)} tensors in {len(checkpoint.shards)} "
+        f"{len(checkpoint.tensors)} tensors{of_weights} in {len(checkpoint.shards)} "
         f"file{'s' * (len(checkpoint.shards) != 1)}, {format_bytes(checkpoint.nbytes)}"
         + (f": {by_dtype}" if by_dtype else ""),
         *(f"metadata {key}: {value}" for key, value in checkpoint.metadata.items()),

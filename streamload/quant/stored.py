@@ -24,8 +24,16 @@ from streamload.quant.group import Group, Layouts
 from streamload.quant.stored_scaled import scale_of
 
 __all__ = [
-    *("Group", "check_cast", "groups", "kept_dtype", "members", "read_states", "scale_of"),
+    "Group",
+    "by_weight",
+    "check_cast",
+    "groups",
+    "kept_dtype",
+    "members",
+    "read_states",
+    "scale_of",
     "together",
+    "weights",
 ]
 
 _T = TypeVar("_T")
@@ -208,3 +216,33 @@ def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[lis
             out[group.name] = [value]
             alone.append(out[group.name])
     return alone
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """By tensor, the quantised weight that it belongs to, for people; none where one is invalid."""
+    try:
+        return {name: f"{group.name} ({group.kind})" for name, group in members(checkpoint).items()}
+    except CheckpointError:  # it is checked or compared for what it is
+        return {}
+
+
+def by_weight(
+    rows: Iterable[tuple[str, str]], quantised: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """What is said of tensors, in one row for those of each quantised weight.
+
+    Args:
+        rows: (tensor, what is said of it).
+        quantised: the weights that tensors belong to, of `weights`.
+    """
+    out: dict[str, str] = {}
+    for name, said in rows:
+        weight = quantised.get(name)
+        if weight is None:
+            out[name] = said
+        else:
+            stem = weight.rpartition(" (")[0]
+            rest = name.removeprefix(stem).removeprefix(stem.rpartition(".")[0]).lstrip("._")
+            said = f"{rest or 'values'}: {said}"
+            out[weight] = f"{out[weight]}; {said}" if weight in out else said
+    return list(out.items())

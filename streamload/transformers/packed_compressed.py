@@ -33,8 +33,7 @@ def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
     compressed = [
         (name, module)
         for name, module in model.named_modules()
-        if (getattr(module, "quantization_scheme", None) is not None
-        and hasattr(module, "weight"))
+        if (getattr(module, "quantization_scheme", None) is not None and hasattr(module, "weight"))
         or hasattr(module, "weight_packed")
     ]
     others = [name for name, module in compressed if type(module) not in _KINDS]

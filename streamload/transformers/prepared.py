@@ -118,7 +118,8 @@ class Prepared:
 
     def beside_nbytes(self, devices: Devices) -> int:
         """Bytes that it takes on a device beside what the checkpoint fills."""
-        return beside_nbytes(self.model, self.names, devices)
+        repacked_nbytes = 0 if self.quantised is None else self.quantised.repacked_nbytes
+        return beside_nbytes(self.model, self.names, devices) + repacked_nbytes
 
     def load(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadReport:
         """Fill it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from streamload.quant.stored import Group, groups, members, read_states
 from streamload.transformers.configuration import first_line, folder_of
 from streamload.transformers.internals import AutoHfQuantizer
 from streamload.transformers.names import Names, Renames
+from streamload.units import format_bytes
 
 #: Methods that are opened here: what each needs installed, by the name that it is imported by.
 _NEEDED: Mapping[str, Mapping[str, str]] = {
@@ -31,6 +33,10 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
     "awq": {"gptqmodel": "gptqmodel", "accelerate": "accelerate"},
 }
 _FP8_CAPABILITY = (8, 9)
+# bitsandbytes repacks a weight of 4 bits when it is first computed with on such a CPU: this many
+# bytes for each of its elements, seen for one of 33.6 million.
+_REPACKED_NBYTES = 7
+_REPACKED_ROWS = 32
 
 
 @dataclass(slots=True)
@@ -42,12 +48,14 @@ class Quantised:
         quantizer: transformers' own for it.
         checkpoint: the headers.
         notes: what a user may want to know of, one sentence each.
+        repacked_nbytes: what bitsandbytes takes of a CPU's memory when the model first runs.
     """
 
     method: str
     quantizer: Any
     checkpoint: Checkpoint
     notes: list[str] = field(default_factory=list)
+    repacked_nbytes: int = 0
     # by module, the parameter that its tensors stand for, and the group of it
     _staged: list[tuple[str, str, Group]] = field(default_factory=list)
 
@@ -134,6 +142,10 @@ class Quantised:
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
+        if self.method == "bitsandbytes" and "cpu" in names:
+            self._look_at_repacking(model, names)
+        if self.method == "compressed-tensors":
+            self._take_packed_zeros(model, renames())
         if self.method == "mxfp4":
             config.dequantize = False
             self._keep_mxfp4(model)
@@ -182,6 +194,47 @@ class Quantised:
             self._staged.append((prefix, leaf, group))
         if wrong:
             raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
+
+    def _look_at_repacking(self, model: Any, devices: list[str]) -> None:
+        """Count what bitsandbytes will take to repack weights, and refuse what it cannot repack."""
+        for prefix, leaf, group in self._staged:
+            module, shape = model.get_submodule(prefix), group.shape or ()
+            if group.bits != 4 or not getattr(module, "support_avx512bf16_for_cpu", False):
+                continue
+            size = group.block[0]
+            if len(shape) != 2 or shape[0] % _REPACKED_ROWS or shape[1] % size:
+                self._refuse(
+                    f"with AVX512-BF16 bitsandbytes repacks {prefix}.{leaf}, and cannot where its "
+                    f"{' x '.join(map(str, shape))} elements are not rows in {_REPACKED_ROWS}s and "
+                    f"columns in {size}s",
+                    devices,
+                )
+            nbytes = _REPACKED_NBYTES * math.prod(shape)
+            self.repacked_nbytes = max(self.repacked_nbytes, nbytes)
+        if self.repacked_nbytes:
+            self.notes.append(
+                f"{format_bytes(self.repacked_nbytes)} stay free: bitsandbytes repacks each weight "
+                "when it is first computed with on this CPU"
+            )
+
+    def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
+        """Let modules have zero points as they are stored: compressed-tensors makes them unpacked.
+
+        Its modules are loaded with packed ones, which their decompression expects.
+        """
+        for group in groups(self.checkpoint).values():
+            info = group.members.get("zero_point")
+            if info is None:
+                continue
+            prefix, _, leaf = renames(info.name)[0].rpartition(".")
+            try:
+                parameters = model.get_submodule(prefix)._parameters
+            except AttributeError:
+                continue
+            if leaf in parameters:
+                dtype = getattr(torch, info.dtype.name)
+                packed = torch.empty(info.shape, dtype=dtype, device="meta")
+                parameters[leaf] = nn.Parameter(packed, requires_grad=False)
 
     def _keep_mxfp4(self, model: Any) -> None:
         from streamload.transformers import packed_mxfp4

@@ -1,0 +1,606 @@
+"""Which tensors belong to a quantised weight: recognised, kept together, refused where they lie."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+
+import streamload
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.cli import app
+from streamload.dtypes import BF16, F16, F32, parse_dtype
+from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.planning.partition import Node
+from streamload.quant.stored import Group, groups, kept_dtype, members, read_states
+
+_Tensor = tuple[str, tuple[int, ...], bytes]
+Tensors = dict[str, _Tensor]
+
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
+
+
+def filled(code: str, *shape: int, value: bytes | None = None) -> _Tensor:
+    """A tensor of bytes that are not all alike, or of those given."""
+    nbytes = int(np.prod(shape)) * SIZES.get(code, 1)
+    return code, shape, bytes(i % 251 for i in range(nbytes)) if value is None else value
+
+
+def state(**changes: Any) -> _Tensor:
+    """A quantisation state of bitsandbytes, of a weight of 8 x 128 in blocks of 64."""
+    said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [8, 128]}
+    data = json.dumps(said | changes).encode()
+    return "U8", (len(data),), data
+
+
+NESTED = {"nested_blocksize": 4, "nested_dtype": "float32", "nested_offset": 0.5}
+
+
+def nf4(name: str = "l.q.weight", **changes: Any) -> Tensors:
+    """A weight of bitsandbytes' nf4."""
+    return {
+        name: filled("U8", 512, 1),
+        f"{name}.absmax": filled("F32", 16),
+        f"{name}.quant_map": filled("F32", 16),
+        f"{name}.quant_state.bitsandbytes__nf4": state(**changes),
+    }
+
+
+def nested(**changes: Any) -> Tensors:
+    """The same with nested statistics."""
+    return nf4(**NESTED | changes) | {
+        "l.q.weight.absmax": filled("U8", 16),
+        "l.q.weight.nested_absmax": filled("F32", 4),
+        "l.q.weight.nested_quant_map": filled("F32", 256),
+    }
+
+
+def int8() -> Tensors:
+    """A weight of bitsandbytes' int8."""
+    return {
+        "l.q.weight": filled("I8", 8, 16),
+        "l.q.SCB": filled("F32", 8),
+        "l.q.weight_format": filled("U8"),
+    }
+
+
+def shape_of(*shape: int) -> _Tensor:
+    """The shape of a weight, as values."""
+    return "I64", (len(shape),), np.array(shape, np.int64).tobytes()
+
+
+def packed(zeros: bool = False) -> Tensors:
+    """A weight of compressed-tensors, 8 x 64 in 4 bits and groups of 32."""
+    out = {
+        "l.q.weight_packed": filled("I32", 8, 8),
+        "l.q.weight_scale": filled("BF16", 8, 2),
+        "l.q.weight_shape": shape_of(8, 64),
+    }
+    return out | ({"l.q.weight_zero_point": filled("I32", 1, 2)} if zeros else {})
+
+
+def scaled(code: str, scale: str, *shape: int) -> Tensors:
+    """A weight of 256 x 256 with scales."""
+    return {"l.q.weight": filled(code, 256, 256), f"l.q.{scale}": filled("F32", *shape)}
+
+
+def awq() -> Tensors:
+    """A weight of AWQ, 32 outputs and 64 inputs in groups of 16."""
+    return {
+        "l.q.qweight": filled("I32", 64, 4),
+        "l.q.qzeros": filled("I32", 4, 4),
+        "l.q.scales": filled("F16", 4, 32),
+    }
+
+
+def gptq(bits: int = 4) -> Tensors:
+    """A weight of GPTQ, 32 outputs and 64 inputs in groups of 16."""
+    return {
+        "l.q.qweight": filled("I32", 64 * bits // 32, 32),
+        "l.q.qzeros": filled("I32", 4, bits),
+        "l.q.scales": filled("F16", 4, 32),
+        "l.q.g_idx": filled("I32", 64),
+    }
+
+
+def mxfp4() -> Tensors:
+    """Experts of gpt-oss, two of 8 x 64."""
+    return {
+        "l.experts.down_proj_blocks": filled("U8", 2, 8, 2, 16),
+        "l.experts.down_proj_scales": filled("U8", 2, 8, 2),
+    }
+
+
+def torchao() -> Tensors:
+    """A weight that torchao flattened."""
+    return {"l.q._weight_qdata": filled("I8", 8, 16), "l.q._weight_scale": filled("F32", 8, 1)}
+
+
+FORM = {
+    "_type": "Int8Tensor",
+    "_data": {"block_size": [1, 16]},
+    "_tensor_data_names": ["qdata", "scale"],
+}
+AO = {"quant_method": "torchao"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def write(
+    folder: Path,
+    tensors: Mapping[str, _Tensor],
+    config: Mapping[str, Any] | None = None,
+    form: object = FORM,
+) -> Checkpoint:
+    """A checkpoint of these tensors."""
+    said = form if isinstance(form, str) else json.dumps(form)
+    metadata = {"l.q.weight": said} if config == AO else {}
+    write_safetensors(folder / "model.safetensors", tensors, metadata=metadata)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return open_checkpoint(folder)
+
+
+#: Tensors, quantization_config, and of the group: kind, shape, block, bits, order.
+KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
+    "nf4": (nf4(), None, ("bnb-nf4", (8, 128), (64,), 4, "flat")),
+    "nested": (nested(), None, ("bnb-nf4", (8, 128), (64,), 4, "flat")),
+    "nf4-in-bf16": (
+        nf4() | {"l.q.weight": filled("BF16", 256, 1)},
+        None,
+        ("bnb-nf4", (8, 128), (64,), 4, "flat"),
+    ),
+    "bnb-int8": (int8(), None, ("bnb-int8", (8, 16), (1, 16), 8, "rows")),
+    "packed": (packed(), None, ("ct-packed", (8, 64), (1, 32), 4, "rows")),
+    "packed-zeros": (packed(True), None, ("ct-packed", (8, 64), (1, 32), 4, "rows")),
+    "int8": (scaled("I8", "weight_scale", 256, 1), None, ("int8", (256, 256), (1, 256), 8, "rows")),
+    "fp8-row": (
+        scaled("F8_E4M3", "weight_scale", 256, 1),
+        None,
+        ("fp8", (256, 256), (1, 256), 8, "rows"),
+    ),
+    "fp8-tensor": (
+        scaled("F8_E4M3", "weight_scale_inv"),
+        FP8,
+        ("fp8", (256, 256), (256, 256), 8, "rows"),
+    ),
+    "fp8-block": (
+        scaled("F8_E4M3", "weight_scale_inv", 2, 2),
+        FP8,
+        ("fp8", (256, 256), (128, 128), 8, "rows"),
+    ),
+    "fp8-cut-block": (
+        {
+            "l.q.weight": filled("F8_E4M3", 200, 256),
+            "l.q.weight_scale_inv": filled("F32", 2, 2),
+        },
+        FP8,
+        ("fp8", (200, 256), (128, 128), 8, "rows"),
+    ),
+    "fp8-experts": (
+        {
+            "l.experts.up_proj": filled("F8_E4M3", 3, 32, 64),
+            "l.experts.up_proj_scale_inv": filled("F32", 3, 2, 4),
+        },
+        None,
+        ("fp8", (3, 32, 64), (16, 16), 8, "rows"),
+    ),
+    "awq": (awq(), {"quant_method": "awq"}, ("awq", (32, 64), (1, 16), 4, "columns")),
+    "gptq": (gptq(), None, ("gptq", (32, 64), (1, 16), 4, "columns")),
+    "gptq-8": (gptq(8), None, ("gptq", (32, 64), (1, 16), 8, "columns")),
+    "gptq-3": (gptq(3), None, ("gptq", (32, 64), (1, 16), 3, "columns")),
+    "mxfp4": (mxfp4(), None, ("mxfp4", (2, 8, 64), (1, 32), 4, "rows")),
+    "torchao": (torchao(), AO, ("torchao-Int8Tensor", (8, 16), (1, 16), 8, "rows")),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_weight_is_recognised(tmp_path: Path, name: str) -> None:
+    """Kind, shape, block, bits and order; every tensor of it is a member, and others are not."""
+    tensors, config, expected = KNOWN[name]
+    plain = {"l.norm.weight": filled("BF16", 4), "l.q.bias": filled("BF16", 8)}
+    checkpoint = write(tmp_path, plain | tensors, config)
+    (group,) = read_states(checkpoint).values()
+    assert (group.kind, group.shape, group.block, group.bits, group.order) == expected
+    assert {info.name for info in group.members.values()} == set(tensors)
+    assert set(members(checkpoint)) == set(tensors)
+    assert group.nbytes == sum(len(data) for _, _, data in tensors.values())
+    assert next(iter(group.members)) == "weight"
+    again = groups(pickle.loads(pickle.dumps(checkpoint)))
+    assert list(again) == [group.name]
+
+
+def test_what_the_state_says_is_kept(tmp_path: Path) -> None:
+    """The dtype that a weight had, and what its nested statistics need."""
+    (group,) = read_states(write(tmp_path, nested())).values()
+    assert group.dtype is BF16
+    assert dict(group.facts) == {
+        "blocksize": 64,
+        "quant_type": "nf4",
+        "nested_blocksize": 4,
+        "nested_offset": 0.5,
+    }
+
+
+def test_two_weights_of_a_module_are_two(tmp_path: Path) -> None:
+    """Tensors of one layer go to the weights that their names say."""
+    checkpoint = write(tmp_path, nf4("l.q.weight") | nf4("l.k.weight"))
+    assert list(groups(checkpoint)) == ["l.q.weight", "l.k.weight"]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"l.absmax": filled("F32", 3), "l.mask": filled("U8", 3)},
+        {"l.k_scale": filled("F32"), "l.weight": filled("U8", 3)},
+        {"l.weight_scale": filled("F32", 1), "l.ids": filled("I32", 3)},
+        {"l.qweight": filled("F32", 3, 3), "l.ids": filled("I32", 3)},
+        {"l.res_blocks": filled("U8", 2, 3), "l.weight": filled("I8", 3)},
+        {"l._weight_qdata": filled("I8", 3, 3)},
+        {"table": filled("F8_E4M3", 3, 3)},
+    ],
+)
+def test_what_only_looks_so_is_none(tmp_path: Path, tensors: Tensors) -> None:
+    """Names that others have too make no quantised weight, and no error."""
+    assert not groups(write(tmp_path, tensors))
+
+
+def without(tensors: Tensors, *names: str) -> Tensors:
+    """Without some of them."""
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
+    "no absmax": (without(nf4(), "l.q.weight.absmax"), None, "its absmax is missing"),
+    "no map": (without(nf4(), "l.q.weight.quant_map"), None, "its quant_map is missing"),
+    "no weight": (without(nf4(), "l.q.weight"), None, "its weight is missing"),
+    "no state": (
+        without(nf4(), "l.q.weight.quant_state.bitsandbytes__nf4"),
+        None,
+        "state is missing or unclear",
+    ),
+    "two states": (
+        nf4() | {"l.q.weight.quant_state.bitsandbytes__fp4": state()},
+        None,
+        "state is missing or unclear.*nf4 and fp4",
+    ),
+    "unknown type": (
+        without(nf4(), "l.q.weight.quant_state.bitsandbytes__nf4")
+        | {"l.q.weight.quant_state.bitsandbytes__af4": state()},
+        None,
+        "state is missing or unclear.*af4",
+    ),
+    "map of 15": (nf4() | {"l.q.weight.quant_map": filled("F32", 15)}, None, r"shape.*\[16\]"),
+    "map of halves": (nf4() | {"l.q.weight.quant_map": filled("F16", 16)}, None, "dtype.*F32"),
+    "no nested": (without(nested(), "l.q.weight.nested_absmax"), None, "nested_absmax is missing"),
+    "nested map of 16": (
+        nested() | {"l.q.weight.nested_quant_map": filled("F32", 16)},
+        None,
+        r"shape.*\[256\]",
+    ),
+    "nested beside floats": (
+        nf4() | {"l.q.weight.nested_absmax": filled("F32", 4)},
+        None,
+        "dtype.*expected U8",
+    ),
+    "absmax too long": (
+        nf4() | {"l.q.weight.absmax": filled("F32", 2000)},
+        None,
+        "length does not fit",
+    ),
+    "SCB of columns": (int8() | {"l.q.SCB": filled("F32", 16)}, None, r"shape.*\[8\], found \[16\]"),
+    "SCB alone": (without(int8(), "l.q.weight"), None, "its weight is missing"),
+    "SCB of floats": (int8() | {"l.q.weight": filled("BF16", 8, 16)}, None, "dtype.*I8"),
+    "packed without scale": (without(packed(), "l.q.weight_scale"), None, "its scale is missing"),
+    "packed without shape": (without(packed(), "l.q.weight_shape"), None, "weight_shape is missing"),
+    "int8 without scale": (
+        without(scaled("I8", "weight_scale", 256, 1), "l.q.weight_scale"),
+        {"quant_method": "compressed-tensors"},
+        "its scale is missing",
+    ),
+    "fp8 without scale": (
+        without(scaled("F8_E4M3", "weight_scale_inv", 2, 2), "l.q.weight_scale_inv"),
+        FP8,
+        "its scale is missing",
+    ),
+    "blocks that do not divide": (
+        scaled("F8_E4M3", "weight_scale_inv", 3, 2),
+        FP8,
+        "blocks do not divide",
+    ),
+    "rows that do not fit": (scaled("F8_E4M3", "weight_scale", 255), None, "shape.*256, 256"),
+    "scale of integers": (
+        scaled("F8_E4M3", "x") | {"l.q.weight_scale": filled("I32", 1)},
+        None,
+        "dtype",
+    ),
+    "zeros unlike scales": (
+        scaled("I8", "weight_scale", 256, 1) | {"l.q.weight_zero_point": filled("I8", 256, 2)},
+        None,
+        r"shape.*\[256, 1\]",
+    ),
+    "awq without zeros": (without(awq(), "l.q.qzeros"), None, "its qzeros is missing"),
+    "awq without scales": (without(awq(), "l.q.scales"), None, "its scales is missing"),
+    "awq of other bits": (awq(), {"quant_method": "awq", "bits": 3}, "not of the bits"),
+    "awq groups": (
+        awq() | {"l.q.scales": filled("F16", 5, 32), "l.q.qzeros": filled("I32", 5, 4)},
+        None,
+        "groups do not divide 64",
+    ),
+    "gptq order": (gptq() | {"l.q.g_idx": filled("I32", 63)}, None, r"shape.*\[64\]"),
+    "gptq zeros": (gptq() | {"l.q.qzeros": filled("I32", 3, 4)}, None, "shape.*a row for each"),
+    "mxfp4 without scales": (
+        without(mxfp4(), "l.experts.down_proj_scales"),
+        {"quant_method": "mxfp4"},
+        "its scales is missing",
+    ),
+    "mxfp4 scales": (
+        mxfp4() | {"l.experts.down_proj_scales": filled("U8", 2, 8, 3)},
+        None,
+        r"shape.*\[2, 8, 2\]",
+    ),
+    "mxfp4 blocks": (
+        mxfp4() | {"l.experts.down_proj_blocks": filled("U8", 2, 8, 4, 8)},
+        None,
+        r"\[\.\.\., blocks, 16\]",
+    ),
+    "torchao without scale": (without(torchao(), "l.q._weight_scale"), AO, "its scale is missing"),
+    "torchao scale": (torchao() | {"l.q._weight_scale": filled("F32", 8, 2)}, AO, r"\[8, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_headers_that_lie_are_refused(tmp_path: Path, name: str) -> None:
+    """One error: the file, the tensor, what was expected and what was found; before any read."""
+    tensors, config, said = HOSTILE[name]
+    checkpoint = write(tmp_path, tensors, config)
+    with pytest.raises(CheckpointError, match=f"(?s){said}") as caught:
+        groups(checkpoint)
+    error = caught.value
+    assert error.path.endswith("model.safetensors")
+    assert error.tensor in tensors
+    assert error.expected is not None
+    assert error.found is not None
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    with pytest.raises(CheckpointError, match=f"(?s){said}"):
+        streamload.load_state_dict(None, checkpoint, device="host", progress=False)
+
+
+STATES: dict[str, tuple[Tensors, str]] = {
+    "no JSON": (
+        nf4() | {"l.q.weight.quant_state.bitsandbytes__nf4": ("U8", (3,), b"{x}")},
+        "is not valid JSON",
+    ),
+    "a list": (
+        nf4() | {"l.q.weight.quant_state.bitsandbytes__nf4": ("U8", (2,), b"[]")},
+        "an object of JSON",
+    ),
+    "another type": (nf4(quant_type="fp4"), "another type.*expected nf4, found fp4"),
+    "shape too large": (nf4(shape=[9, 128]), r"does not fit the bytes.*1024 values.*\[9, 128\]"),
+    "negative shape": (nf4(shape=[-8, -128]), "no valid shape"),
+    "no shape": (nf4(shape=None), "no valid shape"),
+    "odd block": (nf4(blocksize=63), "no valid blocksize.*63"),
+    "block of true": (nf4(blocksize=True), "no valid blocksize"),
+    "block too large": (nf4(blocksize=128), r"blocks of 128.*expected \[8\], found \[16\]"),
+    "integers": (nf4(dtype="int8"), "no dtype of weights.*int8"),
+    "nested block": (nested(nested_blocksize=8), r"blocks of 8.*expected \[2\], found \[4\]"),
+    "no nested offset": (nested(nested_offset=None), "nothing valid of the nested"),
+    "other width": (
+        packed() | {"l.q.weight_shape": shape_of(8, 640)},
+        r"do not fit the packed.*found \[8, 640\]",
+    ),
+    "other rows": (packed() | {"l.q.weight_shape": shape_of(9, 64)}, "do not fit the packed"),
+    "groups": (
+        packed() | {"l.q.weight_scale": filled("BF16", 8, 3)},
+        "groups do not divide the 64 values",
+    ),
+    "zeros": (packed() | {"l.q.weight_zero_point": filled("I32", 3, 2)}, r"shape.*\[1, 2\]"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_values_that_lie_are_refused(tmp_path: Path, name: str) -> None:
+    """What the file says of a weight's shape is held against its bytes."""
+    tensors, said = STATES[name]
+    checkpoint = write(tmp_path, tensors)
+    assert len(groups(checkpoint)) == 1
+    with pytest.raises(CheckpointError, match=f"(?s){said}") as caught:
+        read_states(checkpoint)
+    assert caught.value.tensor in tensors
+
+
+@pytest.mark.parametrize(
+    "form", ["{", "[]", {}, FORM | {"_data": 1}, FORM | {"_data": {"block_size": [1, 0]}}]
+)
+def test_metadata_that_lie_are_refused(tmp_path: Path, form: object) -> None:
+    """torchao's metadata of a weight must be there and say what it is."""
+    with pytest.raises(CheckpointError, match="metadata") as caught:
+        groups(write(tmp_path, torchao(), AO, form))
+    assert caught.value.tensor == "l.q._weight_qdata"
+
+
+def test_a_plain_checkpoint_costs_nothing(tmp_path: Path) -> None:
+    """50,000 tensors without a quantised weight are passed over in milliseconds, and once."""
+    tensors = {f"l.{i}.weight": ("BF16", (1,), b"xx") for i in range(50_000)}
+    checkpoint = write(tmp_path, tensors)
+    begun = time.process_time()
+    assert not groups(checkpoint)
+    assert time.process_time() - begun < 0.5
+    assert groups(checkpoint) is groups(checkpoint)
+
+
+# --- kept together, and as they are ---------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A checkpoint in two files with quantised weights of several kinds, and plain ones."""
+    folder = tmp_path / "in"
+    plain = {f"layers.{i}.norm.weight": ("BF16", (64,), bytes(128)) for i in range(4)}
+    first, second = dict(plain), {}
+    for i in range(4):
+        one = nf4(f"layers.{i}.q.weight")
+        second |= {name: one.pop(name) for name in list(one) if name.endswith("absmax")}
+        first |= one
+        for name, tensor in packed().items():
+            first[name.replace("l.q", f"layers.{i}.k")] = tensor
+        fp8 = scaled("F8_E4M3", "weight_scale", 256, 1)
+        second |= {name.replace("l.q", f"layers.{i}.v"): tensor for name, tensor in fp8.items()}
+    write_safetensors(folder / "a.safetensors", first)
+    write_safetensors(folder / "b.safetensors", second)
+    return folder
+
+
+def of(checkpoint: Checkpoint) -> Iterator[Group]:
+    """The quantised weights of a checkpoint."""
+    found = groups(checkpoint)
+    assert len(found) == 12
+    yield from found.values()
+
+
+def test_a_conversion_keeps_them_in_one_file(mixed: Path, tmp_path: Path) -> None:
+    """However small files are, the tensors of a weight are in one of them."""
+    out = tmp_path / "out"
+    streamload.convert(mixed, out, max_shard_size="5kB", progress=False)
+    converted = open_checkpoint(out)
+    assert len(converted.shards) > 4
+    for group in of(converted):
+        assert len({info.shard for info in group.members.values()}) == 1
+    assert streamload.diff(mixed, out, progress=False).ok
+
+
+def test_a_conversion_does_not_cast_them(mixed: Path, tmp_path: Path) -> None:
+    """Scales and statistics keep their dtypes, the rest changes; float8 is refused by its scale."""
+    out, rules = tmp_path / "out", {"*.v.weight": "checkpoint", "*": "float16"}
+    streamload.convert(mixed, out, dtype=rules, progress=False)
+    before, after = open_checkpoint(mixed), open_checkpoint(out)
+    for group in of(before):
+        for info in group.members.values():
+            assert after.tensors[info.name].dtype is info.dtype
+    assert after.tensors["layers.0.norm.weight"].dtype is F16
+    assert streamload.diff(mixed, out, dtype=rules, progress=False).ok
+    with pytest.raises(UnsupportedCastError, match=r"layers\.0\.v\.weight.*weight_scale"):
+        streamload.convert(mixed, tmp_path / "other", dtype="float16", progress=False)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", {"*": "float16"}])
+def test_a_load_does_not_cast_them(mixed: Path, dtype: Any) -> None:
+    """Also the default of devices without bfloat16 leaves scales as they are."""
+    if dtype is not None:
+        rest = {"*": dtype} if isinstance(dtype, str) else dtype
+        dtype = {"*.v.weight": "checkpoint"} | rest
+    checkpoint = open_checkpoint(mixed)
+    made = streamload.split(checkpoint, nodes=[Node("n", "1GB")], dtype=dtype)
+    dsts = {p.name: p.dst for p in made.placements}
+    for group in of(checkpoint):
+        for info in group.members.values():
+            assert dsts[info.name] is info.dtype
+    expected = F16 if dtype is None else parse_dtype(dtype["*"])
+    assert dsts["layers.0.norm.weight"] is expected
+    report = streamload.load_state_dict(
+        None, checkpoint, device="host", dtype="checkpoint", progress=False
+    )
+    scale = report.state_dict["layers.3.v.weight_scale"]
+    assert scale.tobytes() == scaled("F8_E4M3", "weight_scale", 256, 1)["l.q.weight_scale"][2]
+
+
+def test_a_model_may_hold_them_wider_and_gets_them_as_stored(tmp_path: Path) -> None:
+    """A float32 parameter in place of a scale in bfloat16 becomes that scale."""
+    checkpoint = write(tmp_path, packed())
+    model = {
+        "l.q.weight_packed": np.zeros((8, 8), np.int32),
+        "l.q.weight_scale": np.zeros((8, 2), np.float32),
+        "l.q.weight_shape": np.zeros(2, np.int64),
+    }
+    streamload.load_state_dict(model, checkpoint, progress=False)
+    assert model["l.q.weight_scale"].dtype == BF16.numpy
+    assert model["l.q.weight_scale"].tobytes() == packed()["l.q.weight_scale"][2]
+
+
+def test_who_keeps_what(tmp_path: Path) -> None:
+    """Members keep their dtypes; float8 values are left to be refused where a cast is asked for."""
+    checkpoint = write(
+        tmp_path, scaled("F8_E4M3", "weight_scale", 256, 1) | {"l.norm": filled("F32", 4)}
+    )
+    kept = {name: kept_dtype(checkpoint, info) for name, info in checkpoint.tensors.items()}
+    assert kept == {"l.q.weight": None, "l.q.weight_scale": F32, "l.norm": None}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
+    """Without layers, where every tensor could go anywhere, those of a weight stay together."""
+    tensors: Tensors = {}
+    for i in range(7):
+        tensors |= nf4(f"part{i}.weight")
+    checkpoint = write(tmp_path, tensors)
+    nodes = [Node(f"n{i}", "1MB") for i in range(count)]
+    made = streamload.split(checkpoint, nodes=nodes)
+    where = {p.name: p.device for p in made.placements}
+    assert set(where) == set(tensors)
+    for group in groups(checkpoint).values():
+        assert len({where[info.name] for info in group.members.values()}) == 1
+    assert len(set(where.values())) == count
+
+
+# --- what people see ------------------------------------------------------------------------------
+
+
+def cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command prints."""
+    app([str(argument) for argument in arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_inspect_shows_one_line_for_each(mixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name, kind, unpacked shape, and the bytes of all of its tensors."""
+    lines = cli(capsys, "inspect", mixed).splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:17]}
+    assert rows["layers.0.q.weight"] == ["bnb-nf4", "8", "x", "128", "718", "B"]
+    assert rows["layers.0.k.weight"] == ["ct-packed", "8", "x", "64", "304", "B"]
+    assert rows["layers.1.v.weight"] == ["fp8", "256", "x", "256", "66.56", "kB"]
+    assert rows["layers.0.norm.weight"][0] == "bfloat16"
+    assert lines[17].startswith("40 tensors, of 12 quantised weights and 4 others in 2 files")
+    said = json.loads(cli(capsys, "inspect", mixed, "--json"))
+    assert len(said["tensors"]) == 40
+    one = next(each for each in said["quantised"] if each["name"] == "layers.0.q.weight")
+    assert (one["kind"], one["shape"], one["nbytes"]) == ("bnb-nf4", [8, 128], 718)
+    assert one["members"]["absmax"] == "layers.0.q.weight.absmax"
+
+
+def changed(folder: Path, change: Callable[[bytearray], None]) -> None:
+    """Change the bytes of a file."""
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def test_diff_and_verify_speak_of_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What differs in several tensors of a weight is one line, with its name and kind."""
+    write(tmp_path / "in", nf4() | {"l.norm.weight": filled("BF16", 4)})
+    out = tmp_path / "out"
+    streamload.convert(tmp_path / "in", out, progress=False)
+    infos = open_checkpoint(out).tensors
+
+    def flip(data: bytearray) -> None:
+        for name in ("l.q.weight", "l.q.weight.absmax"):
+            data[infos[name].start] ^= 1
+
+    changed(out, flip)
+    found = streamload.diff(tmp_path / "in", out, progress=False)
+    assert [d.name for d in found.differences] == ["l.q.weight", "l.q.weight.absmax"]
+    lines = str(found).splitlines()
+    assert lines[1].startswith("l.q.weight (bnb-nf4)  values: 1 of 512 values differ")
+    assert "; absmax: 1 of 16 values differ" in lines[1]
+    assert lines[2].startswith("2 tensors different, 3 equal")
+    printed = cli(capsys, "verify", out, "--no-progress").splitlines()
+    assert printed[1].startswith("l.q.weight (bnb-nf4)")
+    assert printed[1].count("digest") == 2
