@@ -294,11 +294,19 @@ HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
         None,
         "length does not fit",
     ),
-    "SCB of columns": (int8() | {"l.q.SCB": filled("F32", 16)}, None, r"shape.*\[8\], found \[16\]"),
+    "SCB of columns": (
+        int8() | {"l.q.SCB": filled("F32", 16)},
+        None,
+        r"shape.*\[8\], found \[16\]",
+    ),
     "SCB alone": (without(int8(), "l.q.weight"), None, "its weight is missing"),
     "SCB of floats": (int8() | {"l.q.weight": filled("BF16", 8, 16)}, None, "dtype.*I8"),
     "packed without scale": (without(packed(), "l.q.weight_scale"), None, "its scale is missing"),
-    "packed without shape": (without(packed(), "l.q.weight_shape"), None, "weight_shape is missing"),
+    "packed without shape": (
+        without(packed(), "l.q.weight_shape"),
+        None,
+        "weight_shape is missing",
+    ),
     "int8 without scale": (
         without(scaled("I8", "weight_scale", 256, 1), "l.q.weight_scale"),
         {"quant_method": "compressed-tensors"},

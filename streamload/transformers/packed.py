@@ -7,6 +7,7 @@ their parameters are those of transformers' own FP8 modules.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Set
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def dequantised(
         dtype: of the result.
     """
     if scale.dtype == torch.uint8:
-        scale = torch.ldexp(torch.ones((), device=scale.device), scale.to(torch.int32) - 127)
+        scale = torch.exp2(scale.to(torch.float32) - 127)
     scale = scale.to(torch.float32)
     rows, columns = values.shape
     out = torch.empty(rows, columns, dtype=dtype, device=values.device)
@@ -68,6 +69,20 @@ class PackedExperts(FP8Experts):  # type: ignore[misc]
         """The product with the weight of one expert, dequantised for the call."""
         dense = dequantised(weight, weight_scale_inv, self.block_size, input.dtype)
         return functional.linear(input, dense)
+
+
+def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None:
+    """Make plain Linears of FP8 modules whose weights are not quantised in the checkpoint.
+
+    Args:
+        model: on the meta device.
+        quantised: the names of weights that are.
+        dtype: of those that are not.
+    """
+    for name, module in list(model.named_modules()):
+        if type(module) is FP8Linear and f"{name}.weight" not in quantised:
+            sizes, bias = (module.in_features, module.out_features), module.bias is not None
+            model.set_submodule(name, nn.Linear(*sizes, bias, device="meta", dtype=dtype))
 
 
 def keep_packed(model: nn.Module) -> str:

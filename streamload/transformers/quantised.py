@@ -149,12 +149,16 @@ class Quantised:
         if self.method == "mxfp4":
             config.dequantize = False
             self._keep_mxfp4(model)
-        if self.method == "fp8" and not _has_fp8_kernels(names):
+        if self.method == "fp8":
             from streamload.transformers import packed
 
-            if left := packed.keep_packed(model):
-                self._refuse(f"{left} of transformers needs kernels for FP8", names)
-            self._say_kept("FP8 weights")
+            named = renames()
+            weights = {named(group.name)[0] for group in groups(self.checkpoint).values()}
+            packed.as_stored(model, weights, model.dtype)
+            if not _has_fp8_kernels(names):
+                if left := packed.keep_packed(model):
+                    self._refuse(f"{left} of transformers needs kernels for FP8", names)
+                self._say_kept("FP8 weights")
 
     def _refuse(self, problem: str, devices: list[str], cause: Exception | None = None) -> None:
         raise CheckpointError(

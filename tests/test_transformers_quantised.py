@@ -1,0 +1,614 @@
+"""Quantised checkpoints of transformers: its modules, the stored bytes, the same logits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+
+import streamload
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.errors import (
+    CheckpointError,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    UnsupportedCastError,
+)
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+import safetensors.torch as st  # noqa: E402
+
+import streamload.transformers as ours  # noqa: E402
+from streamload.transformers import quantised  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 64, "tie_word_embeddings": False},
+}
+MOE: dict[str, Any] = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+Make = Callable[[Path], None]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """transformers says nothing of its own about these models."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(before)
+    transformers.utils.logging.enable_progress_bar()
+
+
+def plain(folder: Path, name: str = "Llama", dtype: Any = torch.bfloat16, **changes: Any) -> None:
+    """A small model, with random weights of 16 bits."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**SMALL | changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(folder)
+
+
+def rewrite(folder: Path, change: Callable[[str, Any], Mapping[str, Any]], **config: Any) -> None:
+    """Put other tensors in the place of each, and say in config.json how they are quantised."""
+    path = folder / "model.safetensors"
+    tensors: dict[str, Any] = {}
+    for name, tensor in st.load_file(path).items():
+        tensors |= change(name, tensor)
+    st.save_file(tensors, path, metadata={"format": "pt"})
+    reconfigure(folder, quantization_config=config)
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def in_fp8(weight: Any, tall: int, wide: int) -> tuple[Any, Any]:
+    """A matrix in blocks of FP8, and the scales of the blocks."""
+    rows, columns = weight.shape
+    scales = torch.zeros(-(-rows // tall), -(-columns // wide))
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i in range(len(scales)):
+        for j in range(scales.shape[1]):
+            at = (slice(i * tall, (i + 1) * tall), slice(j * wide, (j + 1) * wide))
+            scales[i, j] = weight[at].float().abs().max() / 448
+            values[at] = (weight[at].float() / scales[i, j]).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def fp8(block: tuple[int, int] | None, name: str = "Llama", **changes: Any) -> Make:
+    """A checkpoint of fine-grained FP8, or with one scale for each weight."""
+
+    def change(name: str, tensor: Any) -> dict[str, Any]:
+        if not name.endswith("proj.weight"):
+            return {name: tensor}
+        values, scales = in_fp8(tensor, *(block or tensor.shape))
+        return {name: values, f"{name}_scale_inv": scales if block else scales.reshape(())}
+
+    def make(folder: Path) -> None:
+        plain(folder, name, **changes)
+        size = list(block) if block else None
+        rewrite(
+            folder,
+            change,
+            quant_method="fp8",
+            activation_scheme="dynamic",
+            weight_block_size=size,
+        )
+
+    return make
+
+
+def mxfp4(folder: Path) -> None:
+    """A checkpoint of gpt-oss with experts in MXFP4."""
+    plain(
+        folder,
+        "GptOss",
+        **MOE,
+        num_local_experts=4,
+        sliding_window=16,
+        intermediate_size=64,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+
+    def change(name: str, tensor: Any) -> dict[str, Any]:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {name: tensor}
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:-1], dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    rewrite(folder, change, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+
+
+def load(path: Path, **arguments: Any) -> Any:
+    """Load with streamload, on the CPU."""
+    return ours.from_pretrained(path, **{"device": "cpu", "progress": False, **arguments})
+
+
+def reference(path: Path, **arguments: Any) -> Any:
+    """Load with transformers alone."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **arguments)
+
+
+def logits(model: Any) -> Any:
+    """Of some tokens."""
+    with torch.no_grad():
+        return model(torch.arange(24).reshape(2, 12)).logits
+
+
+def raw(tensor: Any) -> tuple[Any, Any, bytes]:
+    """Dtype, shape and bytes."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), bytes(flat.numpy())
+
+
+def stored(folder: Path) -> dict[str, tuple[Any, Any, bytes]]:
+    """The tensors of a checkpoint."""
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= st.load_file(path)
+    return {name: raw(tensor) for name, tensor in tensors.items()}
+
+
+def rounded_up(folder: Path) -> int:
+    """More than the tensors of a checkpoint take of torch's allocator on the CPU."""
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.nbytes + 64 * len(checkpoint.tensors)
+
+
+#: Checkpoints that no library is needed for.
+OWN: dict[str, Make] = {
+    "fp8-blocks": fp8((32, 32)),
+    "fp8-cut-blocks": fp8((48, 48)),
+    "fp8-tensor": fp8(None),
+    "mxfp4": mxfp4,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_packed_weights_stay_packed(tmp_path: Path, name: str) -> None:
+    """The state is that of the file, nothing wider; transformers' dequantised logits come out."""
+    OWN[name](tmp_path)
+    model = load(tmp_path)
+    report = model.streamload_report
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+    assert report.resident_nbytes < rounded_up(tmp_path)
+    assert any("stay packed" in note for note in report.notes)
+    assert model.is_quantized
+    assert model.config.quantization_config is model.hf_quantizer.quantization_config
+    found = logits(model)
+    if name != "fp8-cut-blocks":  # which transformers does not dequantise
+        assert torch.equal(found, logits(reference(tmp_path)))
+    assert found.isfinite().all()
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+
+
+def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
+    """Each value by the scale of its block, rounded once, also where the last blocks are short."""
+    from streamload.transformers.packed import dequantised
+
+    values, scales = in_fp8(torch.randn(70, 50), 32, 32)
+    found = dequantised(values, scales, (32, 32), torch.bfloat16)
+    wide = scales.repeat_interleave(32, 0)[:70].repeat_interleave(32, 1)[:, :50]
+    assert torch.equal(found, (values.float() * wide).to(torch.bfloat16))
+    exponents = torch.randint(118, 124, (3, 2), dtype=torch.uint8)
+    powers = torch.exp2(exponents.float() - 127)
+    by_exponents = dequantised(values, exponents, (32, 32), torch.float32)
+    assert torch.equal(by_exponents, dequantised(values, powers, (32, 32), torch.float32))
+
+
+def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:
+    """Experts that are stored one by one become transformers' fused parameters, still FP8."""
+    experts = {**MOE, "num_experts": 4, "moe_intermediate_size": 32}
+    fp8((32, 32), "Qwen3Moe", **experts)(tmp_path)
+    model = load(tmp_path)
+    state = model.state_dict()
+    fused = state["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (fused.dtype, fused.shape) == (torch.float8_e4m3fn, (4, 64, 64))
+    assert state["model.layers.0.mlp.experts.gate_up_proj_scale_inv"].shape == (4, 2, 2)
+    assert model.streamload_report.resident_nbytes < rounded_up(tmp_path)
+    assert torch.allclose(logits(model), logits(reference(tmp_path)), atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "mxfp4"])
+def test_shards_make_the_same_model(tmp_path: Path, name: str) -> None:
+    """From many files as from one."""
+    OWN[name](tmp_path / "one")
+    streamload.convert(tmp_path / "one", tmp_path / "many", max_shard_size="20kB", progress=False)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load(tmp_path / folder) for folder in ("one", "many"))
+    assert {n: raw(t) for n, t in many.state_dict().items()} == stored(tmp_path / "one")
+    assert torch.equal(logits(many), logits(one))
+
+
+def test_the_rest_is_cast_and_packed_weights_are_not(tmp_path: Path) -> None:
+    """Another dtype changes norms and embeddings, and leaves weights and scales as they are."""
+    OWN["fp8-blocks"](tmp_path)
+    model = load(tmp_path, dtype="float32")
+    dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert dtypes == {
+        "weight": torch.float32,  # the head's, which comes last
+        "weight_scale_inv": torch.float32,
+    }
+    assert model.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
+    assert model.model.norm.weight.dtype is torch.float32
+    close = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(logits(model), logits(load(tmp_path)).float(), **close)
+
+
+def test_a_budget_holds_what_is_stored(tmp_path: Path) -> None:
+    """It fits into the bytes of the file; below, the plan says so before anything is read."""
+    OWN["fp8-blocks"](tmp_path)
+    nbytes = open_checkpoint(tmp_path).nbytes
+    assert load(tmp_path, budget=rounded_up(tmp_path))
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=nbytes - 1)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_methods_of_others_are_refused_by_name(tmp_path: Path) -> None:
+    """What is opened here is said, and nothing is read."""
+    plain(tmp_path)
+    reconfigure(tmp_path, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(CheckpointError, match=r"transformers alone.*bitsandbytes.*found hqq"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "needed"),
+    [
+        ("bitsandbytes", "bitsandbytes"),
+        ("compressed-tensors", "compressed-tensors"),
+        ("torchao", "torchao"),
+        ("gptq", "optimum gptqmodel"),
+        ("awq", "gptqmodel"),
+    ],
+)
+def test_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, needed: str
+) -> None:
+    """The line that installs what its modules are of."""
+    plain(tmp_path)
+    reconfigure(tmp_path, quantization_config={"quant_method": method, "load_in_4bit": True})
+    monkeypatch.setattr(quantised, "_installed", lambda name: name == "accelerate")
+    with pytest.raises(CheckpointError, match=f"pip install {needed}:"):
+        load(tmp_path)
+
+
+def unquantised(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
+    """Put a plain weight in the place of a quantised one."""
+    path = folder / "model.safetensors"
+    tensors = {n: t for n, t in st.load_file(path).items() if not n.startswith(name)}
+    tensors[name] = torch.randn(128, 64).to(dtype)
+    st.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_plain_weight_among_fp8_is_plain(tmp_path: Path) -> None:
+    """Its module is a Linear, as its bytes are; so is the head, which config.json may not say."""
+    OWN["fp8-blocks"](tmp_path)
+    unquantised(tmp_path, "model.layers.1.mlp.up_proj.weight")
+    model = load(tmp_path)
+    assert type(model.model.layers[1].mlp.up_proj) is torch.nn.Linear
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+    assert torch.equal(logits(model), logits(reference(tmp_path)))
+
+
+def test_a_quantised_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
+    """A module that config.json leaves out gets no packed bytes."""
+    OWN["fp8-blocks"](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    reconfigure(tmp_path, quantization_config={**config, "modules_to_not_convert": ["mlp.up_proj"]})
+    with pytest.raises((StateDictMismatchError, UnsupportedCastError), match="up_proj"):
+        load(tmp_path)
+
+
+def test_scales_that_do_not_fit_the_module_are_refused(tmp_path: Path) -> None:
+    """Blocks of another size than config.json says: the file and the tensor are named."""
+    OWN["fp8-blocks"](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    reconfigure(tmp_path, quantization_config={**config, "weight_block_size": [16, 16]})
+    with pytest.raises(CheckpointError, match="blocks do not divide") as caught:
+        load(tmp_path)
+    assert str(caught.value.tensor).endswith("_scale_inv")
+
+
+def test_quantising_on_the_way_has_no_counterpart(tmp_path: Path) -> None:
+    """The argument of transformers is answered by what to write."""
+    plain(tmp_path)
+    with pytest.raises(ValueError, match="quantization_config has no counterpart"):
+        load(tmp_path, quantization_config={"load_in_4bit": True})
+
+
+# --- with the libraries ---------------------------------------------------------------------------
+
+
+def by_transformers(make: Callable[[], Any], **changes: Any) -> Make:
+    """A checkpoint that transformers quantises and saves."""
+
+    def made(folder: Path) -> None:
+        plain(folder / "plain", **changes)
+        model = reference(folder / "plain", quantization_config=make(), device_map="cpu")
+        model.save_pretrained(folder)
+        shutil.rmtree(folder / "plain")
+
+    return made
+
+
+def bitsandbytes(**config: Any) -> Make:
+    """A checkpoint that bitsandbytes made."""
+    return by_transformers(lambda: transformers.BitsAndBytesConfig(**config))
+
+
+def torchao(name: str, **config: Any) -> Make:
+    """A checkpoint that torchao made."""
+
+    def make() -> Any:
+        quantization = importlib.import_module("torchao.quantization")
+        return transformers.TorchAoConfig(getattr(quantization, name)(**config))
+
+    return by_transformers(make)
+
+
+def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Make:
+    """A checkpoint that compressed-tensors made."""
+
+    def make(folder: Path) -> None:
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        plain(folder / "plain")
+        model = reference(folder / "plain")
+        group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}
+        group |= {} if inputs is None else {"input_activations": {"symmetric": True, **inputs}}
+        groups = {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+        apply_quantization_config(model, QuantizationConfig.model_validate(groups))
+        for module in model.modules():
+            scheme = getattr(module, "quantization_scheme", None)
+            if scheme is None:
+                continue
+            rows, columns = module.weight.shape
+            size = {"tensor": None, "channel": columns, "group": scheme.weights.group_size}
+            length = size[scheme.weights.strategy]
+            parts = module.weight.data.float()
+            parts = parts.reshape(1, -1) if length is None else parts.reshape(rows, -1, length)
+            ends = (parts.amin(-1), parts.amax(-1))
+            scale, zeros = calculate_qparams(*ends, scheme.weights)
+            shape = module.weight_scale.shape
+            module.weight_scale.data = scale.to(torch.bfloat16).reshape(shape)
+            if hasattr(module, "weight_zero_point"):
+                module.weight_zero_point.data = zeros.to(torch.int8).reshape(shape)
+            if hasattr(module, "input_scale"):
+                module.input_scale.data.fill_(0.05)
+        compressor = ModelCompressor.from_pretrained_model(model)
+        compressor.compress_model(model)
+        model.save_pretrained(folder)
+        compressor.update_config(folder)
+        shutil.rmtree(folder / "plain")
+
+    return make
+
+
+def by_columns(kind: str) -> Make:
+    """A checkpoint as GPTQ or AWQ write it, of random words."""
+
+    def change(name: str, tensor: Any) -> dict[str, Any]:
+        if not name.endswith("proj.weight"):
+            return {name: tensor}
+        module, (outputs, inputs) = name.removesuffix("weight"), tensor.shape
+        groups = inputs // 32
+        numbers = np.random.default_rng(len(name))
+
+        def words(rows: int, columns: int) -> Any:
+            found = numbers.integers(-(2**31), 2**31, (rows, columns), dtype=np.int32)
+            return torch.from_numpy(found)
+
+        scales = torch.rand(groups, outputs) * 0.01
+        out = {f"{module}scales": scales.to(torch.float16)}
+        if kind == "awq":
+            out[f"{module}qweight"] = words(inputs, outputs // 8)
+            out[f"{module}qzeros"] = words(groups, outputs // 8)
+            return out
+        out[f"{module}qweight"] = words(inputs // 8, outputs)
+        out[f"{module}qzeros"] = torch.full((groups, outputs // 8), 0x77777777, dtype=torch.int32)
+        out[f"{module}g_idx"] = torch.arange(inputs, dtype=torch.int32) // 32
+        return out
+
+    def make(folder: Path) -> None:
+        plain(folder, dtype=torch.float16)
+        more = {"desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+        if kind == "awq":
+            more = {"zero_point": True, "version": "gemm"}
+        rewrite(folder, change, quant_method=kind, bits=4, group_size=32, **more)
+
+    return make
+
+
+_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True}
+#: Checkpoints, and the module that makes or opens them.
+MADE: dict[str, tuple[str, Make]] = {
+    "nf4": ("bitsandbytes", bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "nf4-nested": (
+        "bitsandbytes",
+        bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    ),
+    "nf4-in-bf16": (
+        "bitsandbytes",
+        bitsandbytes(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16),
+    ),
+    "fp4": ("bitsandbytes", bitsandbytes(load_in_4bit=True)),
+    "int8": ("bitsandbytes", bitsandbytes(load_in_8bit=True)),
+    "pack-quantized": ("compressed_tensors", compressed(_GROUPS)),
+    "int-quantized": (
+        "compressed_tensors",
+        compressed(
+            {"num_bits": 8, "type": "int", "strategy": "channel"}, {"type": "int", **_TOKENS}
+        ),
+    ),
+    "float-quantized": (
+        "compressed_tensors",
+        compressed(
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+        ),
+    ),
+    "float-quantized-rows": (
+        "compressed_tensors",
+        compressed(
+            {"num_bits": 8, "type": "float", "strategy": "channel"}, {"type": "float", **_TOKENS}
+        ),
+    ),
+    "torchao-int8": ("torchao", torchao("Int8WeightOnlyConfig", version=2)),
+    "torchao-float8": ("torchao", torchao("Float8WeightOnlyConfig")),
+    "gptq": ("gptqmodel", by_columns("gptq")),
+    "awq": ("gptqmodel", by_columns("awq")),
+}
+
+
+def needs_library(name: str) -> None:
+    """Skip where a library is missing, or its own dependencies are."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    if name == "gptqmodel":
+        pytest.importorskip("optimum.gptq", exc_type=ImportError)
+    pytest.importorskip(name, exc_type=ImportError)
+
+
+def same_state(found: Any, expected: Any) -> None:
+    """Names, classes, dtypes, shapes and bytes are the same."""
+    mine, theirs = found.state_dict(), expected.state_dict()
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        other = theirs[name]
+        assert type(tensor) is type(other), name
+        if hasattr(tensor, "qdata"):  # a class of torchao
+            assert raw(tensor.qdata) == raw(other.qdata), name
+            assert raw(tensor.scale) == raw(other.scale), name
+        else:
+            assert raw(tensor) == raw(other), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["one", "many"])
+@pytest.mark.parametrize("name", MADE)
+def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) -> None:
+    """State, modules, configuration and logits; from one file and from several."""
+    library, make = MADE[name]
+    needs_library(library)
+    make(tmp_path / "one")
+    if files == "many":
+        streamload.convert(
+            tmp_path / "one", tmp_path / "many", max_shard_size="20kB", progress=False
+        )
+    folder = tmp_path / files
+    found, expected = load(folder), reference(folder, device_map="cpu")
+    if library != "gptqmodel":  # which repacks what it is given
+        same_state(found, expected)
+    assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.streamload_report.resident_nbytes >= open_checkpoint(folder).nbytes
+    assert torch.equal(logits(found), logits(expected))
+    assert found.is_quantized == expected.is_quantized
+    assert found.quantization_method == expected.quantization_method
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8", "pack-quantized"])
+def test_is_saved_as_it_was_opened(tmp_path: Path, name: str) -> None:
+    """`save_pretrained` writes the tensors of the checkpoint again."""
+    library, make = MADE[name]
+    needs_library(library)
+    make(tmp_path / "in")
+    load(tmp_path / "in").save_pretrained(tmp_path / "out")
+    assert stored(tmp_path / "out") == stored(tmp_path / "in")
+
+
+@pytest.mark.slow
+def test_weights_of_bitsandbytes_are_not_copied(tmp_path: Path) -> None:
+    """The parameter stands on the memory that the load filled, and the plan counted."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    model = load(tmp_path)
+    module = model.model.layers[0].mlp.up_proj
+    assert type(module.weight).__name__ == "Params4bit"
+    assert module.weight.quant_state is module.quant_state
+    assert module.weight.quant_state.shape == (128, 64)
+    report = model.streamload_report
+    assert report.resident_nbytes < 1.05 * open_checkpoint(tmp_path).nbytes
+    if module.support_avx512bf16_for_cpu:
+        assert any("repacks each weight" in note for note in report.notes)
+        with pytest.raises(PlanInfeasibleError):
+            load(tmp_path, budget=report.resident_nbytes + 8192)
+
+
+@pytest.mark.slow
+def test_what_bitsandbytes_cannot_run_is_refused(tmp_path: Path) -> None:
+    """Rows that are no whole blocks cannot be repacked on a CPU with AVX512-BF16."""
+    needs_library("bitsandbytes")
+    from bitsandbytes.nn.modules import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("the CPU has no AVX512-BF16")
+    config = {"load_in_4bit": True}
+    make = by_transformers(lambda: transformers.BitsAndBytesConfig(**config), intermediate_size=96)
+    make(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not run on cpu.*down_proj.*64 x 96"):
+        load(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
+    """config.json gives its module quantised weights: the bytes would mean something else."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    unquantised(tmp_path, name)
+    with pytest.raises(CheckpointError, match="and it is not: expected uint8") as caught:
+        load(tmp_path)
+    assert caught.value.tensor == name
+
+
+@pytest.mark.slow
+def test_asymmetric_groups_are_opened(tmp_path: Path) -> None:
+    """Packed zero points, which transformers 5.23 refuses by their shape, are dequantised right."""
+    needs_library("compressed_tensors")
+    torch.manual_seed(1)
+    compressed({**_GROUPS, "symmetric": False})(tmp_path / "in")
+    model = load(tmp_path / "in")
+    assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path / "in")
+    plain(tmp_path / "plain")
+    expected = logits(reference(tmp_path / "plain")).float()
+    assert (
+        torch.nn.functional.cosine_similarity(logits(model).float(), expected, dim=-1).min() > 0.97
+    )
+
+
+@pytest.mark.slow
+def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """The unpacked shapes are compared, and named."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    reconfigure(tmp_path, intermediate_size=256)
+    with pytest.raises(StateDictMismatchError, match=r"up_proj\.weight.*\[256, 64\].*\[128, 64\]"):
+        load(tmp_path)
