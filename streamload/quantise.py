@@ -19,6 +19,7 @@ from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange
 from streamload.quant.base import FORMATS, Encoder, Quantised
+from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
 
@@ -104,16 +105,25 @@ class QuantPolicy:
         raise AssertionError("the last one fits or raises")
 
     def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
-        """The format of each tensor; None leaves it as it is, which all of one axis are."""
+        """The format of each tensor.
+
+        None leaves it as it is: all of one axis, and what is stored quantised.
+        """
         if not self:
             return [None] * len(wants)
         layers: frozenset[str] | None = None
+        already = members(checkpoint)
         out: list[str | None] = []
         for info, shape in zip(wants.infos, wants.shapes, strict=True):
             name = info.name
             rule = next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
             found = None if rule is None else rule[1]
-            if info.dtype.kind != "float" or len(shape) < 2 or not math.prod(shape):
+            if (
+                info.dtype.kind != "float"
+                or len(shape) < 2
+                or not math.prod(shape)
+                or name in already
+            ):
                 found = None
             elif rule is not None and rule[0] == "*" and found is not None:
                 layers = _of_layers(checkpoint.tensors) if layers is None else layers
