@@ -34,6 +34,7 @@ from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, availab
 from streamload.planning.demand import Wants
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
+from streamload.quant.stored import members
 
 #: The options that decide what a plan is, whatever a rank's budget is.
 _PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
@@ -222,7 +223,9 @@ class Agreement:
         def plan() -> list[Any]:
             rank, path = session.me.rank, str(checkpoint.path)
             try:
-                made.append(make_shares(path, rank, session.members, budgets, asked.split, planned))
+                weight_of = {name: group.name for name, group in members(checkpoint).items()}
+                asked_for = (budgets, asked.split, planned, weight_of)
+                made.append(make_shares(path, rank, session.members, *asked_for))
             except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
                 problems.append(error)
             return [made[0].digest if made else str(problems[0]), asked.terms]

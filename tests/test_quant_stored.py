@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.cli import app
 from streamload.dtypes import BF16, F16, F32, parse_dtype
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.nodes.session import Member
+from streamload.nodes.shares import make_shares
 from streamload.planning.partition import Node
+from streamload.planning.plan import Plan
 from streamload.quant.stored import Group, groups, kept_dtype, members, read_states
 
 _Tensor = tuple[str, tuple[int, ...], bytes]
@@ -182,6 +185,14 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
         },
         FP8,
         ("fp8", (200, 256), (128, 128), 8, "rows"),
+    ),
+    "ct-fp8-block": (
+        {"l.q.weight": filled("F8_E4M3", 70, 96), "l.q.weight_scale": filled("F32", 3, 3)},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"type": "float", "block_structure": [32, 32]}}},
+        },
+        ("fp8", (70, 96), (32, 32), 8, "rows"),
     ),
     "fp8-experts": (
         {
@@ -486,7 +497,8 @@ def test_a_conversion_keeps_them_in_one_file(mixed: Path, tmp_path: Path) -> Non
 def test_a_conversion_does_not_cast_them(mixed: Path, tmp_path: Path) -> None:
     """Scales and statistics keep their dtypes, the rest changes; float8 is refused by its scale."""
     out, rules = tmp_path / "out", {"*.v.weight": "checkpoint", "*": "float16"}
-    streamload.convert(mixed, out, dtype=rules, progress=False)
+    report = streamload.convert(mixed, out, dtype=rules, progress=False)
+    assert "16 tensors of quantised weights keep their dtypes" in str(report)
     before, after = open_checkpoint(mixed), open_checkpoint(out)
     for group in of(before):
         for info in group.members.values():
@@ -554,6 +566,23 @@ def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
     for group in groups(checkpoint).values():
         assert len({where[info.name] for info in group.members.values()}) == 1
     assert len(set(where.values())) == count
+
+
+def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
+    """By bytes alone too: over nodes, a weight is one thing."""
+    checkpoint = open_checkpoint(mixed)
+    weight_of = {name: group.name for name, group in members(checkpoint).items()}
+
+    def planned(nodes: Sequence[Node]) -> Plan:
+        return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint")
+
+    ranks = [Member(rank, name, name, 0, 1) for rank, name in enumerate(("a", "b", "c"))]
+    made = make_shares("", 0, ranks, [10**6] * 3, "balanced", planned, weight_of)
+    where = {name: share.node for share in made.shares for name in share.parameters}
+    assert where.keys() == checkpoint.tensors.keys()
+    assert len(set(where.values())) == 3
+    for group in of(checkpoint):
+        assert len({where[info.name] for info in group.members.values()}) == 1
 
 
 # --- what people see ------------------------------------------------------------------------------

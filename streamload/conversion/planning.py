@@ -340,6 +340,12 @@ def plan_conversion(
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
         if key not in checkpoint.metadata
     ]
+    kept = sum(
+        options.policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
+        for t, dtype in dtypes.items()
+    )
+    if kept:
+        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
     beside, left = files_beside(checkpoint)
     if left:
         more = f" and {len(left) - 8} more" * (len(left) > 8)

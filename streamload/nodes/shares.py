@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -206,6 +208,7 @@ def make_shares(
     budgets: Sequence[int],
     split: Split,
     planned: Callable[[Sequence[Node]], Plan],
+    weight_of: Mapping[str, str] = MappingProxyType({}),
 ) -> ClusterPlan:
     """Decide who loads what.
 
@@ -216,6 +219,7 @@ def make_shares(
         budgets: bytes that each may hold, by rank.
         split: how.
         planned: plans whole layers over nodes, of given budgets, in a given order.
+        weight_of: by tensor, the quantised weight that it belongs to, which stays on one node.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -230,7 +234,8 @@ def make_shares(
         names = _grouped(nodes, {p.name: p.device for p in made.placements})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
-        names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split)
+        of = {p.name: weight_of.get(p.source[0].tensor, p.name) for p in made.placements}
+        names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
         ends = {}
     if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
         (whole,) = partition([Item(p.name, p.nbytes) for p in made.placements], [Node("all", 1)])
@@ -272,12 +277,12 @@ def _by_size(pair: tuple[str, int]) -> tuple[int, str]:
 
 
 def _names(
-    nodes: Sequence[Node], sizes: Mapping[str, int], split: Split
+    nodes: Sequence[Node], sizes: Mapping[str, int], split: Split, of: Mapping[str, str]
 ) -> Mapping[str, tuple[str, ...]]:
     if split == "replicate":
         return dict.fromkeys((node.name for node in nodes), tuple(sizes))
     if split == "balanced":
-        return _balanced(nodes, sizes)
+        return _balanced(nodes, sizes, of)
     if not callable(split):
         raise ValueError(
             f"split is layers, replicate, balanced or a function of nodes and sizes, not {split!r}"
@@ -293,15 +298,26 @@ def _grouped(nodes: Sequence[Node], owner: Mapping[str, str]) -> Mapping[str, tu
     return {node: tuple(held) for node, held in names.items()}
 
 
-def _balanced(nodes: Sequence[Node], sizes: Mapping[str, int]) -> Mapping[str, tuple[str, ...]]:
-    """The largest first, each to the node that is then the least full of its budget."""
+def _balanced(
+    nodes: Sequence[Node], sizes: Mapping[str, int], of: Mapping[str, str]
+) -> Mapping[str, tuple[str, ...]]:
+    """The largest first, each to the node that is then the least full of its budget.
+
+    Args:
+        nodes: with their budgets.
+        sizes: bytes of each parameter.
+        of: what each parameter is a part of, which stays together.
+    """
+    wholes: Counter[str] = Counter()
+    for name, nbytes in sizes.items():
+        wholes[of[name]] += nbytes
     taken, budgets = np.zeros(len(nodes)), np.array([node.budget for node in nodes], float)
     owner = {}
-    for name, nbytes in sorted(sizes.items(), key=_by_size):
+    for name, nbytes in sorted(wholes.items(), key=_by_size):
         best = int(np.argmin((taken + nbytes) / budgets))  # of equals the first
         owner[name] = nodes[best].name
         taken[best] += nbytes
-    return _grouped(nodes, {name: owner[name] for name in sizes})
+    return _grouped(nodes, {name: owner[of[name]] for name in sizes})
 
 
 def _checked(

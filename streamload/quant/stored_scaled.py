@@ -7,7 +7,7 @@ Sources: ``FP8Linear`` and ``Fp8Dequantize`` in transformers/integrations/finegr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
@@ -143,19 +143,16 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
     if grid == (rows,):
         return (1, columns)
     if len(grid) == 2:
-        stated = layouts.config.get("weight_block_size")
-        sizes = [(_USUAL_BLOCK, _USUAL_BLOCK)]
-        if isinstance(stated, list) and len(stated) == 2 and all(type(n) is int for n in stated):
-            sizes = [(stated[0], stated[1])]
-        else:
-            even = all(n and not whole % n for n, whole in zip(grid, (rows, columns), strict=True))
-            if even:
-                return (rows // grid[0], columns // grid[1])
+        sizes = _stated_blocks(layouts)
+        even = all(n and not whole % n for n, whole in zip(grid, (rows, columns), strict=True))
+        if even and not sizes:
+            return (rows // grid[0], columns // grid[1])
+        sizes = sizes or [(_USUAL_BLOCK, _USUAL_BLOCK)]
         for tall, wide in sizes:
             if min(tall, wide) > 0 and grid == (-(-rows // tall), -(-columns // wide)):
                 return (tall, wide)
-        if grid == (rows, 1):
-            return (1, columns)
+        if grid[0] == rows and grid[1] and not columns % grid[1]:
+            return (1, columns // grid[1])
         layouts.refuse(
             scale.name,
             f"its blocks do not divide {values.name} ({list(values.shape)})",
@@ -168,6 +165,20 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
         f"one for all of {values.name} ({list(values.shape)}), for each row or each block",
         list(found),
     )
+
+
+def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
+    """The sizes of blocks that the configuration says."""
+    stated = [layouts.config.get("weight_block_size")]
+    groups = layouts.config.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        stated.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
+    return [
+        (size[0], size[1])
+        for size in stated
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
+    ]
 
 
 def _mxfp4(layouts: Layouts, name: str) -> Group | None:

@@ -146,6 +146,8 @@ class Quantised:
             self._look_at_repacking(model, names)
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
+        if self.method in ("gptq", "awq"):
+            self.notes.append("gptqmodel repacks weights for its kernel: the plan counts them once")
         if self.method == "mxfp4":
             config.dequantize = False
             self._keep_mxfp4(model)
