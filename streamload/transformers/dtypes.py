@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -68,6 +68,12 @@ class Dtypes:
                 main = F16
         return cls(asked, main)
 
+    def updated(self, quantizer: Any) -> Dtypes:
+        """The same, where nothing is asked for with the dtype that a quantiser wants instead."""
+        if self.asked is not None:
+            return self
+        return replace(self, main=parse_dtype(_name(quantizer.update_dtype(_torch(self.main)))))
+
     def rules(self, model: Any, checkpoint: Checkpoint, names: Names) -> DTypeArgument:
         """The dtypes to load with: what is asked for, and what transformers has otherwise."""
         if isinstance(self.asked, Mapping):
@@ -78,7 +84,7 @@ class Dtypes:
         if rest == "checkpoint":
             return {**given, "*": rest}
         out = dict(given)
-        kept = _kept(model, getattr(torch, self.main.name))
+        kept = _kept(model, _torch(self.main))
         state, quantised = model.state_dict(), members(checkpoint)
         for tensor, parameter in names.first.items():
             if tensor in quantised:
@@ -89,6 +95,10 @@ class Dtypes:
             if wanted is not self.main and not any(fnmatchcase(tensor, one) for one in given):
                 out[glob.escape(tensor)] = wanted
         return {**out, "*": rest}
+
+
+def _torch(dtype: DType) -> Any:
+    return getattr(torch, dtype.name)
 
 
 def _name(dtype: torch.dtype) -> str:

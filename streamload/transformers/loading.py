@@ -56,6 +56,11 @@ def from_pretrained(
     transformers are taken too, such as ``torch_dtype=``, ``device_map=`` and ``num_labels=``; one
     that has no counterpart is answered by what to write here.
 
+    A quantised checkpoint stays quantised: of bitsandbytes, compressed-tensors, torchao, GPTQ, AWQ,
+    FP8 and MXFP4 the stored bytes go into the modules of transformers' own quantiser, and ``dtype``
+    is that of the rest. Where transformers would dequantise the model (FP8 and MXFP4 without their
+    kernels, compressed-tensors), a module dequantises its own weight when it is computed with.
+
     Args:
         path: a folder with ``config.json`` and safetensors files, one of those files, an index, or
             ``org/name`` in the local Hugging Face cache. Or the folder of an adapter: its base is
@@ -107,8 +112,9 @@ def from_pretrained(
         `LoadReport`, and with several devices its ``hf_device_map`` says what is where.
 
     Raises:
-        CheckpointError: there is no configuration or no class for it, the checkpoint is quantised
-            or needs code of its own, or is invalid.
+        CheckpointError: there is no configuration or no class for it, the checkpoint needs code of
+            its own, is invalid, or is quantised in a way that is not opened here, does not run on
+            the device, or needs a package that is not installed.
         StateDictMismatchError: names or shapes do not match, or transformers makes a parameter of
             the checkpoint's tensors in a way that is not a choice of rows; before any data is
             loaded.

@@ -50,13 +50,14 @@ class Renames:
     def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
         """Ask transformers; see `Names.of`.
 
-        What its quantisers do to values is left out: the modules have them as they are stored.
+        What its quantisers do to the values of a weight alone is left out: the modules have them as
+        they are stored.
         """
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [
             one
             for one in transforms
-            if not any(hasattr(each, "hf_quantizer") for each in getattr(one, "operations", ()))
+            if isinstance(one, WeightRenaming) or not all(map(_of_quantizer, one.operations))
         ]
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -69,6 +70,11 @@ class Renames:
         if found[0] not in self.state and tensor in self.state:  # it has its new name already
             found = rename_source_key(tensor, [], [], *rest)
         return found
+
+
+def _of_quantizer(operation: Any) -> bool:
+    """Whether an operation is one of transformers' quantisers."""
+    return hasattr(operation, "hf_quantizer")
 
 
 @dataclass(slots=True)
@@ -144,6 +150,12 @@ class Names:
         members: Sequence[tuple[str, str]],
     ) -> None:
         """Run transformers' operations on row numbers in place of rows, and see where they go."""
+        if any(map(_of_quantizer, converter.operations)):
+            self.refused[name] = (
+                "transformers dequantises its parts to put them together: such experts are opened "
+                "in FP8 and MXFP4, and in others by transformers alone"
+            )
+            return
 
         def convert(number: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
             one = copy.deepcopy(converter)

@@ -95,6 +95,8 @@ class Prepared:
         config.name_or_path = name
         quantised = Quantised.of(checkpoint, config)
         dtypes = Dtypes.choose(checkpoint, config, dtype, budget, cast, devices)
+        if quantised is not None:
+            dtypes = dtypes.updated(quantised.quantizer)
         model = on_meta(checkpoint, config, wanted, dtypes.main)
         mapping, quantizer = wanted.key_mapping, None
         if quantised is not None:
