@@ -32,7 +32,7 @@ from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import TensorInfo, open_regular
 from streamload.checkpoint.url import Location, Url
 from streamload.compare import shape_text, shards_of, tensors_text, way
-from streamload.devices.base import Device
+from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.errors import CheckpointError, TruncatedFileError
@@ -168,9 +168,27 @@ def _buffers(report: LoadReport, model: Any) -> Iterator[tuple[Placement, Device
         found = {
             name + p.shard: p for p in owner.parameters(loaded) for name in (*p.names, *p.wrapped)
         }
+        found |= _of_state(report, owner, loaded, found)
     for placement in report.plan.placements:
         buffer = found[placement.name].buffer() if placement.nbytes else None
         yield placement, owner.device(placement.device), buffer
+
+
+def _of_state(
+    report: LoadReport, owner: Framework, model: Any, found: Mapping[str, Parameter]
+) -> dict[str, Parameter]:
+    """What modules for quantised weights show of what was loaded in their state alone.
+
+    Raises:
+        ValueError: there is something that they do not show.
+    """
+    names = [name for name in report.plan.placements.names if name not in found]
+    state = model.state_dict() if names and hasattr(model, "state_dict") else {}
+    out = {name: owner.parameters({"it": state[name]})[0] for name in names if name in state}
+    hidden = [name for name in names if name not in out]
+    if hidden:
+        raise ValueError(f"{hidden[0]}: the model does not show it: verify the load without it")
+    return out
 
 
 def _first_difference(p: Placement, expected: bytes, found: bytes) -> int | None:

@@ -132,6 +132,8 @@ FORM = {
     "_tensor_data_names": ["qdata", "scale"],
 }
 AO = {"quant_method": "torchao"}
+AO4 = {**AO, "form": {**FORM, "_type": "Int4Tensor", "_data": {"block_size": [1, 32]}}}
+TILES = {**AO4, "form": {**AO4["form"], "_type": "Int4TilePackedTo4dTensor"}}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -142,8 +144,9 @@ def write(
     form: object = FORM,
 ) -> Checkpoint:
     """A checkpoint of these tensors."""
+    form = (config or {}).get("form", form)
     said = form if isinstance(form, str) else json.dumps(form)
-    metadata = {"l.q.weight": said} if config == AO else {}
+    metadata = {"l.q.weight": said} if (config or {}).get("quant_method") == "torchao" else {}
     write_safetensors(folder / "model.safetensors", tensors, metadata=metadata)
     if config is not None:
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
@@ -207,6 +210,16 @@ KNOWN: dict[str, tuple[Tensors, Any, tuple[Any, ...]]] = {
     "gptq-8": (gptq(8), None, ("gptq", (32, 64), (1, 16), 8, "columns")),
     "gptq-3": (gptq(3), None, ("gptq", (32, 64), (1, 16), 3, "columns")),
     "mxfp4": (mxfp4(), None, ("mxfp4", (2, 8, 64), (1, 32), 4, "rows")),
+    "torchao-int4": (
+        {"l.q._weight_qdata": filled("U8", 8, 16), "l.q._weight_scale": filled("F32", 1, 8)},
+        AO4,
+        ("torchao-Int4Tensor", (8, 32), (1, 32), 4, "rows"),
+    ),
+    "torchao-tiles": (
+        {"l.q._weight_qdata": filled("I32", 1, 2, 32, 4), "l.q._weight_scale": filled("F32", 8)},
+        TILES,
+        ("torchao-Int4TilePackedTo4dTensor", None, (1, 32), 4, "rows"),
+    ),
     "torchao": (torchao(), AO, ("torchao-Int8Tensor", (8, 16), (1, 16), 8, "rows")),
 }
 
@@ -344,8 +357,8 @@ HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
         None,
         r"shape.*\[256, 1\]",
     ),
-    "awq without zeros": (without(awq(), "l.q.qzeros"), None, "its qzeros is missing"),
-    "awq without scales": (without(awq(), "l.q.scales"), None, "its scales is missing"),
+    "awq without zeros": (without(awq(), "l.q.qzeros"), None, "its zero point is missing"),
+    "awq without scales": (without(awq(), "l.q.scales"), None, "its scale is missing"),
     "awq of other bits": (awq(), {"quant_method": "awq", "bits": 3}, "not of the bits"),
     "awq groups": (
         awq() | {"l.q.scales": filled("F16", 5, 32), "l.q.qzeros": filled("I32", 5, 4)},
@@ -357,7 +370,7 @@ HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
     "mxfp4 without scales": (
         without(mxfp4(), "l.experts.down_proj_scales"),
         {"quant_method": "mxfp4"},
-        "its scales is missing",
+        "its scale is missing",
     ),
     "mxfp4 scales": (
         mxfp4() | {"l.experts.down_proj_scales": filled("U8", 2, 8, 3)},

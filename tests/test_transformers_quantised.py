@@ -22,6 +22,7 @@ from streamload.errors import (
     StateDictMismatchError,
     UnsupportedCastError,
 )
+from streamload.verify import verify
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -192,6 +193,7 @@ def test_packed_weights_stay_packed(tmp_path: Path, name: str) -> None:
     assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
     assert report.resident_nbytes < rounded_up(tmp_path)
     assert any("stay packed" in note for note in report.notes)
+    assert not verify(report, open_checkpoint(tmp_path), model)
     assert model.is_quantized
     assert model.config.quantization_config is model.hf_quantizer.quantization_config
     found = logits(model)
@@ -528,6 +530,8 @@ def test_gives_what_transformers_gives(tmp_path: Path, name: str, files: str) ->
     assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
     assert found.config.to_dict() == expected.config.to_dict()
     assert found.streamload_report.resident_nbytes >= open_checkpoint(folder).nbytes
+    if library in ("bitsandbytes", "compressed_tensors"):
+        assert not verify(found.streamload_report, open_checkpoint(folder), found)
     assert torch.equal(logits(found), logits(expected))
     assert found.is_quantized == expected.is_quantized
     assert found.quantization_method == expected.quantization_method

@@ -28,9 +28,12 @@ class Group:
         kind: how it is quantised: "bnb-nf4", "bnb-fp4", "bnb-int8", "ct-packed", "int8", "fp8",
             "mxfp4", "awq", "gptq" or "torchao-" and the name of torchao's class.
         name: the name of the weight that they stand for.
-        members: the tensors by their role, the quantised values first.
-        shape: of the weight, unpacked; None where only values in the file say it: see
-            `streamload.quant.stored.read_states`.
+        members: the tensors by their role, the quantised values first: "weight", "scale",
+            "zero_point", "g_idx", "shape", "global_scale", "input_scale" and other "input_"s; of
+            bitsandbytes "absmax", "quant_map", "nested_absmax", "nested_quant_map", "quant_state",
+            "SCB" and "weight_format"; of torchao the names that its metadata give.
+        shape: of the weight, unpacked; None where only values in the file say it (see
+            `streamload.quant.stored.read_states`), or torchao alone knows its layout.
         block: how many elements share a scale, along each of the last axes of the weight; one
             number for elements in one line, all of it where the number is the axis's own.
         bits: of one quantised value.

@@ -118,7 +118,7 @@ def _group_of(layouts: Layouts, info: TensorInfo) -> Group | None:
 
 
 def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
-    """The quantised weights, all with their shapes: reads the few bytes that some keep them in.
+    """The quantised weights with their shapes: reads the few bytes that some keep them in.
 
     Raises:
         CheckpointError: as of `groups`, or what is read does not fit the headers.

@@ -139,9 +139,9 @@ def _by_columns(layouts: Layouts, module: str) -> Group | None:
         return None
     if len(values.shape) != 2:
         layouts.refuse(values.name, "it is no matrix", "two axes", list(values.shape))
-    scales = layouts.need(f"{module}scales", values.name, "scales")
-    zeros = layouts.need(f"{module}qzeros", values.name, "qzeros")
-    members = {"weight": values, "scales": scales, "zero_point": zeros}
+    scales = layouts.need(f"{module}scales", values.name, "scale")
+    zeros = layouts.need(f"{module}qzeros", values.name, "zero point")
+    members = {"weight": values, "scale": scales, "zero_point": zeros}
     order = layouts.find(f"{module}g_idx")
     layouts.check(scales, _FLOATS)
     layouts.check(zeros, ("I32",))

@@ -190,7 +190,7 @@ def _mxfp4(layouts: Layouts, name: str) -> Group | None:
     scales = layouts.find(f"{stem}_scales")
     if values.dtype.code != "U8" or (scales is None and layouts.method != "mxfp4"):
         return None
-    scales = layouts.need(f"{stem}_scales", name, "scales")
+    scales = layouts.need(f"{stem}_scales", name, "scale")
     if len(values.shape) < 3 or values.shape[-1] * 2 != _MX_BLOCK:
         layouts.refuse(
             name,

@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from streamload.checkpoint.header import TensorInfo
 from streamload.nesting import parse_json
 from streamload.quant.group import Group, Layouts
 
 #: The end of the last components of names that mark a group.
 END = "_qdata"
 _DATA_NAMES = "_tensor_data_names"
-_PACKED_IN_BYTES = 4  # bits of values of which a byte has two
+_PACKED_BITS = 4
+#: Classes whose values have the shape of the weight, and whose bytes have two values each; the
+#: layouts of others are their kernels'.
+_PLAIN = ("Int8Tensor", "Float8Tensor")
+_NIBBLES = ("Int4Tensor",)
 
 
 def group_of(layouts: Layouts, name: str) -> Group | None:
@@ -34,25 +39,33 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
     for role in form[_DATA_NAMES]:
         if role != "qdata":
             members[role] = layouts.need(f"{module}{dot}_{parameter}_{role}", name, role)
-    packed = values.dtype.code == "U8"
-    shape = values.shape
-    if packed:
-        shape = (*shape[:-1], 2 * shape[-1])
     block = data.get("block_size")
     sizes = tuple(block) if isinstance(block, list) else ()
-    if not all(type(n) is int and n > 0 for n in sizes) or len(sizes) not in (0, len(shape)):
-        layouts.refuse(
-            name, "its metadata have no valid block_size", f"{len(shape)} lengths", block
-        )
-    scale = members.get("scale")
-    if sizes and scale is not None and not packed:
-        grid = tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
-        layouts.check(
-            scale, ("F32", "BF16", "F16", "F8_E8M0"), grid, () if scale.numel == 1 else grid
-        )
-    bits = _PACKED_IN_BYTES if packed else values.dtype.bits
+    if not all(type(n) is int and n > 0 for n in sizes):
+        layouts.refuse(name, "its metadata have no valid block_size", "lengths", block)
+    bits = values.dtype.bits if form["_type"] in _PLAIN else _PACKED_BITS
+    shape: tuple[int, ...] | None = None
+    if form["_type"] in _PLAIN:
+        shape = values.shape
+        _check_scale(layouts, members, sizes)
+    elif form["_type"] in _NIBBLES and values.shape:
+        shape = (*values.shape[:-1], 2 * values.shape[-1])
     kind = f"torchao-{form['_type']}"
     return Group(kind, weight, members, shape, sizes, bits, facts=MappingProxyType(data))
+
+
+def _check_scale(
+    layouts: Layouts, members: Mapping[str, TensorInfo], sizes: tuple[int, ...]
+) -> None:
+    """Raise CheckpointError for a scale that has not one value for each block."""
+    values, scale = members["weight"], members.get("scale")
+    if len(sizes) != len(values.shape):
+        problem, found = "its metadata have no valid block_size", list(sizes)
+        layouts.refuse(values.name, problem, f"{len(values.shape)} lengths", found)
+    if scale is not None:
+        grid = tuple(-(-n // size) for n, size in zip(values.shape, sizes, strict=True))
+        shapes = [grid, ()] if scale.numel == 1 else [grid]
+        layouts.check(scale, ("F32", "BF16", "F16", "F8_E8M0"), *shapes)
 
 
 def _form(layouts: Layouts, name: str, weight: str, said: str) -> Mapping[str, Any]:
