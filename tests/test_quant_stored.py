@@ -268,11 +268,20 @@ def test_two_weights_of_a_module_are_two(tmp_path: Path) -> None:
         {"l.res_blocks": filled("U8", 2, 3), "l.weight": filled("I8", 3)},
         {"l._weight_qdata": filled("I8", 3, 3)},
         {"table": filled("F8_E4M3", 3, 3)},
+        {"l.qweight": filled("I32", 3, 3), "l.lookup_table": filled("F16", 3, 16)},
+        {"l.weight_packed": filled("I32", 3, 3), "l.scale_packed": filled("F16", 3, 1)},
+        {"l.a_blocks": filled("U8", 2, 3), "l.a_scales": filled("U8", 2)},
     ],
 )
 def test_what_only_looks_so_is_none(tmp_path: Path, tensors: Tensors) -> None:
     """Names that others have too make no quantised weight, and no error."""
     assert not groups(write(tmp_path, tensors))
+
+
+def test_words_in_the_order_of_a_kernel_are_left(tmp_path: Path) -> None:
+    """Formats of GPTQ and AWQ that are packed for one kernel are no group, and no error."""
+    odd = gptq() | {"l.q.qweight": filled("I32", 4, 64)}
+    assert not groups(write(tmp_path, odd, {"quant_method": "gptq", "checkpoint_format": "marlin"}))
 
 
 def without(tensors: Tensors, *names: str) -> Tensors:
@@ -379,7 +388,7 @@ HOSTILE: dict[str, tuple[Tensors, Any, str]] = {
     ),
     "mxfp4 blocks": (
         mxfp4() | {"l.experts.down_proj_blocks": filled("U8", 2, 8, 4, 8)},
-        None,
+        {"quant_method": "mxfp4"},
         r"\[\.\.\., blocks, 16\]",
     ),
     "torchao without scale": (without(torchao(), "l.q._weight_scale"), AO, "its scale is missing"),

@@ -594,6 +594,18 @@ def test_a_weight_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_packed_weight_in_a_plain_module_is_refused(tmp_path: Path) -> None:
+    """A module that config.json leaves out of what bitsandbytes has gets no packed bytes."""
+    needs_library("bitsandbytes")
+    MADE["nf4"][1](tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    skipped = {**config, "llm_int8_skip_modules": ["lm_head", "up_proj"]}
+    reconfigure(tmp_path, quantization_config=skipped)
+    with pytest.raises(StateDictMismatchError, match=r"up_proj\.weight\.absmax"):
+        load(tmp_path)
+
+
+@pytest.mark.slow
 def test_asymmetric_groups_are_opened(tmp_path: Path) -> None:
     """Packed zero points, which transformers 5.23 refuses by their shape, are dequantised right."""
     needs_library("compressed_tensors")

@@ -18,6 +18,9 @@ _FLOATS = ("F16", "BF16", "F32")
 _SHAPE_DTYPES = ("I64", "I32")
 _AWQ_BITS = 4
 
+#: Formats whose words lie in the order of a kernel: what is in them is not known here.
+_OF_KERNELS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq", "qqq", "paroquant")
+
 #: Last components of names that mark a group.
 LEAVES = ("weight_packed", "qweight")
 #: What else belongs to a weight of compressed-tensors, where it is there.
@@ -38,8 +41,8 @@ def group_of(layouts: Layouts, name: str, leaf: str) -> Group | None:
 def _compressed(layouts: Layouts, module: str) -> Group | None:
     """A weight of compressed-tensors; of words, its width is in the values of weight_shape."""
     values = layouts.need(f"{module}weight_packed", module, "weight")
-    if values.dtype.code not in ("I32", "U8"):
-        return None
+    if values.dtype.code not in ("I32", "U8") or layouts.find(f"{module}scale_packed"):
+        return None  # marlin-24, for one
     if len(values.shape) != 2:
         layouts.refuse(values.name, "it is no matrix", "two axes", list(values.shape))
     members = {"weight": values}
@@ -135,7 +138,10 @@ def _groups_of(
 def _by_columns(layouts: Layouts, module: str) -> Group | None:
     """A weight of AWQ or GPTQ, which lies with the inputs along its first axis."""
     values = layouts.need(f"{module}qweight", module, "weight")
-    if values.dtype.code != "I32":
+    said = [layouts.config.get(key) for key in ("checkpoint_format", "format", "version")]
+    beside = [layouts.find(module + leaf) for leaf in ("scales", "qzeros", "g_idx")]
+    known = any(beside) or layouts.method in ("awq", "gptq")
+    if values.dtype.code != "I32" or not known or any(str(s) in _OF_KERNELS for s in said):
         return None
     if len(values.shape) != 2:
         layouts.refuse(values.name, "it is no matrix", "two axes", list(values.shape))
@@ -166,7 +172,8 @@ def _by_columns(layouts: Layouts, module: str) -> Group | None:
             f"qweight {list(values.shape)}, qzeros {list(zeros.shape)}",
         )
     stated = layouts.config.get("bits")
-    if type(stated) is int and stated != bits:
+    of_each = layouts.config.get("dynamic") or layouts.config.get("extra_config")
+    if type(stated) is int and stated != bits and not of_each:
         layouts.refuse(values.name, "it is not of the bits of quantization_config", stated, bits)
     if order is not None:
         layouts.check(order, ("I32", "I64"), (inputs,))

@@ -140,7 +140,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
     if found[: len(lead)] == lead and all(n == 1 for n in found[len(lead) :]):
         return (rows, columns)  # one for each matrix of a stack
     grid = found[len(lead) :] if found[: len(lead)] == lead else ()
-    if grid == (rows,):
+    if grid in ((rows,), (1, rows)):
         return (1, columns)
     if len(grid) == 2:
         sizes = _stated_blocks(layouts)
@@ -188,10 +188,11 @@ def _mxfp4(layouts: Layouts, name: str) -> Group | None:
     """
     values, stem = layouts.checkpoint.tensors[name], name.removesuffix("_blocks")
     scales = layouts.find(f"{stem}_scales")
-    if values.dtype.code != "U8" or (scales is None and layouts.method != "mxfp4"):
+    fits = len(values.shape) > 2 and values.shape[-1] * 2 == _MX_BLOCK
+    if values.dtype.code != "U8" or (layouts.method != "mxfp4" and not (fits and scales)):
         return None
     scales = layouts.need(f"{stem}_scales", name, "scale")
-    if len(values.shape) < 3 or values.shape[-1] * 2 != _MX_BLOCK:
+    if not fits:
         layouts.refuse(
             name,
             "the shape of a quantised weight's tensor is wrong",

@@ -68,8 +68,8 @@ class Quantised:
             config: of transformers; what it says of quantisation becomes an object there.
 
         Raises:
-            CheckpointError: the method is opened by transformers alone, needs what is not
-                installed, or its tensors are not those of quantised weights.
+            CheckpointError: the method is opened by transformers alone, needs a package
+                that is not installed, or its tensors are not those of quantised weights.
         """
         said = getattr(config, "quantization_config", None)
         for key in config.sub_configs if said is None else ():
@@ -105,7 +105,7 @@ class Quantised:
         try:
             config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, None)
             quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever a quantiser of transformers raises
             problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
             raise CheckpointError(path, problem, found=method) from error
         return cls(method, quantizer, checkpoint)
@@ -138,7 +138,7 @@ class Quantised:
                     checkpoint_files=[str(header.path) for header in self.checkpoint.shards],
                     use_kernels=False,
                 )
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # likewise
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
@@ -186,7 +186,9 @@ class Quantised:
                 module = model.get_submodule(prefix)
                 old = getattr(module, leaf)
             except AttributeError:
-                continue  # nothing of that name: the names will not match, which is told
+                continue  # nothing of that name: that the names do not match is told
+            if not _takes(module, old, group):
+                continue
             expected = _unpacked(module, old)
             if group.kind == "mxfp4":
                 expected = (expected[0], expected[2], expected[1])
@@ -333,6 +335,13 @@ def _unpacked(module: nn.Module, weight: torch.Tensor) -> tuple[int, ...]:
     if isinstance(module, nn.Linear):
         return (module.out_features, module.in_features)
     return tuple(weight.shape)
+
+
+def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
+    """Whether a module is one for such a weight; where not, the names will not match."""
+    if group.kind.startswith("bnb-"):
+        return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")
+    return group.kind != "mxfp4" or weight.dim() == 3
 
 
 def _bitsandbytes(module: Any, name: str, entries: dict[str, torch.Tensor]) -> nn.Parameter:
