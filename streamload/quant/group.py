@@ -65,7 +65,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """A checkpoint, as those look at it that recognise groups.
+    """A checkpoint and what helps to recognise its groups.
 
     Attributes:
         checkpoint: its headers.

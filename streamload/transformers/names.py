@@ -50,8 +50,8 @@ class Renames:
     def of(cls, model: Any, key_mapping: Mapping[str, str] | None, quantizer: Any) -> Renames:
         """Ask transformers; see `Names.of`.
 
-        What its quantisers do to the values of a weight alone is left out: the modules have them as
-        they are stored.
+        Operations of its quantisers on single weights are left out: the modules hold the stored
+        values.
         """
         transforms = get_model_conversion_mapping(model, key_mapping, quantizer)
         transforms = [

@@ -56,7 +56,7 @@ class Quantised:
     checkpoint: Checkpoint
     notes: list[str] = field(default_factory=list)
     repacked_nbytes: int = 0
-    # by module, the parameter that its tensors stand for, and the group of it
+    # (module, its parameter, the group that the parameter is made of)
     _staged: list[tuple[str, str, Group]] = field(default_factory=list)
 
     @classmethod
@@ -173,9 +173,9 @@ class Quantised:
         self.notes.append(f"{what} stay packed: a module dequantises its own when it is computed")
 
     def _stage(self, model: Any, renames: Renames) -> None:
-        """Put the stored tensors of each weight into its module, where it will be made of them.
+        """Put the stored tensors of each weight into its module as buffers.
 
-        They are buffers with the rests of their names: the load finds them as any other.
+        The load fills them as any other buffers, and `assemble` makes the weight of them.
         """
         with_shapes = read_states(self.checkpoint)
         wrong = []
@@ -226,9 +226,9 @@ class Quantised:
             )
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
-        """Let modules have zero points as they are stored: compressed-tensors makes them unpacked.
+        """Give modules zero points of the stored shape.
 
-        Its modules are loaded with packed ones, which their decompression expects.
+        compressed-tensors makes them unpacked on the meta device, and decompresses packed ones.
         """
         for group in groups(self.checkpoint).values():
             info = group.members.get("zero_point")
@@ -278,7 +278,7 @@ class Quantised:
                 )
 
     def assemble(self, model: Any) -> None:
-        """Make of what was loaded what its modules compute with; nothing is copied."""
+        """Make what the modules compute with of what was loaded; nothing is copied."""
         make = {"bitsandbytes": _bitsandbytes, "torchao": self._torchao}.get(self.method)
         for prefix, leaf, group in self._staged:
             module = model.get_submodule(prefix)
