@@ -621,6 +621,25 @@ def test_asymmetric_groups_are_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_decompressed_at_once_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a module is of another class, compressed-tensors inflates the model: the plan says."""
+    needs_library("compressed_tensors")
+    from streamload.transformers import packed_compressed
+
+    MADE["int-quantized"][1](tmp_path)
+    kept = load(tmp_path)
+    assert any("compressed weights stay packed" in n for n in kept.streamload_report.notes)
+    monkeypatch.setattr(packed_compressed, "_KINDS", (torch.nn.Embedding,))
+    model = load(tmp_path)
+    assert any("decompresses the model" in note for note in model.streamload_report.notes)
+    assert torch.equal(logits(model), logits(kept))
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=model.streamload_report.resident_nbytes + 8192)
+
+
+@pytest.mark.slow
 def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     """The unpacked shapes are compared, and named."""
     needs_library("bitsandbytes")

@@ -24,7 +24,7 @@ def keep_packed(model: nn.Module, compressor: Any) -> list[str]:
     """Let compressed modules decompress one by one, in place of all at the first forward.
 
     Args:
-        model: loaded, with the modules of compressed-tensors.
+        model: with the modules of compressed-tensors; it may be on the meta device.
         compressor: the model's, of compressed-tensors.
 
     Returns:

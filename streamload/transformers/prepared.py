@@ -120,8 +120,8 @@ class Prepared:
 
     def beside_nbytes(self, devices: Devices) -> int:
         """Bytes that it takes on a device beside what the checkpoint fills."""
-        repacked_nbytes = 0 if self.quantised is None else self.quantised.repacked_nbytes
-        return beside_nbytes(self.model, self.names, devices) + repacked_nbytes
+        running_nbytes = 0 if self.quantised is None else self.quantised.beside_nbytes
+        return beside_nbytes(self.model, self.names, devices) + running_nbytes
 
     def load(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadReport:
         """Fill it.

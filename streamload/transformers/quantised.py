@@ -48,14 +48,14 @@ class Quantised:
         quantizer: transformers' own for it.
         checkpoint: the headers.
         notes: what a user may want to know of, one sentence each.
-        repacked_nbytes: what bitsandbytes takes of a CPU's memory when the model first runs.
+        beside_nbytes: what the first run of the model takes beside what is loaded.
     """
 
     method: str
     quantizer: Any
     checkpoint: Checkpoint
     notes: list[str] = field(default_factory=list)
-    repacked_nbytes: int = 0
+    beside_nbytes: int = 0
     # (module, its parameter, the group that the parameter is made of)
     _staged: list[tuple[str, str, Group]] = field(default_factory=list)
 
@@ -146,6 +146,7 @@ class Quantised:
             self._look_at_repacking(model, names)
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
+            self._keep_compressed(model)
         if self.method in ("gptq", "awq"):
             self.notes.append("gptqmodel repacks weights for its kernel: the plan counts them once")
         if self.method == "mxfp4":
@@ -218,10 +219,10 @@ class Quantised:
                     devices,
                 )
             nbytes = _REPACKED_NBYTES * math.prod(shape)
-            self.repacked_nbytes = max(self.repacked_nbytes, nbytes)
-        if self.repacked_nbytes:
+            self.beside_nbytes = max(self.beside_nbytes, nbytes)
+        if self.beside_nbytes:
             self.notes.append(
-                f"{format_bytes(self.repacked_nbytes)} stay free: bitsandbytes repacks each weight "
+                f"{format_bytes(self.beside_nbytes)} stay free: bitsandbytes repacks each weight "
                 "when it is first computed with on this CPU"
             )
 
@@ -243,6 +244,22 @@ class Quantised:
                 dtype = getattr(torch, info.dtype.name)
                 packed = torch.empty(info.shape, dtype=dtype, device="meta")
                 parameters[leaf] = nn.Parameter(packed, requires_grad=False)
+
+    def _keep_compressed(self, model: Any) -> None:
+        """Let modules decompress one by one, or count what all of them take decompressed."""
+        from streamload.transformers import packed_compressed
+
+        others = packed_compressed.keep_packed(model, self.quantizer.compressor)
+        if not others:
+            self._say_kept("compressed weights")
+            return
+        for group in read_states(self.checkpoint).values():
+            itemsize = group.members["scale"].dtype.itemsize
+            self.beside_nbytes += math.prod(group.shape or ()) * itemsize
+        self.notes.append(
+            f"{format_bytes(self.beside_nbytes)} stay free: compressed-tensors decompresses the "
+            f"model when it first runs, for {others[0]} is no Linear or Embedding of torch"
+        )
 
     def _keep_mxfp4(self, model: Any) -> None:
         from streamload.transformers import packed_mxfp4
@@ -287,10 +304,6 @@ class Quantised:
             module._parameters[leaf] = make(module, f"{prefix}.{leaf}", entries)
             module._is_hf_initialized = True
         self._staged.clear()
-        if self.method == "compressed-tensors":
-            from streamload.transformers import packed_compressed
-
-            packed_compressed.keep_packed(model, self.quantizer.compressor)
 
     def _torchao(
         self, module: nn.Module, name: str, entries: dict[str, torch.Tensor]
