@@ -74,6 +74,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
+    ("devices.torch_modules",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -134,7 +135,8 @@ _TRANSFORMERS = tuple(
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
     "torch": (
-        *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
+        *("devices.torch", "devices.torch_modules", "devices.torch_tensors"),
+        *("nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
         "diffusers",
     ),

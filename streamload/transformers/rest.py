@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.torch_tensors import CODED
 from streamload.errors import StateDictMismatchError
 from streamload.lookup import Devices
 from streamload.mapping import Source
@@ -122,6 +123,8 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
                     name = f"{prefix}.{key}" if prefix else key
                     made[id(old)] = old, _on(torch.device(device_of(name, report)), old)
                 entries[key] = made[id(old)][1]
+        if hasattr(module, CODED):
+            module._is_hf_initialized = True  # its weights are codes, and are there
     model.initialize_weights()
     model.tie_weights(recompute_mapping=False)
     unset = {id(new) for old, new in made.values() if old.device.type == "meta" and _is_unset(new)}
