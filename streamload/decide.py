@@ -399,7 +399,7 @@ class Decision:
             if quant and place.owner is not None:
                 asked = match.formats(checkpoint, quant, place.coded)
                 swap = place.owner.swap(place.model, asked)
-                notes = match.not_swapped(checkpoint, asked, swap)
+                notes = match.not_swapped(checkpoint, asked, swap, place.coded)
             coded = {**place.coded, **{name: Coded(*each) for name, each in swap.coded.items()}}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
             return _Demand(place, checkpoint, options, wants, tied, swap, notes)

@@ -202,7 +202,11 @@ class Match:
         return {name: form for name, form in found if form is not None and name not in coded}
 
     def not_swapped(
-        self, checkpoint: Checkpoint, formats: Mapping[str, str], swap: Swap
+        self,
+        checkpoint: Checkpoint,
+        formats: Mapping[str, str],
+        swap: Swap,
+        coded: Mapping[str, Coded],
     ) -> list[str]:
         """Notes on what was to be quantised, and has no module that can hold it.
 
@@ -210,6 +214,7 @@ class Match:
             checkpoint: the headers.
             formats: what was asked for.
             swap: the modules that there are.
+            coded: what the model holds in codes already.
 
         Raises:
             ValueError: nothing has one.
@@ -219,10 +224,12 @@ class Match:
             for want, src in zip(self.wants, Wants.of(checkpoint, self.wants).srcs, strict=True)
             if want.name in formats and want.name not in swap.coded
         }
+        if not formats and not coded:
+            return ["nothing is quantised: no weight of a layer is meant by quant="]
         if not kept:
             return []
         listed = ", ".join(list(kept)[:8]) + (", ..." if len(kept) > 8 else "")
-        if not swap.coded:
+        if not swap.coded and not coded:
             raise ValueError(
                 f"quant: no module of the model can hold quantised weights: {listed}; without a "
                 "model (model=None) the parts of each come by name"

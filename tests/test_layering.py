@@ -103,6 +103,7 @@ LAYERS = (
     ("transformers.adapter", "transformers.arguments"),
     ("transformers.names",),
     ("transformers.dtypes", "transformers.rest", "transformers.quantised"),
+    ("transformers.quantising",),
     ("transformers.prepared",),
     ("transformers.loading",),
     ("transformers", "agreement", "diffusers"),
@@ -129,7 +130,7 @@ _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
         *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
-        *("quantised", "packed", "packed_compressed", "packed_mxfp4"),
+        *("quantised", "quantising", "packed", "packed_compressed", "packed_mxfp4"),
     )
 )
 FRAMEWORKS = {

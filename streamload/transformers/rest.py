@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.devices.torch_tensors import CODED
+from streamload.devices.torch_tensors import CODED, coded_of
 from streamload.errors import StateDictMismatchError
 from streamload.lookup import Devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.planning.allocators import taken
+from streamload.quantise import Coded
 from streamload.report import LoadReport
 from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
@@ -99,6 +100,8 @@ def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
         for name, source in names.fill.items()
         if name in state and source.shape == tuple(state[name].shape)
     }
+    for name, said in coded_of(model).items():
+        filled.update(id(state[each]) for each in (name, *Coded(*said).beside(name)))
     rest = [t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in filled]
     infos = [device.info for device in devices.opened.values()]
     return max(sum(taken(info.allocator, info.granularity_nbytes, rest)) for info in infos)
