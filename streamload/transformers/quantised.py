@@ -78,8 +78,8 @@ class Quantised:
         if said is None:
             return None
         path = folder_of(checkpoint) / "config.json"
-        asked = said if isinstance(said, Mapping) else said.to_dict()
-        method = str(getattr(asked.get("quant_method"), "value", asked.get("quant_method")))
+        stated = said if isinstance(said, Mapping) else said.to_dict()
+        method = str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
         if method not in _NEEDED:
             raise CheckpointError(
                 path,
