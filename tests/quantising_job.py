@@ -11,7 +11,7 @@ from streamload.bench.processes import proc_nbytes
 #: What each way quantises to, and whose load it is.
 WAYS = {
     "transformers, nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "streamload, nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "transformers, int8": {"load_in_8bit": True},
     "streamload, int8": {"load_in_8bit": True},
 }
 
