@@ -26,7 +26,12 @@ from streamload.errors import PlanInfeasibleError
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
-from streamload.devices.torch_modules import CODED, Coded, QuantLinear  # noqa: E402
+from streamload.devices.torch_modules import (  # noqa: E402
+    CODED,
+    Coded,
+    QuantLinear,
+    set_aside,
+)
 from streamload.transformers import quantising  # noqa: E402
 
 __all__ = ["quiet"]
@@ -103,9 +108,9 @@ def test_each_way_to_compute_experts_takes_those_that_are_used(
     asked: list[tuple[str, int | None]] = []
     dense = Coded.dense
 
-    def recorded(self: Any, leaf: str, dtype: Any = None, index: int | None = None) -> Any:
+    def recorded(self: Any, leaf: str, index: int | None = None, **rest: Any) -> Any:
         asked.append((leaf, index))
-        return dense(self, leaf, dtype, index)
+        return dense(self, leaf, index=index, **rest)
 
     monkeypatch.setattr(Coded, "dense", recorded)
     experts = model.model.layers[0].mlp.experts
@@ -141,6 +146,21 @@ def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
     assert module.weight.shape == (256, 64)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+@pytest.mark.parametrize("format", ["nf4", "q8_0"])
+def test_hooks_of_accelerate_leave_codes_where_they_are(
+    tmp_path: Path, name: str, format: str
+) -> None:
+    """As `finish` dispatches a model over several devices."""
+    accelerate = needs.module("accelerate")
+    make(tmp_path, name)
+    model = load(tmp_path, quant=format)
+    expected = logits(model)
+    with set_aside(model):
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(logits(model), expected)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -153,6 +173,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for wrong, said in (
         ({"quant": "nf4", "quantization_config": four}, "leave one of them out"),
         ({"quantization_config": transformers.QuantoConfig()}, "BitsAndBytesConfig here, not"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "BitsAndBytesConfig here, not hqq"),
         (
             {"quantization_config": config(load_in_8bit=True, llm_int8_has_fp16_weight=True)},
             "llm_int8_has_fp16_weight is False here, not True",

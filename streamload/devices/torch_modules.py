@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -118,7 +119,11 @@ class Coded(nn.Module):
     _streamload_dtype: torch.dtype  # that the weights had
 
     def dense(
-        self, leaf: str, dtype: torch.dtype | None = None, index: int | None = None
+        self,
+        leaf: str,
+        dtype: torch.dtype | None = None,
+        index: int | None = None,
+        device: torch.device | None = None,
     ) -> torch.Tensor:
         """A weight, dequantised in pieces: nothing else of its size is held meanwhile.
 
@@ -126,16 +131,18 @@ class Coded(nn.Module):
             leaf: of the name of the weight.
             dtype: of the result; each value is rounded once. None: what the weight had before.
             index: along the first axis of the weight; None for all of it.
+            device: where it is computed, with the parts brought there; None: where they are.
         """
         format, shape, _ = getattr(self, CODED)[leaf]
         made = _made(format, shape)
-        parts = {part.suffix: self._buffers[part.name(leaf)] for part in made.parts}
+        device = device or self._buffers[leaf].device
+        parts = {part.suffix: self._buffers[part.name(leaf)].to(device) for part in made.parts}
         shape, numel = (shape[1:] if index is not None else shape), math.prod(shape)
         first, count = 0, math.prod(shape)
         if index is not None:
             first = range(numel // count)[index] * count
         dtype = dtype or self._streamload_dtype
-        out = torch.empty(count, dtype=dtype, device=parts[""].device)
+        out = torch.empty(count, dtype=dtype, device=device)
         step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
         with torch.no_grad():
             for at in range(0, count, step):
@@ -185,7 +192,8 @@ class _Product(Coded):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, dequantised for the call."""
         bias = None if self.bias is None else self.bias.to(input.dtype)
-        return functional.linear(input, self.dense("weight", input.dtype), bias)
+        weight = self.dense("weight", input.dtype, device=input.device)
+        return functional.linear(input, weight, bias)
 
 
 class QuantLinear(_Product, nn.Linear):
@@ -200,9 +208,9 @@ class _Dense:
     def __init__(self, leaf: str, module: Coded) -> None:
         self._leaf, self._module = leaf, module
 
-    def __getitem__(self, expert: Any) -> torch.Tensor:
-        """An expert's matrix."""
-        return self._module.dense(self._leaf, index=int(expert))
+    def __getitem__(self, expert: torch.Tensor) -> torch.Tensor:
+        """An expert's matrix, on the device of its number."""
+        return self._module.dense(self._leaf, index=int(expert), device=expert.device)
 
 
 @cache
@@ -221,6 +229,21 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
     entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
     entries["forward"] = inspect.unwrap(own.forward)
     return type(f"Quant{own.__name__}", (Coded, own), entries)
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Take all parts out of their modules, while others walk over tensors and move them."""
+    coded = [module for module in model.modules() if hasattr(module, CODED)]
+    held = [
+        (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
+        for module in coded
+    ]
+    try:
+        yield
+    finally:
+        for module, parts in held:
+            module._buffers.update(parts)
 
 
 # --- the place of modules in a model --------------------------------------------------------------

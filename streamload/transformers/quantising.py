@@ -27,6 +27,7 @@ from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantised import Quantised, bitsandbytes_parameter, missing
 from streamload.units import format_bytes
 
+_METHOD = "bitsandbytes"
 _BLOCK = 64  # elements, which bitsandbytes' modules have unless told otherwise
 _8BIT = "bitsandbytes-int8"
 _8BIT_EXPERTS = "int8"  # bitsandbytes has matrices alone, whose scales would be named alike
@@ -52,14 +53,17 @@ class Quantising(Quantised):
             ValueError: it is of another method, asks for what is not done here, or a package is not
                 installed.
         """
-        if isinstance(asked, Mapping):
+        if isinstance(asked, Mapping) and asked.get("quant_method", _METHOD) == _METHOD:
             asked = BitsAndBytesConfig.from_dict({**asked})
         if not isinstance(asked, BitsAndBytesConfig):
-            raise ValueError(
-                "quantization_config is a BitsAndBytesConfig here, not a "
-                f'{type(asked).__name__}; quant="q8_0" and the like need no package'
+            given = (
+                asked.get("quant_method") if isinstance(asked, Mapping) else type(asked).__name__
             )
-        needed = missing("bitsandbytes")
+            raise ValueError(
+                f"quantization_config is a BitsAndBytesConfig here, not {given}; "
+                'quant="q8_0" and the like need no package'
+            )
+        needed = missing(_METHOD)
         if needed:
             raise ValueError(
                 f"quantization_config needs packages that are not installed: pip install "
@@ -79,7 +83,7 @@ class Quantising(Quantised):
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"quantization_config: {first_line(error)}") from error
         config.quantization_config = asked
-        return cls("bitsandbytes", quantizer, checkpoint, format=format)
+        return cls(_METHOD, quantizer, checkpoint, format=format)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
         """Replace modules of a model on the meta device by those of bitsandbytes.

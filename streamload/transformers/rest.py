@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.torch_modules import set_aside
 from streamload.devices.torch_tensors import CODED, coded_of
 from streamload.errors import StateDictMismatchError
 from streamload.lookup import Devices
@@ -246,4 +247,5 @@ def finish(
     if len(set(places.values())) > 1:
         accelerate = importlib.import_module("accelerate")
         skip = sorted(model._skip_keys_device_placement or ())
-        accelerate.dispatch_model(model, device_map=places, skip_keys=skip)
+        with set_aside(model):  # what is in codes is where it belongs
+            accelerate.dispatch_model(model, device_map=places, skip_keys=skip)
