@@ -18,7 +18,7 @@ from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.devices.base import Framework, Parameter
+from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
     default_framework,
     environment_fp16_cast,
@@ -234,6 +234,7 @@ class Place:
         keep: devices on which a parameter that is there stays.
         devices: those of the load, open.
         coded: parameters that hold the codes of weights, by name.
+        model: what the load fills, or None.
     """
 
     owner: Framework | None
@@ -245,6 +246,7 @@ class Place:
     keep: frozenset[str]
     devices: Devices
     coded: Mapping[str, Coded]
+    model: Any = None
 
     @classmethod
     def look(
@@ -280,12 +282,7 @@ class Place:
         is_known = reusable is not None
         found = owner.coded(model) if owner is not None else {}
         coded = {name: Coded(*each) for name, each in found.items()}
-        if options.quant and owner is not None and not coded:
-            raise ValueError(
-                "quant: no module of the model holds quantised weights; without a model "
-                "(model=None) the parts of each come by name"
-            )
-        return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded)
+        return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded, model)
 
     def specs(
         self, options: Options, bf16_undecided: bool, devices: Devices | None = None
@@ -341,6 +338,8 @@ class Decision:
         unstored: tensors of the model that no checkpoint has.
         process_nbytes: of the process, when memory was looked at for the plan.
         changes: what changes values on the way.
+        place: the model, and where it goes.
+        swap: modules for what is quantised, to be put into the model.
     """
 
     checkpoint: Checkpoint
@@ -351,6 +350,8 @@ class Decision:
     unstored: tuple[str, ...] = ()
     process_nbytes: int | None = None
     changes: Changes = NO_CHANGES
+    place: Place | None = None
+    swap: Swap = NO_SWAP
 
     @classmethod
     def make(
@@ -393,9 +394,15 @@ class Decision:
         def demanded(quant: QuantPolicy) -> _Demand:
             if match is None:
                 wants = replace(options, quant=quant).quantised(checkpoint, fill)
-            else:
-                wants = match.quantised(checkpoint, place.coded, options.changes.by_tensor)
-            return _Demand(place, checkpoint, options, wants, tied)
+                return _Demand(place, checkpoint, options, wants, tied)
+            swap, notes = NO_SWAP, []
+            if quant and place.owner is not None:
+                asked = match.formats(checkpoint, quant, place.coded)
+                swap = place.owner.swap(place.model, asked)
+                notes = match.not_swapped(checkpoint, asked, swap, place.coded)
+            coded = {**place.coded, **{name: Coded(*each) for name, each in swap.coded.items()}}
+            wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
+            return _Demand(place, checkpoint, options, wants, tied, swap, notes)
 
         demand = demanded(NO_QUANT)
         try:
@@ -418,6 +425,7 @@ class Decision:
         notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes, *chosen]
         unstored = {**place.unstored, **(match.computed if match else {})}
         notes += on_unstored(unstored, made)
+        notes += demand.notes
         loaded = {r.tensor for source in demand.wants.sources for r in source}
         return cls(
             checkpoint,
@@ -428,7 +436,25 @@ class Decision:
             tuple(place.unstored),
             begun,
             options.changes,
+            place,
+            demand.swap,
         )
+
+    def swapped(self) -> tuple[Decision, Callable[[], None]]:
+        """Put modules for quantised weights into the model; beside it, what takes them out."""
+        place, match = self.place, self.match
+        if not self.swap.coded or match is None or place is None or place.owner is None:
+            return self, nothing
+        undo = self.swap.put()
+        found = {
+            name + p.shard: p
+            for p in place.owner.parameters(place.model)
+            for name in (*p.names, *p.wrapped)
+        }
+        parameters = {
+            name: found[name] for name in {*match.parameters, *self.plan.placements.names}
+        }
+        return replace(self, match=replace(match, parameters=parameters)), undo
 
     @property
     def read_nbytes(self) -> int:
@@ -458,6 +484,8 @@ class _Demand:
     options: Options
     wants: Wants
     tied: Mapping[str, str]
+    swap: Swap = NO_SWAP
+    notes: Sequence[str] = ()
 
     def planned(self, devices: Devices) -> tuple[Plan, int | None]:
         """Plan for these devices; beside it, the bytes of the process as memory was looked at."""

@@ -262,11 +262,12 @@ def run(
         {d.device: max(d.budget_nbytes, d.held_nbytes) for d in made.devices}
         | {STAGING: made.host_budget_nbytes}
     )
-    parameters = decided.match.parameters if decided.match else None
-    target = ModelTarget(made, decided.devices.framework, devices, parameters, ledger)
     meter = Meter(devices, decided.process_nbytes)
     shared = {name for name, device in devices.items() if device.info.shared_memory}
     headroom = Headroom(made, shared)
+    decided, undo = decided.swapped()
+    parameters = decided.match.parameters if decided.match else None
+    target = ModelTarget(made, decided.devices.framework, devices, parameters, ledger)
     try:
         with reporting(progress, decided.read_nbytes) as tell:
 
@@ -285,6 +286,8 @@ def run(
     except BaseException as error:
         state = target.fail()
         target.state_dict.clear()  # whoever keeps the error does not keep the memory
+        if not state.loaded and not state.invalid:
+            undo()
         if isinstance(error, StreamloadError):
             error.state = state
         error.add_note(f"parameters: {state}")

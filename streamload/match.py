@@ -13,18 +13,19 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
-from streamload.devices.base import Parameter
+from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.mapping import Source
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
-from streamload.planning.parts import Block, RowTranspose, byte_ranges
+from streamload.planning.parts import Block, RowRange, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
 from streamload.quant.stored import members
-from streamload.quantise import Coded, quantised
+from streamload.quantise import Coded, QuantPolicy, quantised
 from streamload.reading import open_shard
 from streamload.report import callers_level
+from streamload.units import format_bytes
 
 _BLOCK_NBYTES = 2**20
 #: Ends of `Parameter.dtype` of memory that cannot be filled, and what comes in its place.
@@ -177,12 +178,66 @@ class Match:
             coded: as in `match`.
             changed: tensors whose rows functions change on the way.
         """
-        wants = Wants.of(checkpoint, self.wants)
-        formats = [
-            coded[name].format if name in coded and src.kind == "float" else None
-            for name, src in zip(wants.names, wants.srcs, strict=True)
-        ]
+        if not coded:
+            return Wants.of(checkpoint, self.wants)
+        forms = [coded.get(want.name) for want in self.wants]
+        floats = (_is_float(checkpoint, want.source) for want in self.wants)
+        forms = [form if ok else None for form, ok in zip(forms, floats, strict=True)]
+        wants = Wants.of(
+            checkpoint,
+            [
+                want if form is None else form.wanted(want)
+                for want, form in zip(self.wants, forms, strict=True)
+            ],
+        )
+        formats = [None if form is None else form.format for form in forms]
         return quantised(checkpoint, wants, formats, changed, self.beside)
+
+    def formats(
+        self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, Coded]
+    ) -> dict[str, str]:
+        """The formats of what is to be quantised and is not in codes already, by parameter."""
+        wants = Wants.of(checkpoint, self.wants)
+        found = zip(wants.names, quant.formats(checkpoint, wants), strict=True)
+        return {name: form for name, form in found if form is not None and name not in coded}
+
+    def not_swapped(
+        self,
+        checkpoint: Checkpoint,
+        formats: Mapping[str, str],
+        swap: Swap,
+        coded: Mapping[str, Coded],
+    ) -> list[str]:
+        """Notes on what was to be quantised, and has no module that can hold it.
+
+        Args:
+            checkpoint: the headers.
+            formats: what was asked for.
+            swap: the modules that there are.
+            coded: what the model holds in codes already.
+
+        Raises:
+            ValueError: nothing has one.
+        """
+        kept = {
+            want.name: src.nbytes(math.prod(want.shape))
+            for want, src in zip(self.wants, Wants.of(checkpoint, self.wants).srcs, strict=True)
+            if want.name in formats and want.name not in swap.coded
+        }
+        if not formats and not coded:
+            return ["nothing is quantised: no weight of a layer is meant by quant="]
+        if not kept:
+            return []
+        listed = ", ".join(list(kept)[:8]) + (", ..." if len(kept) > 8 else "")
+        if not swap.coded and not coded:
+            raise ValueError(
+                f"quant: no module of the model can hold quantised weights: {listed}; without a "
+                "model (model=None) the parts of each come by name"
+            )
+        return [
+            f"not quantised, {len(kept)} tensors of {format_bytes(sum(kept.values()))}, for their "
+            f"modules compute with them as they are, or others share them: {listed}"
+        ]
 
     def check(
         self,
@@ -242,14 +297,18 @@ class Match:
             path: the checkpoint.
             placements: those of the plan that was made of ``wants``.
         """
-        rows = zip(placements.names, placements.kinds, strict=True)
+        rows = [
+            (name, kind)
+            for name, kind in zip(placements.names, placements.kinds, strict=True)
+            if name in self.parameters  # parts beside the codes may be to come
+        ]
         problems = [
             f"{name}: {why}: written in place it stays {self.parameters[name].dtype}, and is not "
             f"replaced by {kind.dst} on {kind.device}"
             for name, kind in rows
             if kind.action != "in_place" and (why := self.parameters[name].fixed)
         ]
-        for name, kind in zip(placements.names, placements.kinds, strict=True):
+        for name, kind in rows:
             where = self.parameters[name].device
             if self.parameters[name].shard and where != kind.device:
                 problems.append(f"{name}: it is a shard on {where}: leave device= away")
@@ -257,9 +316,9 @@ class Match:
             raise StateDictMismatchError(path, problems=problems)
 
 
-def _is_float(checkpoint: Checkpoint, source: Source) -> bool:
-    """Whether it is of floats, and not codes themselves."""
-    return checkpoint.tensors[source.rows[0].tensor].dtype.kind == "float"
+def _is_float(checkpoint: Checkpoint, rows: Sequence[RowRange]) -> bool:
+    """Whether rows are of floats, and not codes themselves."""
+    return checkpoint.tensors[rows[0].tensor].dtype.kind == "float"
 
 
 def skipping_shapes(filled: int, left_out: int) -> tuple[Suggestion, ...]:
@@ -322,7 +381,7 @@ def match(
     """
     out = Match()
     used: set[str] = set()
-    coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n])}
+    coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
     beside = {part for name, form in coded.items() for part in form.beside(name)}
     for number, parameter in enumerate(parameters):
         where = parameter.device if parameter.device in keep_on else None
@@ -358,7 +417,7 @@ def match(
         shape = stored.shape if stored is not None else shape_of(checkpoint, source)
         block = parameter.block
         form = next((coded[n] for n in parameter.names if n in coded), None)
-        wanted = whole_shape(parameter) if form is None else form.shape
+        wanted = whole_shape(parameter) if form is None else form.stored_shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names

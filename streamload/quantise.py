@@ -17,7 +17,7 @@ from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
-from streamload.planning.parts import Coding, RowRange
+from streamload.planning.parts import Coding, RowRange, RowTranspose
 from streamload.quant.base import FORMATS, Encoder, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
@@ -33,7 +33,7 @@ _AUTO = "auto"
 _TRIED = ("q8_0", "int8", "nf4", "nf4-nested")
 
 # What a pattern has to name to be quantised: it is small, and much depends on it.
-_SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$")
+_SPARED = re.compile(r"(?i)norm|(^|\.)ln_|router|(^|\.)gate\.weight$|bias$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +151,43 @@ class Coded:
 
     Attributes:
         format: the format.
-        shape: the shape of the weight.
+        shape: the shape of the weight, as it is quantised.
+        transposed: whether the checkpoint has it transposed.
     """
 
     format: str
     shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     def beside(self, name: str) -> list[str]:
         """The names of what belongs to the codes, where these are ``name``."""
-        return [part.name(name) for part in FORMATS[self.format].of(self.shape, F32).parts[1:]]
+        return [part.name(name) for part in FORMATS[self.format].of(self._matrix, F32).parts[1:]]
+
+    def wanted(self, want: Want) -> Want:
+        """The weight as it is quantised: a matrix.
+
+        Raises:
+            ValueError: the mapping transposes what the module has transposed.
+        """
+        if not self.transposed:
+            return replace(want, shape=self._matrix)
+        if want.transpose is not None:
+            raise ValueError(
+                f"{want.name}: its module has the weight transposed, and so has the mapping: leave "
+                f'it as it is: quant={{"{want.source[0].tensor}": None, "*": "{self.format}"}}'
+            )
+        turned = RowTranspose(1, self.shape[1], self.shape[0])
+        return replace(want, shape=self._matrix, transpose=turned)
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        """All axes but the last number its rows."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
 
 
 def quantised(

@@ -74,6 +74,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
+    ("devices.torch_modules",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -102,6 +103,7 @@ LAYERS = (
     ("transformers.adapter", "transformers.arguments"),
     ("transformers.names",),
     ("transformers.dtypes", "transformers.rest", "transformers.quantised"),
+    ("transformers.quantising",),
     ("transformers.prepared",),
     ("transformers.loading",),
     ("transformers", "agreement", "diffusers"),
@@ -128,13 +130,14 @@ _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
         *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
-        *("quantised", "packed", "packed_compressed", "packed_mxfp4"),
+        *("quantised", "quantising", "packed", "packed_compressed", "packed_mxfp4"),
     )
 )
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
     "torch": (
-        *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
+        *("devices.torch", "devices.torch_modules", "devices.torch_tensors"),
+        *("nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
         "diffusers",
     ),

@@ -90,7 +90,6 @@ def test_budgets_and_devices_as_they_come(tmp_path: Path, given: dict[str, Any])
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"quantization_config": {"load_in_4bit": True}}, "quantization_config has no counterpart"),
         ({"cache_dir": "/x"}, "set HF_HUB_CACHE"),
         ({"force_download": True}, "hf download"),
         ({"use_safetensors": False}, "only safetensors"),

@@ -334,13 +334,6 @@ def test_scales_that_do_not_fit_the_module_are_refused(tmp_path: Path) -> None:
     assert str(caught.value.tensor).endswith("_scale_inv")
 
 
-def test_quantising_on_the_way_has_no_counterpart(tmp_path: Path) -> None:
-    """The argument of transformers is answered by what to write."""
-    plain(tmp_path)
-    with pytest.raises(ValueError, match="quantization_config has no counterpart"):
-        load(tmp_path, quantization_config={"load_in_4bit": True})
-
-
 # --- with the libraries ---------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, overload, runtime_checkable
@@ -473,6 +473,30 @@ class Parameter(Protocol):
         """Stand on the kept memory again, which has been written; nothing where none is kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Modules for quantised weights that can stand in the place of a model's own.
+
+    Attributes:
+        coded: parameters that will hold the codes of weights, by each of their names: the format,
+            the shape of the weight as it is quantised, and whether the checkpoint has it
+            transposed.
+        put: puts the modules in place, without values, and returns what lets the model be as it
+            was. A codes' parameter goes on holding the memory of the weight until that is released.
+    """
+
+    coded: Mapping[str, tuple[str, tuple[int, ...], bool]]
+    put: Callable[[], Callable[[], None]]
+
+
+def nothing() -> None:
+    """Undo nothing."""
+
+
+#: Of a model that stays as it is.
+NO_SWAP = Swap({}, lambda: nothing)
+
+
 class ModelTensors(Protocol):
     """A framework's tensors."""
 
@@ -483,9 +507,21 @@ class ModelTensors(Protocol):
         """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
         return {}
 
-    def coded(self, model: Any) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Parameters that hold the codes of weights: their format, and the shape of the weight."""
+    def coded(self, model: Any) -> Mapping[str, tuple[str, tuple[int, ...], bool]]:
+        """Parameters that hold the codes of weights, as in `Swap.coded`."""
         return {}
+
+    def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
+        """Modules for weights that are quantised; the model is not touched before `Swap.put`.
+
+        Args:
+            model: whose parameters these are.
+            formats: by name of a parameter. What no module can hold is not in `Swap.coded`.
+
+        Raises:
+            ValueError: there are no modules for a format.
+        """
+        return NO_SWAP
 
     def tensor(self, device: Device, buffer: Buffer, dtype: DType, shape: tuple[int, ...]) -> Any:
         """The framework's tensor over a buffer, without a copy: the buffer, where it is one."""

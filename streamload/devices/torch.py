@@ -29,11 +29,19 @@ from streamload.devices.base import (
     HostStaging,
     ProbeResult,
     Staging,
+    Swap,
     Ticket,
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
-from streamload.devices.torch_tensors import TO_TORCH, name_of, parameters_of, unstored_of
+from streamload.devices.torch_tensors import (
+    TO_TORCH,
+    coded_of,
+    name_of,
+    parameters_of,
+    places_of,
+    unstored_of,
+)
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.planning.allocators import AllocatorKind, TensorCosts
@@ -436,6 +444,13 @@ class TorchFramework(Framework):
 
     parameters = staticmethod(parameters_of)
     unstored = staticmethod(unstored_of)
+    coded = staticmethod(coded_of)
+
+    def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
+        """Of Linears, transformers' Conv1D and its fused experts."""
+        from streamload.devices.torch_modules import swapping
+
+        return swapping(places_of(model), formats)
 
     def canonical(self, name: str) -> str:
         """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""

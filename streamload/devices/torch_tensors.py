@@ -34,6 +34,8 @@ _FROM_TORCH = {dtype: name for name, dtype in TO_TORCH.items()}
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
+#: On a module: by the leaf of a parameter's name, what it holds the codes of, as in `Swap.coded`.
+CODED = "_streamload_coded"
 # on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
 _INVALID = "_streamload_invalid"
 
@@ -434,6 +436,30 @@ def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
         if name.startswith(before):
             name = after + name.removeprefix(before)
     return name
+
+
+def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
+    """The module of each parameter, and its name there; shared ones under each name."""
+    if not isinstance(model, nn.Module):
+        return []
+    wrappers = _wrappers(model)
+    return [
+        (_unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers), (child, leaf))
+        for prefix, child in model.named_modules(remove_duplicate=False)
+        for leaf in child._parameters
+    ]
+
+
+def coded_of(model: Any) -> dict[str, tuple[str, tuple[int, ...], bool]]:
+    """What modules say that they hold the codes of; see `devices.torch_modules.CODED`."""
+    if not isinstance(model, nn.Module):
+        return {}
+    wrappers = _wrappers(model)
+    return {
+        _unwrapped(f"{prefix}.{leaf}" if prefix else leaf, wrappers): said
+        for prefix, child in model.named_modules(remove_duplicate=False)
+        for leaf, said in getattr(child, CODED, {}).items()
+    }
 
 
 def unstored_of(model: Any) -> dict[str, str]:

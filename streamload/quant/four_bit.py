@@ -51,7 +51,7 @@ VALUES: Mapping[Kind, tuple[float, ...]] = {
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
     "fp4": tuple(
-        float(np.float32(sign * value) / np.float32(12))
+        float(np.float32(sign * value) / np.float32(12)) + 0.0  # both zeros are positive
         for sign in (1, -1)
         for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
     ),

@@ -35,6 +35,7 @@ class Wanted:
         trust_remote_code: run the code that lies beside the checkpoint.
         key_mapping: patterns of names in the checkpoint to what they become.
         generation_config: in place of the one beside the checkpoint.
+        quantization: how weights are quantised on the way into modules of bitsandbytes.
     """
 
     model_class: Any = None
@@ -44,6 +45,7 @@ class Wanted:
     trust_remote_code: bool = False
     key_mapping: Mapping[str, str] | None = None
     generation_config: Any = None
+    quantization: Any = None
 
 
 def folder_of(checkpoint: Checkpoint) -> Path:

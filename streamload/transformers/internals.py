@@ -14,6 +14,7 @@ __all__ = [
     "leave_out_what_is_ignored",
     "plan_of_dtypes",
     "rename_source_key",
+    "should_convert_module",
 ]
 
 try:
@@ -26,6 +27,7 @@ try:
         rename_source_key,
     )
     from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     plan_of_dtypes = transformers.PreTrainedModel._get_dtype_plan
     leave_out_what_is_ignored = transformers.PreTrainedModel._adjust_missing_and_unexpected_keys

@@ -45,6 +45,7 @@ def from_pretrained(
     trust_remote_code: bool | None = None,
     key_mapping: Mapping[str, str] | None = None,
     generation_config: Any = None,
+    quantization_config: Any = None,
     adapter_name: str | None = None,
     config_changes: Mapping[str, Any] | None = None,
     **options: Unpack[ModelOptions],
@@ -94,7 +95,12 @@ def from_pretrained(
         key_mapping: patterns of names in the checkpoint to what they become, as transformers has
             them.
         generation_config: in place of the one beside the checkpoint.
+        quantization_config: a ``BitsAndBytesConfig``: weights are quantised on the way into the
+            modules of bitsandbytes that transformers chooses, to bitsandbytes' own bytes; fused
+            experts, which it leaves at 16 bits, into modules of streamload.
         adapter_name: what peft calls an adapter; None for "default".
+        quant: quantise the weights of layers on the way, into modules of streamload, which need no
+            package: a format, or patterns by name, as in `streamload.load_state_dict`.
         config_changes: attributes of the configuration. They are taken as arguments, too:
             ``num_labels=3``.
         strict: missing and unexpected names are an error, except for names that the model's class
@@ -148,7 +154,10 @@ def from_pretrained(
         trust_remote_code=bool(trust_remote_code),
         key_mapping=key_mapping,
         generation_config=generation_config,
+        quantization=quantization_config,
     )
+    if quantization_config is not None and options["quant"] is not None:
+        raise ValueError("quant and quantization_config say the same: leave one of them out")
     name = str(found) if isinstance(found, Url) else os.fsdecode(path)
     devices = open_devices(device, framework("torch"), {})
     prepared = Prepared.of(

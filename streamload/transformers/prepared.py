@@ -31,6 +31,7 @@ from streamload.transformers.configuration import Wanted, configuration_of, on_m
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
 from streamload.transformers.quantised import Quantised
+from streamload.transformers.quantising import Quantising
 from streamload.transformers.rest import (
     beside_nbytes,
     different_values,
@@ -93,7 +94,7 @@ class Prepared:
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name
-        quantised = Quantised.of(checkpoint, config)
+        quantised = quantised_as(checkpoint, config, wanted.quantization)
         dtypes = Dtypes.choose(checkpoint, config, dtype, budget, cast, devices)
         if quantised is not None:
             dtypes = dtypes.updated(quantised.quantizer)
@@ -107,6 +108,8 @@ class Prepared:
             quantised.check(model, names)
         names.check(model, checkpoint, strictness)
         untie(model, checkpoint, names, stored_otherwise)
+        if quantised is not None:
+            quantised.stage(model, names)
         return cls(model, checkpoint, wanted, names, dtypes, quantised)
 
     @property
@@ -160,6 +163,14 @@ class Prepared:
         finish(self.model, self.checkpoint, self.names, report, self.wanted)
         if self.quantised is not None:
             self.quantised.finish(self.model)
+
+
+def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised | None:
+    """How a model is quantised: as its checkpoint is, or as a caller asks; None where neither."""
+    stored = Quantised.of(checkpoint, config, asked)
+    if stored is not None or asked is None:
+        return stored
+    return Quantising.asked(checkpoint, config, asked)
 
 
 def load_untied(load: Callable[[], LoadReport], *parts: Any) -> LoadReport:

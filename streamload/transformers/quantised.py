@@ -60,12 +60,13 @@ class Quantised:
     _staged: list[tuple[str, str, Group]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: Any) -> Quantised | None:
+    def of(cls, checkpoint: Checkpoint, config: Any, asked: Any = None) -> Quantised | None:
         """Look at a configuration; None where it does not say that the checkpoint is quantised.
 
         Args:
             checkpoint: the headers.
             config: of transformers; what it says of quantisation becomes an object there.
+            asked: what a caller says of it; of that, transformers takes what is about computing.
 
         Raises:
             CheckpointError: the method is opened by transformers alone, needs a package
@@ -77,8 +78,8 @@ class Quantised:
         if said is None:
             return None
         path = folder_of(checkpoint) / "config.json"
-        asked = said if isinstance(said, Mapping) else said.to_dict()
-        method = str(getattr(asked.get("quant_method"), "value", asked.get("quant_method")))
+        stated = said if isinstance(said, Mapping) else said.to_dict()
+        method = str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
         if method not in _NEEDED:
             raise CheckpointError(
                 path,
@@ -86,7 +87,7 @@ class Quantised:
                 expected=f"one of {', '.join(_NEEDED)}",
                 found=method,
             )
-        needed = [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
+        needed = missing(method)
         if needed:
             raise CheckpointError(
                 path,
@@ -103,7 +104,7 @@ class Quantised:
                 found=method,
             )
         try:
-            config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, None)
+            config.quantization_config = AutoHfQuantizer.merge_quantization_configs(said, asked)
             quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         except Exception as error:  # whatever a quantiser of transformers raises
             problem = f"transformers does not open the quantised checkpoint: {first_line(error)}"
@@ -142,8 +143,16 @@ class Quantised:
             self._refuse(f"its modules cannot be made: {first_line(error)}", names, error)
         if self.method in ("bitsandbytes", "torchao", "mxfp4"):
             self._stage(model, renames())
-        if self.method == "bitsandbytes" and "cpu" in names:
-            self._look_at_repacking(model, names)
+        if self.method == "bitsandbytes":
+            self._look_at_repacking(
+                model,
+                names,
+                {
+                    f"{prefix}.{leaf}": (group.shape or (), group.block[0])
+                    for prefix, leaf, group in self._staged
+                    if group.bits == 4
+                },
+            )
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
             self._keep_compressed(model)
@@ -204,16 +213,23 @@ class Quantised:
         if wrong:
             raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
 
-    def _look_at_repacking(self, model: Any, devices: list[str]) -> None:
-        """Count what bitsandbytes will take to repack weights, and refuse what it cannot repack."""
-        for prefix, leaf, group in self._staged:
-            module, shape = model.get_submodule(prefix), group.shape or ()
-            if group.bits != 4 or not getattr(module, "support_avx512bf16_for_cpu", False):
+    def _look_at_repacking(
+        self, model: Any, devices: list[str], weights: Mapping[str, tuple[tuple[int, ...], int]]
+    ) -> None:
+        """Count what bitsandbytes will take to repack weights, and refuse what it cannot repack.
+
+        Args:
+            model: prepared.
+            devices: where it goes.
+            weights: of 4 bits, by name: the shape, and the elements of a block.
+        """
+        for name, (shape, size) in weights.items() if "cpu" in devices else ():
+            module = model.get_submodule(name.rpartition(".")[0])
+            if not getattr(module, "support_avx512bf16_for_cpu", False):
                 continue
-            size = group.block[0]
             if len(shape) != 2 or shape[0] % _REPACKED_ROWS or shape[1] % size:
                 self._refuse(
-                    f"with AVX512-BF16 bitsandbytes repacks {prefix}.{leaf}, and cannot where its "
+                    f"with AVX512-BF16 bitsandbytes repacks {name}, and cannot where its "
                     f"{' x '.join(map(str, shape))} elements are not rows in {_REPACKED_ROWS}s and "
                     f"columns in {size}s",
                     devices,
@@ -272,6 +288,9 @@ class Quantised:
         self._staged.clear()  # they stay as they are
         self._say_kept("MXFP4 experts")
 
+    def stage(self, model: Any, names: Names) -> None:
+        """Do what has to be done when it is known what fills the model: nothing, here."""
+
     def check(self, model: Any, names: Names) -> None:
         """Raise CheckpointError for a module for quantised weights whose weight is not quantised.
 
@@ -296,7 +315,7 @@ class Quantised:
 
     def assemble(self, model: Any) -> None:
         """Make what the modules compute with of what was loaded; nothing is copied."""
-        make = {"bitsandbytes": _bitsandbytes, "torchao": self._torchao}.get(self.method)
+        make = {"bitsandbytes": bitsandbytes_parameter, "torchao": self._torchao}.get(self.method)
         for prefix, leaf, group in self._staged:
             module = model.get_submodule(prefix)
             entries = {key: module._buffers.pop(key) for key in _entries(group)}
@@ -357,7 +376,9 @@ def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
     return group.kind != "mxfp4" or weight.dim() == 3
 
 
-def _bitsandbytes(module: Any, name: str, entries: dict[str, torch.Tensor]) -> nn.Parameter:
+def bitsandbytes_parameter(
+    module: Any, name: str, entries: dict[str, torch.Tensor]
+) -> nn.Parameter:
     """A parameter of bitsandbytes over the stored bytes."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
@@ -381,6 +402,11 @@ def _bitsandbytes(module: Any, name: str, entries: dict[str, torch.Tensor]) -> n
         module=module,
     )
     return made
+
+
+def missing(method: str) -> list[str]:
+    """The packages of a method that are not installed, as pip has them."""
+    return [pip for name, pip in _NEEDED[method].items() if not _installed(name)]
 
 
 def _installed(name: str) -> bool:

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.torch_modules import set_aside
+from streamload.devices.torch_tensors import CODED, coded_of
 from streamload.errors import StateDictMismatchError
 from streamload.lookup import Devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.planning.allocators import taken
+from streamload.quantise import Coded
 from streamload.report import LoadReport
 from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
@@ -98,6 +101,8 @@ def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
         for name, source in names.fill.items()
         if name in state and source.shape == tuple(state[name].shape)
     }
+    for name, said in coded_of(model).items():
+        filled.update(id(state[each]) for each in (name, *Coded(*said).beside(name)))
     rest = [t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in filled]
     infos = [device.info for device in devices.opened.values()]
     return max(sum(taken(info.allocator, info.granularity_nbytes, rest)) for info in infos)
@@ -122,6 +127,8 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
                     name = f"{prefix}.{key}" if prefix else key
                     made[id(old)] = old, _on(torch.device(device_of(name, report)), old)
                 entries[key] = made[id(old)][1]
+        if hasattr(module, CODED):
+            module._is_hf_initialized = True  # its weights are codes, and are there
     model.initialize_weights()
     model.tie_weights(recompute_mapping=False)
     unset = {id(new) for old, new in made.values() if old.device.type == "meta" and _is_unset(new)}
@@ -240,4 +247,5 @@ def finish(
     if len(set(places.values())) > 1:
         accelerate = importlib.import_module("accelerate")
         skip = sorted(model._skip_keys_device_placement or ())
-        accelerate.dispatch_model(model, device_map=places, skip_keys=skip)
+        with set_aside(model):  # what is in codes is where it belongs
+            accelerate.dispatch_model(model, device_map=places, skip_keys=skip)

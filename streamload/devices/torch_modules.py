@@ -1,0 +1,353 @@
+"""Modules of torch whose weights stay quantised: each dequantises its own when it is computed with.
+
+A module keeps its identity, its other parameters and its hooks: it gets another class, and the
+parts of a format as buffers in place of a parameter, under the names that the parts have in a
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from streamload.devices.base import Swap
+from streamload.devices.torch_tensors import CODED
+from streamload.dtypes import F32
+from streamload.quant import dynamic
+from streamload.quant.base import FORMATS, Quantised
+
+_Said = tuple[str, tuple[int, ...], bool]
+_Parts = Mapping[str, torch.Tensor]
+
+_STEP_NUMEL = 2**22  # elements that are dequantised at once, in float32
+_BITSANDBYTES_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes decodes
+_GGUF_BLOCK = 32
+
+
+def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of a weight as its codes have it: all axes but the last are rows."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+@cache
+def _made(format: str, shape: tuple[int, ...]) -> Quantised:
+    return FORMATS[format].of(matrix(shape), F32)
+
+
+# --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------
+
+
+def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    width = parts[""].shape[1]
+    rows = slice(start // width, stop // width)
+    return parts[""][rows] * parts["_scale"][rows]
+
+
+def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    width = parts[""].shape[1]
+    rows = slice(start // width, stop // width)
+    return parts[""][rows] * parts["SCB"][rows, None] * _BITSANDBYTES_STEP
+
+
+def _gguf_blocks(
+    parts: _Parts, start: int, stop: int, nbytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales in a column, and the bytes of codes, a block a row."""
+    blocks = parts[""].view(-1, nbytes)[start // _GGUF_BLOCK : stop // _GGUF_BLOCK]
+    return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
+
+
+def _q8_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    scales, codes = _gguf_blocks(parts, start, stop, 2 + _GGUF_BLOCK)
+    return codes.view(torch.int8) * scales
+
+
+def _q4_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    scales, packed = _gguf_blocks(parts, start, stop, 2 + _GGUF_BLOCK // 2)
+    codes = torch.cat([packed & 15, packed >> 4], 1)
+    return (codes.float() - 8) * scales
+
+
+def _four_bit(parts: _Parts, start: int, stop: int) -> torch.Tensor:
+    packed = parts[""].view(-1)[start // 2 : -(-stop // 2)]
+    codes = torch.stack([packed >> 4, packed & 15], 1).view(-1)[: stop - start]
+    values = parts[".quant_map"][codes.int()]
+    first, end = start // 64, -(-stop // 64)
+    absmax = parts[".absmax"][first:end]
+    if ".nested_absmax" in parts:
+        blocks = torch.arange(first, end, device=absmax.device) // dynamic.BLOCK
+        absmax = parts[".nested_quant_map"][absmax.int()] * parts[".nested_absmax"][blocks]
+        (state,) = (part for suffix, part in parts.items() if suffix.startswith(".quant_state"))
+        absmax = absmax + _offset(state)
+    return values * absmax.repeat_interleave(64)[: stop - start]
+
+
+def _offset(state: torch.Tensor) -> float:
+    """The mean of the nested statistics; it is read again where the state was written again."""
+    version = None if state.is_inference() else state._version
+    known = getattr(state, "_streamload_offset", None)
+    if known is None or version is None or known[0] != version:
+        offset = json.loads(bytes(state.cpu().numpy()))["nested_offset"]
+        state._streamload_offset = known = (version, offset)
+    return float(known[1])
+
+
+_DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
+    "int8": _int8,
+    "bitsandbytes-int8": _bitsandbytes_int8,
+    "q8_0": _q8_0,
+    "q4_0": _q4_0,
+    **dict.fromkeys(("nf4", "nf4-nested", "fp4", "fp4-nested"), _four_bit),
+}
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+class Coded(nn.Module):
+    """What modules have in common that hold weights quantised."""
+
+    _streamload_dtype: torch.dtype  # that the weights had
+
+    def dense(
+        self,
+        leaf: str,
+        dtype: torch.dtype | None = None,
+        index: int | None = None,
+        device: torch.device | None = None,
+    ) -> torch.Tensor:
+        """A weight, dequantised in pieces: nothing else of its size is held meanwhile.
+
+        Args:
+            leaf: of the name of the weight.
+            dtype: of the result; each value is rounded once. None: what the weight had before.
+            index: along the first axis of the weight; None for all of it.
+            device: where it is computed, with the parts brought there; None: where they are.
+        """
+        format, shape, _ = getattr(self, CODED)[leaf]
+        made = _made(format, shape)
+        device = device or self._buffers[leaf].device
+        parts = {part.suffix: self._buffers[part.name(leaf)].to(device) for part in made.parts}
+        shape, numel = (shape[1:] if index is not None else shape), math.prod(shape)
+        first, count = 0, math.prod(shape)
+        if index is not None:
+            first = range(numel // count)[index] * count
+        dtype = dtype or self._streamload_dtype
+        out = torch.empty(count, dtype=dtype, device=device)
+        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+        with torch.no_grad():
+            for at in range(0, count, step):
+                end = min(at + step, count)
+                piece = _DECODERS[format](parts, first + at, first + end)
+                out[at:end] = piece.reshape(-1)
+        return out.view(shape)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Move parts with the module, as they are: scales are never cast apart from codes."""
+        names = _names(getattr(self, CODED))
+        held = {name: self._buffers.pop(name) for name in names}
+        device = next(iter(held.values())).device
+        like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
+        self._streamload_dtype = like.dtype
+        super()._apply(fn, recurse)
+        for name, old in held.items():
+            flat = old.detach().reshape(-1).view(torch.uint8)
+            self._buffers[name] = fn(flat).view(old.dtype).reshape(old.shape)
+        return self
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        """Take parts whose names have a dot: torch holds those for names of other modules."""
+        super()._load_from_state_dict(state, prefix, *others)
+        own = {prefix + name for name in _names(getattr(self, CODED))}
+        unexpected = others[3]
+        unexpected[:] = [name for name in unexpected if name not in own]
+
+
+def _names(coded: Mapping[str, _Said]) -> list[str]:
+    """The names of all parts in a module."""
+    return [
+        part.name(leaf)
+        for leaf, (fmt, shape, _) in coded.items()
+        for part in _made(fmt, shape).parts
+    ]
+
+
+class _Product(Coded):
+    """A product with a weight of (outputs, inputs)."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight, dequantised for each look at it."""
+        return self.dense("weight")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The product with the weight, dequantised for the call."""
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        weight = self.dense("weight", input.dtype, device=input.device)
+        return functional.linear(input, weight, bias)
+
+
+class QuantLinear(_Product, nn.Linear):
+    """A Linear that holds its weight quantised."""
+
+
+class _Dense:
+    """The weights of all experts; one is dequantised when it is asked for."""
+
+    _is_hf_initialized = True  # transformers leaves it as it is
+
+    def __init__(self, leaf: str, module: Coded) -> None:
+        self._leaf, self._module = leaf, module
+
+    def __getitem__(self, expert: torch.Tensor) -> torch.Tensor:
+        """An expert's matrix, on the device of its number."""
+        return self._module.dense(self._leaf, index=int(expert), device=expert.device)
+
+
+@cache
+def _product_class(own: type[Any]) -> type[Any]:
+    if own is nn.Linear:
+        return QuantLinear
+    return type(f"Quant{own.__name__}", (_Product, own), {})
+
+
+@cache
+def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
+    """A class that computes one expert after the other, as transformers' own does without kernels.
+
+    Its weights are `_Dense`: it takes only the experts that are used.
+    """
+    entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
+    entries["forward"] = inspect.unwrap(own.forward)
+    return type(f"Quant{own.__name__}", (Coded, own), entries)
+
+
+@contextmanager
+def set_aside(model: nn.Module) -> Iterator[None]:
+    """Take all parts out of their modules, while others walk over tensors and move them."""
+    coded = [module for module in model.modules() if hasattr(module, CODED)]
+    held = [
+        (module, {name: module._buffers.pop(name) for name in _names(getattr(module, CODED))})
+        for module in coded
+    ]
+    try:
+        yield
+    finally:
+        for module, parts in held:
+            module._buffers.update(parts)
+
+
+# --- the place of modules in a model --------------------------------------------------------------
+
+_Place = tuple[nn.Module, str]
+
+
+def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether it is one of transformers' classes of fused experts, with implementations to choose.
+
+    Each of these takes an expert's matrix by its index where it computes one after the other.
+    """
+    decorated = hasattr(type(module).forward, "__wrapped__")
+    return parameter.dim() == 3 and decorated and hasattr(module, "is_transposed")
+
+
+def _said(module: nn.Module, leaf: str, format: str) -> _Said | None:
+    """What a module would hold of a parameter; None where it cannot."""
+    parameter = module._parameters[leaf]
+    if type(parameter) is not nn.Parameter:  # sharded, packed by others, or not there
+        return None
+    shape = tuple(parameter.shape)
+    own = type(module)
+    if leaf == "weight" and own is nn.Linear:
+        return format, shape, False
+    if leaf == "weight" and (own.__module__, own.__name__) == (
+        "transformers.pytorch_utils",
+        "Conv1D",
+    ):
+        return format, shape[::-1], True
+    if not _is_experts(module, parameter):
+        return None
+    unit = _made(format, shape).unit_numel
+    return None if math.prod(shape[1:]) % unit else (format, shape, False)
+
+
+def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:
+    """What `Swap` says, of a module.
+
+    Args:
+        places: of all parameters, as (name, (module, leaf)); shared ones under each name.
+        formats: of what is to be quantised, by name.
+
+    Raises:
+        ValueError: there is no module here for a format.
+    """
+    unknown = next((format for format in formats.values() if format not in _DECODERS), None)
+    if unknown is not None:
+        raise ValueError(f"quant: torch computes with {', '.join(_DECODERS)}, not with {unknown}")
+    by_name: dict[str, _Place] = {}
+    shared: dict[int, dict[tuple[int, str], tuple[str, _Place]]] = {}
+    for name, (module, leaf) in places:
+        if leaf in module._parameters:
+            by_name[name] = module, leaf
+            holders = shared.setdefault(id(module._parameters[leaf]), {})
+            holders.setdefault((id(module), leaf), (name, (module, leaf)))
+    coded: dict[str, _Said] = {}
+    groups: list[list[tuple[_Place, _Said]]] = []
+    for name, format in formats.items():
+        if name not in by_name:
+            continue
+        module, leaf = by_name[name]
+        holders = shared[id(module._parameters[leaf])]
+        said = [_said(*place, format) for _, place in holders.values()]
+        first = said[0]
+        if first is None or any(each != first for each in said):
+            continue  # an embedding shares it: it needs the weight as it is
+        coded |= {other: first for other, _ in holders.values()} | {name: first}
+        groups.append([(place, first) for _, place in holders.values()])
+    return Swap(coded, lambda: _put(groups))
+
+
+def _put(groups: Iterable[list[tuple[_Place, _Said]]]) -> Callable[[], None]:
+    """Let modules hold codes, without values yet; returns what lets them be as they were."""
+    before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
+    for group in groups:
+        (format, shape, _) = group[0][1]
+        made = _made(format, shape)
+        beside = {
+            part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
+            for part in made.parts[1:]
+        }
+        for (module, leaf), said in group:
+            kept = dict(module._parameters), dict(module._buffers)
+            before.setdefault(id(module), (module, type(module), *kept))
+            # it goes on holding the old weight until the load releases that
+            old = module._parameters.pop(leaf)
+            assert old is not None
+            module._buffers[leaf] = old
+            module._buffers.update({part.name(leaf): empty for part, empty in beside.items()})
+            module.__dict__.setdefault(CODED, {})[leaf] = said
+            module.__dict__["_streamload_dtype"] = old.dtype
+    for module, own, _, _ in before.values():
+        leaves = frozenset(getattr(module, CODED))
+        is_product = leaves == {"weight"}
+        made_class: Any = _product_class if is_product else partial(_experts_class, leaves=leaves)
+        module.__class__ = made_class(own)
+
+    def undo() -> None:
+        for module, own, parameters, buffers in before.values():
+            module.__class__ = own
+            for entries, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+                entries.clear()
+                entries.update(kept)
+            del module.__dict__[CODED], module.__dict__["_streamload_dtype"]
+
+    return undo

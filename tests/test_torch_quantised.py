@@ -1,0 +1,316 @@
+"""`quant=` with modules of torch: what they hold, what they compute, and what is undone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+
+import streamload
+from streamload import LoadReport
+from streamload.dtypes import F32
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.quant.base import FORMATS
+
+torch = needs.module("torch")
+import safetensors.torch as st  # noqa: E402
+from torch import nn  # noqa: E402
+
+from streamload.devices import torch_modules  # noqa: E402
+from streamload.devices.torch_modules import QuantLinear  # noqa: E402
+
+NAMES = tuple(torch_modules._DECODERS)
+WIDE, NARROW = 160, 96
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(NARROW, WIDE)
+        self.down = nn.Linear(WIDE, NARROW, bias=False)
+        self.norm = nn.LayerNorm(NARROW)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Small(nn.Module):
+    """A model with layers, an embedding and a head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, NARROW)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(NARROW, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def empty(device: str = "meta", make: Callable[[], Any] = Small) -> Any:
+    """A model that is to be loaded."""
+    with torch.device(device):
+        return make().eval()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Any, Path]:
+    """A model with values, and its checkpoint."""
+    torch.manual_seed(1)
+    model = Small().eval()
+    path = tmp_path / "model.safetensors"
+    state = {name: t.clone() for name, t in model.state_dict().items() if name != "head.weight"}
+    st.save_file(state, path)
+    return model, path
+
+
+def load(model: Any, path: Path, **options: Any) -> LoadReport:
+    """Load on the CPU, without a bar."""
+    return streamload.load_state_dict(model, path, **{"progress": False, **options})
+
+
+def error(found: Any, expected: Any) -> float:
+    """Of the root mean square."""
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+#: The most that the small model's logits are off by.
+ERRORS = {"int8": 0.01, "bitsandbytes-int8": 0.01, "q8_0": 0.01, "q4_0": 0.08}
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("name", NAMES)
+def test_linears_hold_the_parts_and_compute_with_them(
+    saved: tuple[Any, Path], name: str, device: str
+) -> None:
+    """The state is that of a load without a model; the product is that of the decoded weight."""
+    expected, path = saved
+    model = empty(device)
+    report = load(model, path, quant=name, device="cpu")
+    parts = load(None, path, quant=name, device="torch:cpu").state_dict
+    state = model.state_dict()
+    assert state.keys() - {"head.weight"} == parts.keys()
+    for part, tensor in parts.items():
+        assert state[part].dtype == tensor.dtype
+        assert torch.equal(state[part], tensor)
+    assert [type(layer.up) for layer in model.layers] == [QuantLinear] * 2
+    assert type(model.head) is nn.Linear and model.head.weight is model.embed.weight
+    assert report.resident_nbytes < 0.6 * load(empty(), path, device="cpu").resident_nbytes
+    assert error(model(IDS), expected(IDS)) < ERRORS.get(name, 0.15)
+    module = model.layers[0].up
+    made = FORMATS[name].of((WIDE, NARROW), F32)
+    values = {p.suffix: module._buffers[p.name("weight")].numpy() for p in made.parts}
+    np.testing.assert_allclose(module.weight, made.decode(values), rtol=1e-6, atol=1e-8)
+    x = torch.randn(3, NARROW)
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+
+
+@pytest.mark.parametrize("name", ["nf4-nested", "int8", "q4_0"])
+def test_a_weight_is_decoded_in_pieces(
+    saved: tuple[Any, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that end within a row give the same weight, rounded once."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant=name, device="cpu")
+    whole = model.layers[0].up.weight
+    monkeypatch.setattr(torch_modules, "_STEP_NUMEL", 320)
+    assert torch.equal(model.layers[0].up.weight, whole)
+    half = model.layers[0].up.dense("weight", torch.bfloat16)
+    assert torch.equal(half, whole.to(torch.bfloat16))
+
+
+def test_a_loaded_model_is_loaded_again(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    """Into the same memory, without quant=, with what another checkpoint has."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="nf4-nested", device="cpu")
+    memory = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    before = model(IDS)
+    torch.manual_seed(2)
+    other = Small().eval()
+    state = {name: t.clone() for name, t in other.state_dict().items() if name != "head.weight"}
+    st.save_file(state, tmp_path / "other.safetensors")
+    load(model, tmp_path / "other.safetensors")
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == memory
+    assert error(model(IDS), other(IDS)) < 0.15
+    load(model, path, quant="nf4-nested")
+    assert torch.equal(model(IDS), before)
+
+
+def test_modules_are_copied_moved_and_saved(saved: tuple[Any, Path]) -> None:
+    """Codes and scales stay as they are where the rest is cast; a state dict goes back."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="nf4", device="cpu")
+    logits = model(IDS)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(IDS), logits)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    other.layers[0].up._buffers["weight"].zero_()
+    other.load_state_dict(state)
+    assert torch.equal(other(IDS), logits)
+    other.to(torch.bfloat16)
+    assert other.layers[0].up.weight.dtype is torch.bfloat16
+    absmax = other.state_dict()["layers.0.up.weight.absmax"]
+    assert torch.equal(absmax, state["layers.0.up.weight.absmax"])
+    assert error(other(IDS).float(), logits) < 0.02
+
+
+def test_patterns_choose(saved: tuple[Any, Path]) -> None:
+    """A format for each weight; what is not named stays a Linear."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant={"*0.up.weight": "q8_0", "*.down.*": "nf4"}, device="cpu")
+    said = {name: getattr(m, torch_modules.CODED, {}) for name, m in model.named_modules()}
+    assert {name: s["weight"][0] for name, s in said.items() if s} == {
+        "layers.0.up": "q8_0",
+        "layers.0.down": "nf4",
+        "layers.1.down": "nf4",
+    }
+    assert type(model.layers[1].up) is nn.Linear
+
+
+def test_auto_takes_the_least_loss_that_fits(saved: tuple[Any, Path]) -> None:
+    """As without a model: nothing where all fits, then one format after the other."""
+    _, path = saved
+    sizes = {}
+    for name in ("q8_0", "nf4"):
+        sizes[name] = load(empty(), path, quant=name, device="cpu").plan.devices[0].peak_nbytes
+    model = empty()
+    load(model, path, quant="auto", device="cpu")
+    assert type(model.layers[0].up) is nn.Linear
+    for name, nbytes in sizes.items():
+        model = empty()
+        report = load(model, path, quant="auto", device="cpu", budget=nbytes)
+        assert getattr(model.layers[0].up, torch_modules.CODED)["weight"][0] == name
+        assert any(f'quant="auto" took {name}' in note for note in report.notes)
+
+
+def test_what_others_need_as_it_is_stays(saved: tuple[Any, Path]) -> None:
+    """An embedding, and a Linear that shares its weight, are named in a note with their bytes."""
+    _, path = saved
+    model = empty()
+    report = load(model, path, quant={"embed.weight": "q8_0", "*": "q8_0"}, device="cpu")
+    assert type(model.head) is nn.Linear
+    (note,) = (note for note in report.notes if "not quantised" in note)
+    assert "1 tensors of 18.43 kB" in note and "embed.weight" in note
+    with pytest.raises(ValueError, match="no module of the model can hold"):
+        load(empty(), path, quant={"embed.weight": "q8_0"}, device="cpu")
+
+
+def test_linears_that_share_a_weight_share_its_codes(tmp_path: Path) -> None:
+    """One set of parts, under both names."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64, bias=False)])
+            self.layers[1].weight = self.layers[0].weight
+
+    torch.manual_seed(1)
+    values = {"layers.0.weight": torch.randn(64, 64), "layers.0.bias": torch.randn(64)}
+    st.save_file(values, tmp_path / "model.safetensors")
+    model = empty("meta", Twice)
+    load(model, tmp_path / "model.safetensors", quant={"layers.0.weight": "nf4"}, device="cpu")
+    one, other = model.layers
+    assert type(one) is type(other) is QuantLinear
+    assert one._buffers["weight"] is other._buffers["weight"]
+    assert one._buffers["weight.absmax"] is other._buffers["weight.absmax"]
+    assert error(other.weight, values["layers.0.weight"]) < 0.15
+
+
+def linears(model: Any) -> dict[str, Any]:
+    """What the model is, module by module, and parameter by parameter."""
+    return {
+        name: (type(m), list(m._parameters.items()), list(m._buffers.items()), vars(m).keys())
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_load_that_does_not_begin_leaves_the_model(
+    saved: tuple[Any, Path], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it does not fit, or fails before anything moves, the Linears are there again."""
+    _, path = saved
+    model = empty(device)
+    before, values = linears(model), model.state_dict() if device == "cpu" else {}
+    values = {name: t.clone() for name, t in values.items()}
+
+    def same() -> bool:
+        now = linears(model)
+        kept = all(torch.equal(t, values[n]) for n, t in model.state_dict().items() if values)
+        return kept and str(now) == str(before)
+
+    with pytest.raises(PlanInfeasibleError):
+        load(model, path, quant="nf4", device="cpu", budget=20_000)
+    assert same()
+
+    def fail(*_: Any) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr("streamload.load.stream", fail)
+    with pytest.raises(OSError, match="gone"):
+        load(model, path, quant="nf4", device="cpu")
+    assert same()
+
+
+def test_what_has_no_whole_blocks_is_refused(tmp_path: Path) -> None:
+    """By name, with the line to write instead; the model stays as it is."""
+    st.save_file({"layers.0.weight": torch.randn(64, 50)}, tmp_path / "model.safetensors")
+    model = empty("meta", lambda: one_linear(50, 64))
+    with pytest.raises(UnsupportedCastError, match=r'"layers\.0\.weight": None'):
+        load(model, tmp_path / "model.safetensors", quant="q8_0", device="cpu")
+    assert type(model["layers"][0]) is nn.Linear
+
+
+def one_linear(inputs: int, outputs: int) -> Any:
+    """A model of one layer."""
+    return nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(inputs, outputs, bias=False)])})
+
+
+def test_a_load_that_fails_is_completed_by_another(
+    saved: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some modules have their parts, the others hold nothing readable; again gives all."""
+    expected, path = saved
+    data = path.read_bytes()
+    model = empty()
+    checkpoint = streamload.open_checkpoint(path)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(streamload.errors.StreamloadError):
+        load(model, checkpoint, quant="nf4", device="cpu")
+    path.write_bytes(data)
+    load(model, path, quant="nf4", device="cpu")
+    assert error(model(IDS), expected(IDS)) < 0.15
+
+
+def test_no_wider_weight_is_held(tmp_path: Path) -> None:
+    """A module has its parts, and nothing else before, while and after it computes."""
+    torch.manual_seed(1)
+    st.save_file({"layers.0.weight": torch.randn(4096, 1024)}, tmp_path / "model.safetensors")
+    model = empty("meta", lambda: one_linear(1024, 4096))
+    load(model, tmp_path / "model.safetensors", quant="q8_0", device="cpu")
+    for _ in range(2):
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        assert held == 4096 * 1024 // 32 * 34
+        assert model["layers"][0](torch.ones(1024)).isfinite().all()
+
+
+def test_formats_without_a_module_are_refused() -> None:
+    """A format that nobody here decodes is named, with those that are."""
+    with pytest.raises(ValueError, match="not with other"):
+        torch_modules.swapping([], {"a.weight": "other"})

@@ -1,0 +1,314 @@
+"""Models of transformers that are quantised on the way: bitsandbytes' modules, and ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from boxes import Boxes
+from make_checkpoint import LlamaShape, make_checkpoint
+from test_transformers_quantised import (
+    MOE,
+    load,
+    logits,
+    needs_library,
+    plain,
+    quiet,
+    raw,
+    reference,
+)
+
+from streamload.bench.processes import call, command, measure
+from streamload.errors import PlanInfeasibleError
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+from streamload.devices.torch_modules import (  # noqa: E402
+    CODED,
+    Coded,
+    QuantLinear,
+    set_aside,
+)
+from streamload.transformers import quantising  # noqa: E402
+
+__all__ = ["quiet"]
+
+#: Mixtures of experts whose weights transformers fuses.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 32},
+    "Mixtral": {**MOE, "num_local_experts": 4},
+    "GptOss": {
+        **MOE,
+        "num_local_experts": 4,
+        "sliding_window": 16,
+        "intermediate_size": 64,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+
+
+def gpt2(folder: Path, dtype: Any = torch.bfloat16) -> None:
+    """A small GPT-2, whose products are of Conv1D."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(folder)
+
+
+def make(folder: Path, name: str, dtype: Any = torch.bfloat16) -> None:
+    """A small model of a class."""
+    if name == "GPT2":
+        gpt2(folder, dtype)
+    else:
+        plain(folder, name, dtype, **EXPERTS.get(name, {}))
+
+
+def error(found: Any, expected: Any) -> float:
+    """Of the root mean square."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+# --- modules of ours ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", *EXPERTS])
+@pytest.mark.parametrize("format", ["int8", "nf4-nested"])
+def test_all_of_the_layers_is_quantised(tmp_path: Path, name: str, format: str) -> None:
+    """Linears, Conv1D and fused experts; the head and norms stay; the logits are near."""
+    make(tmp_path, name, torch.float32)
+    model = load(tmp_path, quant=format)
+    wide = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and not name.endswith("bias")
+    ]
+    left = {name.rpartition(".")[0].rpartition(".")[2] for name in wide}
+    assert left <= {"embed_tokens", "lm_head", "wte", "wpe", "gate", "router"}
+    coded = [module for module in model.modules() if isinstance(module, Coded)]
+    assert {each[0] for module in coded for each in getattr(module, CODED).values()} == {format}
+    kwargs = {"experts_implementation": "eager"} if name in EXPERTS else {}
+    expected = logits(reference(tmp_path, **kwargs))
+    assert error(logits(model), expected) < (0.005 if format == "int8" else 0.05)
+    assert not model.streamload_report.missing
+
+
+def test_each_way_to_compute_experts_takes_those_that_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert's matrices are decoded at a time, whatever implementation was chosen."""
+    make(tmp_path, "Mixtral")
+    model = load(tmp_path, quant="q8_0", experts_implementation="grouped_mm")
+    asked: list[tuple[str, int | None]] = []
+    dense = Coded.dense
+
+    def recorded(self: Any, leaf: str, index: int | None = None, **rest: Any) -> Any:
+        asked.append((leaf, index))
+        return dense(self, leaf, index=index, **rest)
+
+    monkeypatch.setattr(Coded, "dense", recorded)
+    experts = model.model.layers[0].mlp.experts
+    x, chosen = torch.randn(3, 64, dtype=torch.bfloat16), torch.tensor([[2, 0], [2, 0], [0, 2]])
+    experts(x, chosen, torch.full((3, 2), 0.5, dtype=torch.bfloat16))
+    assert asked == [(leaf, i) for i in (0, 2) for leaf in ("gate_up_proj", "down_proj")]
+
+
+def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
+    """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
+    make(tmp_path, "Llama")
+    nbytes = load(tmp_path, quant="q8_0").streamload_report.plan.devices[0].peak_nbytes
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path, budget=nbytes)
+    model = load(tmp_path, quant="auto", budget=nbytes + 4096)  # and buffers
+    assert type(model.model.layers[1].mlp.up_proj) is QuantLinear
+    assert any('quant="auto" took q8_0' in note for note in model.streamload_report.notes)
+
+
+def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
+    """Its module knows that the checkpoint has the weight transposed."""
+    import streamload
+
+    gpt2(tmp_path)
+    model = load(tmp_path, quant="nf4")
+    expected = logits(model)
+    module = model.transformer.h[0].mlp.c_fc
+    module._buffers["weight"].zero_()
+    streamload.load_state_dict(
+        model.transformer, tmp_path, progress=False, rename=lambda n: n.removeprefix("transformer.")
+    )
+    assert torch.equal(logits(model), expected)
+    assert module.weight.shape == (256, 64)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+@pytest.mark.parametrize("format", ["nf4", "q8_0"])
+def test_hooks_of_accelerate_leave_codes_where_they_are(
+    tmp_path: Path, name: str, format: str
+) -> None:
+    """As `finish` dispatches a model over several devices."""
+    accelerate = needs.module("accelerate")
+    make(tmp_path, name)
+    model = load(tmp_path, quant=format)
+    expected = logits(model)
+    with set_aside(model):
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(logits(model), expected)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with what to write instead."""
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig
+    four = config(load_in_4bit=True)
+    monkeypatch.setattr(quantising, "missing", lambda _: [])
+    for wrong, said in (
+        ({"quant": "nf4", "quantization_config": four}, "leave one of them out"),
+        ({"quantization_config": transformers.QuantoConfig()}, "BitsAndBytesConfig here, not"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "BitsAndBytesConfig here, not hqq"),
+        (
+            {"quantization_config": config(load_in_8bit=True, llm_int8_has_fp16_weight=True)},
+            "llm_int8_has_fp16_weight is False here, not True",
+        ),
+        (
+            {"quantization_config": config(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16")},
+            "bnb_4bit_quant_storage is uint8 here",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load(tmp_path, **wrong)
+    monkeypatch.setattr(quantising, "missing", lambda _: ["bitsandbytes"])
+    with pytest.raises(ValueError, match=r"pip install bitsandbytes; quant=\"nf4\""):
+        load(tmp_path, quantization_config=four)
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-bf16": {
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True},
+    "nf4-nested": {
+        **{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bnb_4bit_use_double_quant": True,
+    },
+    "int8": {"load_in_8bit": True},
+    "int8-skipping": {"load_in_8bit": True, "llm_int8_skip_modules": ["lm_head", "o_proj"]},
+}
+
+
+def both(folder: Path, name: str, **arguments: Any) -> tuple[Any, Any]:
+    """The model that is quantised on the way, and that of transformers and bitsandbytes."""
+    needs_library("bitsandbytes")
+    config = transformers.BitsAndBytesConfig
+    found = load(folder, quantization_config=config(**CONFIGS[name]))
+    return found, reference(folder, quantization_config=config(**CONFIGS[name]), **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Llama", "GPT2"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gives_the_bytes_of_bitsandbytes(tmp_path: Path, model: str, name: str) -> None:
+    """State, modules, configuration and logits are those of transformers with bitsandbytes."""
+    make(tmp_path, model)
+    found, expected = both(tmp_path, name)
+    mine, theirs = found.state_dict(), expected.state_dict()
+    assert mine.keys() == theirs.keys()
+    nested = [n for n in mine if "nested" in name and "quant_state" in n]
+    for tensor in mine.keys() - set(nested):  # there the mean is a sum that depends on threads
+        assert raw(mine[tensor]) == raw(theirs[tensor]), tensor
+    assert [type(m) for m in found.modules()] == [type(m) for m in expected.modules()]
+    assert found.config.to_dict() == expected.config.to_dict()
+    assert found.is_quantized and found.quantization_method == expected.quantization_method
+    assert error(logits(found), logits(expected)) < (1e-3 if nested else 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", EXPERTS)
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "int8"])
+def test_fused_experts_are_quantised_too(tmp_path: Path, model: str, name: str) -> None:
+    """bitsandbytes leaves them at 16 bits without a word; here a note says whose they are."""
+    make(tmp_path, model)
+    found, expected = both(tmp_path, name, experts_implementation="eager")
+    assert not any(
+        parameter.dim() == 3 and parameter.is_floating_point() for parameter in found.parameters()
+    )
+    assert any("fused weights of experts are" in n for n in found.streamload_report.notes)
+    assert any(parameter.dim() == 3 for parameter in expected.parameters())
+    assert error(logits(found), logits(expected)) < 0.02
+    mine, theirs = found.state_dict(), expected.state_dict()
+    alike = [name for name in mine if "experts" not in name and "quant_state" not in name]
+    assert all(raw(mine[tensor]) == raw(theirs[tensor]) for tensor in alike)
+
+
+@pytest.mark.slow
+def test_what_is_quantised_so_is_saved_for_transformers(tmp_path: Path) -> None:
+    """transformers alone opens what `save_pretrained` writes, and so do we."""
+    make(tmp_path / "in", "Llama")
+    found, _ = both(tmp_path / "in", "nf4")
+    state = {name: raw(tensor) for name, tensor in found.state_dict().items()}
+    found.save_pretrained(tmp_path / "out")
+    for opened in (load(tmp_path / "out"), reference(tmp_path / "out", device_map="cpu")):
+        assert {name: raw(tensor) for name, tensor in opened.state_dict().items()} == state
+
+
+@pytest.mark.slow
+def test_repacking_is_counted_and_what_cannot_is_refused(tmp_path: Path) -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes replaces a weight when it is first computed with."""
+    needs_library("bitsandbytes")
+    from bitsandbytes.nn.modules import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("the CPU has no AVX512-BF16")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    make(tmp_path / "even", "Llama")
+    report = load(tmp_path / "even", quantization_config=config).streamload_report
+    assert any("repacks each weight" in note for note in report.notes)
+    with pytest.raises(PlanInfeasibleError):
+        load(tmp_path / "even", quantization_config=config, budget=report.resident_nbytes + 8192)
+    plain(tmp_path / "odd", intermediate_size=96)
+    with pytest.raises(ValueError, match=r'does not run so on cpu.*64 x 96.*quant="nf4"'):
+        load(tmp_path / "odd", quantization_config=config)
+    assert load(tmp_path / "odd", quant="nf4")
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+JOB = "quantising_job:load"
+#: Few and large matrices: 1 GB as bfloat16, 0.17 GB each.
+LARGE = LlamaShape(1000, 1024, 81920, 2, 8, 8)
+LITTLE = LlamaShape(1000, 1024, 1024, 2, 8, 8)
+HEADROOM_NBYTES = 64_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["quant, nf4", "streamload, int8"])
+def test_the_peak_is_what_stays(tmp_path: Path, cgroup: Boxes, way: str) -> None:
+    """In a cgroup of what a small model takes, what stays and 64 MB, a checkpoint of 1 GB loads.
+
+    transformers with bitsandbytes is killed in there.
+    """
+    needs_library("bitsandbytes")
+    for name, shape in (("large", LARGE), ("little", LITTLE)):
+        make_checkpoint(tmp_path / name, shape)
+    little = measure(call(JOB, path=str(tmp_path / "little"), way=way))
+    base_nbytes = little.peak_nbytes - int(little.first["resident_nbytes"])
+    large = measure(call(JOB, path=str(tmp_path / "large"), way=way))
+    limit_nbytes = base_nbytes + int(large.first["resident_nbytes"]) + HEADROOM_NBYTES
+    assert large.peak_nbytes < limit_nbytes
+    job = call(JOB, path=str(tmp_path / "large"), way=way)
+    done = cgroup.run(command(job, at_once=True), limit_nbytes)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    theirs = {**job["arguments"], "way": f"transformers, {way.rpartition(', ')[2]}"}
+    assert cgroup.run(command(call(JOB, **theirs), at_once=True), limit_nbytes).oom_killed
