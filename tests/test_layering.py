@@ -74,6 +74,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
+    ("nn",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -132,7 +133,7 @@ _TRANSFORMERS = tuple(
     )
 )
 FRAMEWORKS = {
-    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
+    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
     "torch": (
         *("devices.torch", "devices.torch_tensors", "nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
