@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from safetensors_files import write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
 from tinygrad.nn.state import get_state_dict, load_state_dict
 
+import streamload
 from streamload.dtypes import F32
 from streamload.nn import QuantLinear, replace_linears
 from streamload.quant.base import FORMATS
 
 DEVICES = ("CPU", "CL")
 LAYERS = ("int8", "q8_0", "q4_0")
+CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
@@ -300,3 +304,32 @@ def test_names_of_one_weight_need_one_format() -> None:
     with pytest.raises(ValueError, match=r"'a\.weight' and 'b\.weight' are one weight.*None.*both"):
         replace_linears(model, {"b.weight": "q8_0"}.get)
     assert model == {"a": linear, "b": linear}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_fills_the_layers(tmp_path: Path, device: str) -> None:
+    """From a checkpoint of floats, which are quantised on the way, and from one of the parts."""
+    weight = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    bias = np.arange(16, dtype=np.float32)
+    for format in LAYERS:
+        parts, _ = quantised(format, 16, 64)
+        whole = {"q.weight": ("F32", weight.shape, weight.tobytes())}
+        stored = {
+            f"q.weight{suffix}": (CODES[array.dtype.name], array.shape, array.tobytes())
+            for suffix, array in parts.items()
+        }
+        for kind, tensors in (("whole", whole), ("stored", stored)):
+            tensors["q.bias"] = ("F32", bias.shape, bias.tobytes())
+            path = write_safetensors(tmp_path / f"{format}-{kind}.safetensors", tensors)
+            linear = nn.Linear(64, 16)
+            linear.weight = Tensor.empty(16, 64, device=device)
+            linear.bias = Tensor.empty(16, device=device)
+            model = {"q": linear}
+            replace_linears(model, lambda name, format=format: format)
+            streamload.load_state_dict(model, path, device=device, progress=False)
+            state = get_state_dict(model)
+            assert np.array_equal(state["q.bias"].numpy(), bias)
+            for suffix, array in parts.items():
+                found = state[f"q.weight{suffix}"]
+                assert found.device == device
+                assert np.array_equal(found.numpy(), array)
