@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 
 #: Modules that are imported when they are asked for: they need more than is always installed.
-_LATER = ("diffusers", "distributed", "transformers")
+_LATER = ("diffusers", "distributed", "nn", "transformers")
 
 
 def __getattr__(name: str) -> Any:

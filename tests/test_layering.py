@@ -74,7 +74,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
-    ("devices.torch_modules",),
+    ("devices.torch_modules", "nn"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -134,7 +134,7 @@ _TRANSFORMERS = tuple(
     )
 )
 FRAMEWORKS = {
-    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "bench.loaders"),
+    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
     "torch": (
         *("devices.torch", "devices.torch_modules", "devices.torch_tensors"),
         *("nodes.torch", "bench.loaders"),

@@ -61,6 +61,7 @@ from streamload.devices.tinygrad_tensors import (
 )
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
+from streamload.nn import coded, swapping
 from streamload.planning.allocators import TensorCosts
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
@@ -453,6 +454,8 @@ class TinygradFramework(Framework):
     name = "tinygrad"
 
     parameters = staticmethod(parameters_of)
+    coded = staticmethod(coded)
+    swap = staticmethod(swapping)
 
     def canonical(self, name: str) -> str:
         """tinygrad's own form: upper case, without ":0"."""

@@ -1,0 +1,376 @@
+"""`streamload.nn`: Linears that stay quantised, in models of tinygrad."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
+from tinygrad.helpers import GlobalCounters
+from tinygrad.nn.state import get_state_dict, load_state_dict
+
+import streamload
+from streamload.dtypes import F32
+from streamload.nn import QuantLinear, replace_linears
+from streamload.quant.base import FORMATS
+
+DEVICES = ("CPU", "CL")
+LAYERS = ("int8", "q8_0", "q4_0")
+CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+
+
+def quantised(format: str, rows: int, width: int, seed: int = 0) -> tuple[Arrays, Array]:
+    """The parts of a random weight, by suffix, and what they decode to."""
+    weight = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+    form = FORMATS[format].of(weight.shape, F32)
+    codes = bytearray(form.parts[0].nbytes)
+    encoder = form.encoder(F32, "numpy")
+    encoder.encode(memoryview(weight.tobytes()), memoryview(codes), 0)
+    found = {"": memoryview(codes), **encoder.finish()}
+    shaped = {
+        part.suffix: np.frombuffer(found[part.suffix], part.dtype.numpy).reshape(part.shape)
+        for part in form.parts
+    }
+    return shaped, form.decode(shaped)
+
+
+def fill(layer: QuantLinear, parts: Arrays) -> QuantLinear:
+    """Give a layer its values, as loading does."""
+    for suffix, array in parts.items():
+        tensor = getattr(layer, f"weight{suffix}")
+        tensor.replace(Tensor(array.copy(), device=tensor.device)).realize()
+    return layer
+
+
+def made(
+    format: str, rows: int, width: int, device: str, bias: Tensor | None = None
+) -> tuple[QuantLinear, Array]:
+    """A layer with values, and what it decodes to."""
+    parts, weight = quantised(format, rows, width)
+    return fill(QuantLinear(format, width, rows, bias=bias, device=device), parts), weight
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", LAYERS)
+def test_the_product_is_that_of_the_decoded_weight(format: str, device: str) -> None:
+    """Within rounding, in the dtype of the activations, for a batch of prompts and for a vector."""
+    offsets = np.arange(24, dtype=np.float32)
+    layer, weight = made(format, 24, 96, device, bias=Tensor(offsets, device=device))
+    for dtype, shape in [("float16", (2, 5, 96)), ("float32", (2, 5, 96)), ("float32", (96,))]:
+        x = np.random.default_rng(1).standard_normal(shape).astype(dtype)
+        expected = x.astype(np.float64) @ weight.T.astype(np.float64) + offsets
+        found = layer(Tensor(x, device=device)).numpy()
+        assert (found.dtype, found.shape) == (dtype, expected.shape)
+        most = np.abs(expected).max() * (2.0**-11 if dtype == "float16" else 2.0**-20)
+        assert np.abs(found - expected).max() <= most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_int8_takes_rows_of_any_width(device: str) -> None:
+    """A row is one block: it need not be cut."""
+    for width in (1, 37):
+        layer, weight = made("int8", 5, width, device)
+        x = np.random.default_rng(1).standard_normal((3, width)).astype(np.float32)
+        assert np.allclose(layer(Tensor(x, device=device)).numpy(), x @ weight.T, atol=1e-5)
+
+
+def peak_nbytes(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most memory of tinygrad's buffers that a call needs beyond what there is before it."""
+    from tinygrad.device import Buffer
+
+    before, most = GlobalCounters.mem_used, 0
+    allocate = Buffer.allocate
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal most
+        found = allocate(self, *arguments, **options)
+        most = max(most, GlobalCounters.mem_used - before)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Buffer, "allocate", watched)
+        run()
+    return most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("format", LAYERS)
+def test_no_decoded_weight_is_ever_held(
+    format: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product is one kernel, and needs memory for its result and for wider activations only."""
+    width, outputs = 2048, 256  # 1 MB as float16
+    layer, _ = made(format, outputs, width, device)
+    results: list[Tensor] = []
+    token = Tensor(np.ones((1, width), np.float32), device=device).realize()
+    kernels = GlobalCounters.kernel_count
+    most = peak_nbytes(lambda: results.append(layer(token).realize()), monkeypatch)
+    assert GlobalCounters.kernel_count - kernels == 1
+    assert most == outputs * 4
+    prompt = Tensor(np.ones((2, width), np.float16), device=device).realize()
+    kernels = GlobalCounters.kernel_count
+    most = peak_nbytes(lambda: results.append(layer(prompt).realize()), monkeypatch)
+    assert GlobalCounters.kernel_count - kernels == 2
+    assert most == 2 * (outputs * 2 + width * 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_captured_product_repeats(device: str) -> None:
+    """TinyJit captures it."""
+    layer, weight = made("q8_0", 8, 64, device)
+    step = TinyJit(lambda x: layer(x).realize())
+    for seed in range(4):
+        x = np.random.default_rng(seed).standard_normal((1, 1, 64)).astype(np.float32)
+        found = step(Tensor(x, device=device).realize()).numpy()
+        assert np.allclose(found, x @ weight.T, atol=1e-4)
+
+
+@pytest.mark.skipif(
+    version("tinygrad").startswith("0.13"), reason="its own Linear computes other values there"
+)
+def test_a_variable_number_of_tokens() -> None:
+    """One captured product serves prompts of any length."""
+    layer, weight = made("q4_0", 8, 64, "CPU")
+    tokens = Variable("tokens", 1, 8)
+    step = TinyJit(lambda x: layer(x).realize())
+    for count in (2, 3, 4, 5):
+        x = np.random.default_rng(count).standard_normal((1, 8, 64)).astype(np.float32)
+        found = step(Tensor(x, device="CPU").realize()[:, : tokens.bind(count)])
+        some = found.shrink(((0, 1), (0, count), (0, 8))).numpy()
+        assert np.allclose(some, x[:, :count] @ weight.T, atol=1e-4)
+
+
+class Block:
+    """A layer of a transformer, without its positions."""
+
+    def __init__(self, width: int) -> None:
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.o(self.q(h).scaled_dot_product_attention(self.k(h), self.v(h)))
+        return x + self.down(self.up(self.norm2(x)).silu())
+
+
+class Transformer:
+    """Two blocks, and a head tied to the embedding."""
+
+    def __init__(self, width: int = 64, tokens: int = 40) -> None:
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = [Block(width) for _ in range(2)]
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("format", ["int8", "q4_0"])
+def test_a_model_computes_with_quantised_linears(format: str) -> None:
+    """Names, dtypes and shapes are those of the format; logits are those of decoded weights."""
+    Tensor.manual_seed(0)
+    full, model = Transformer(), Transformer()
+    load_state_dict(model, get_state_dict(full), verbose=False)
+    done = replace_linears(model, lambda name: format if name.startswith("layers.") else None)
+    names = [f"layers.{i}.{m}.weight" for i in range(2) for m in ("q", "k", "v", "o", "up", "down")]
+    assert dict(done.replaced) == dict.fromkeys(names, format)
+    assert done.kept == ()
+    state = get_state_dict(model)
+    expected = get_state_dict(full)
+    scales = [f"{name}_scale" for name in names if format == "int8"]
+    assert set(state) == {*expected, *scales}
+    assert model.head.weight is model.embedding.weight
+    for seed, name in enumerate(names):
+        rows, width = expected[name].shape
+        parts, weight = quantised(format, rows, width, seed)
+        for suffix, array in parts.items():
+            tensor = state[name + suffix]
+            assert tensor.shape == array.shape
+            assert tensor.dtype == getattr(dtypes, array.dtype.name)
+            tensor.replace(Tensor(array.copy()))
+        expected[name].replace(Tensor(weight.copy()))
+    ids = Tensor(np.array([[1, 7, 39, 0, 5]], np.int32))
+    want = full(ids).numpy()
+    assert np.allclose(model(ids).numpy(), want, atol=2e-4 * np.abs(want).max())
+    assert state["layers.0.up.bias"] is model.layers[0].up.bias
+
+
+def test_new_layers_take_no_memory_until_they_are_loaded() -> None:
+    """The weights that they replace are let go of."""
+    before = GlobalCounters.mem_used
+    model = {"a": nn.Linear(256, 256, bias=False)}
+    model["a"].weight = Tensor(np.ones((256, 256), np.float32)).realize()
+    assert GlobalCounters.mem_used - before == 256 * 256 * 4
+    replace_linears(model, lambda name: "q8_0")
+    assert GlobalCounters.mem_used == before
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+def test_linears_are_found_wherever_state_dicts_find_them() -> None:
+    """In lists, dicts, tuples and named tuples; what is shared stays shared."""
+    shared = nn.Linear(32, 4)
+    tied = nn.Linear(32, 4)
+    tied.weight = shared.weight
+    model = {
+        "list": [shared, [tied]],
+        "tuple": (nn.Linear(32, 8), "text", None),
+        "named": Pair(shared, nn.LayerNorm(4)),
+        "ordered": OrderedDict(x=nn.Linear(64, 2)),
+    }
+    names = set(get_state_dict(model))
+    done = replace_linears(model, lambda name: "q8_0")
+    assert set(get_state_dict(model)) == names
+    assert set(done.replaced) == {
+        *("list.0.weight", "list.1.0.weight", "tuple.0.weight", "named.one.weight"),
+        "ordered.x.weight",
+    }
+    first, second = model["list"][0], model["list"][1][0]
+    layers = (first, second, model["tuple"][0], model["named"].one, model["ordered"]["x"])
+    assert all(type(layer) is QuantLinear for layer in layers)
+    assert model["named"].one is first
+    assert second.weight is first.weight
+    assert (first.bias, second.bias) == (shared.bias, tied.bias)
+    assert model["tuple"][1:] == ("text", None)
+    assert type(model["named"].other) is nn.LayerNorm
+
+
+def test_what_is_no_linear_is_left_and_named() -> None:
+    """Convolutions, embeddings, what is tied to them, subclasses, and single tensors."""
+
+    class Scaled(nn.Linear):  # type: ignore[misc]
+        def __call__(self, x: Tensor) -> Tensor:
+            return super().__call__(x) * 2
+
+    model = {
+        "head": nn.Linear(32, 4, bias=False),
+        "embedding": nn.Embedding(4, 32),
+        "convolution": nn.Conv2d(32, 4, 3),
+        "scaled": Scaled(32, 4),
+        "experts": Tensor.empty(2, 4, 32),
+        "linear": nn.Linear(32, 4),
+    }
+    model["head"].weight = model["embedding"].weight
+    before = dict(model)
+    done = replace_linears(model, lambda name: "q4_0")
+    assert dict(done.replaced) == {"linear.weight": "q4_0"}
+    left = ("head.weight", "embedding.weight", "convolution.weight", "scaled.weight", "experts")
+    assert done.kept == left
+    assert all(model[name] is before[name] for name in before if name != "linear")
+
+
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        (
+            "q4_0",
+            r"'b\.weight' cannot be 'q4_0': .*blocks of 32 .* does not divide shape \(4, 40\); "
+            r"write \{'b\.weight': 'int8'\}, .* or \{'b\.weight': None\} to leave it as it is",
+        ),
+        (
+            "nf4",
+            r"'a\.weight' cannot be 'nf4': tinygrad computes with int8, q8_0, q4_0 only; write",
+        ),
+    ],
+)
+def test_a_weight_that_a_format_cannot_hold_is_named(format: str, message: str) -> None:
+    """The error says what to write instead, and the model is as it was."""
+    model = {"a": nn.Linear(32, 4), "b": nn.Linear(40, 4)}
+    with pytest.raises(ValueError, match=message):
+        replace_linears(model, lambda name: format)
+    assert all(type(layer) is nn.Linear for layer in model.values())
+
+
+def test_names_of_one_weight_need_one_format() -> None:
+    """A Linear under two names cannot be quantised under one of them."""
+    linear = nn.Linear(32, 4)
+    model = {"a": linear, "b": linear}
+    with pytest.raises(ValueError, match=r"'a\.weight' and 'b\.weight' are one weight.*None.*both"):
+        replace_linears(model, {"b.weight": "q8_0"}.get)
+    assert model == {"a": linear, "b": linear}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_load_fills_the_layers(tmp_path: Path, device: str) -> None:
+    """From a checkpoint of floats, which are quantised on the way, and from one of the parts."""
+    weight = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    bias = np.arange(16, dtype=np.float32)
+    for format in LAYERS:
+        parts, _ = quantised(format, 16, 64)
+        whole = {"q.weight": ("F32", weight.shape, weight.tobytes())}
+        stored = {
+            f"q.weight{suffix}": (CODES[array.dtype.name], array.shape, array.tobytes())
+            for suffix, array in parts.items()
+        }
+        for kind, tensors in (("whole", whole), ("stored", stored)):
+            tensors["q.bias"] = ("F32", bias.shape, bias.tobytes())
+            path = write_safetensors(tmp_path / f"{format}-{kind}.safetensors", tensors)
+            linear = nn.Linear(64, 16)
+            linear.weight = Tensor.empty(16, 64, device=device)
+            linear.bias = Tensor.empty(16, device=device)
+            model = {"q": linear}
+            replace_linears(model, lambda name, format=format: format)
+            streamload.load_state_dict(model, path, device=device, progress=False)
+            state = get_state_dict(model)
+            assert np.array_equal(state["q.bias"].numpy(), bias)
+            for suffix, array in parts.items():
+                found = state[f"q.weight{suffix}"]
+                assert found.device == device
+                assert np.array_equal(found.numpy(), array)
+
+
+@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0"])
+def test_a_load_puts_the_layers_in_place(tmp_path: Path, format: str) -> None:
+    """`quant=` with a model: when it is known to fit, and the model is as it was where it is not."""
+    Tensor.manual_seed(3)
+    model = Transformer()
+    path = save(tmp_path, model)
+    fresh = Transformer()
+    before = [id(linear) for _, linear in linears_of(fresh)]
+    with pytest.raises(PlanInfeasibleError):
+        streamload.load_state_dict(fresh, path, device="CPU", budget=1000, quant=format)
+    assert [id(linear) for _, linear in linears_of(fresh)] == before
+    report = streamload.load_state_dict(
+        fresh, path, device="CPU", dtype="checkpoint", quant=format, progress=False
+    )
+    assert set(report.errors) == {name for name, _ in linears_of(model) if ".layers." in f".{name}"}
+    assert {p.coding.format for p in report.plan.placements if p.coding} == {format}
+    ids = Tensor([[1, 2, 3]])
+    expected, found = model(ids).numpy(), fresh(ids).numpy()
+    assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    with pytest.raises(ValueError, match="holds values already"):
+        streamload.load_state_dict(model, path, device="CPU", quant=format)
+
+
+def test_auto_chooses_a_format_for_a_model(tmp_path: Path) -> None:
+    """The first that fits and that tinygrad computes with."""
+    path = save(tmp_path, Transformer())
+    whole = streamload.plan(path, device="CPU", budget="1GB", dtype="checkpoint")
+    model = Transformer()
+    report = streamload.load_state_dict(
+        model,
+        path,
+        device="CPU",
+        dtype="checkpoint",
+        budget=whole.devices[0].peak_nbytes - 1000,
+        quant="auto",
+        progress=False,
+    )
+    assert any("auto" in note for note in report.notes)
+    assert report.errors
