@@ -25,6 +25,9 @@ from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.dequant import Decoder, decoder_of
+from streamload.quant.group import Packed
+from streamload.quant.stored import read_whole
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
@@ -147,6 +150,8 @@ class Job:
         self._encoders: dict[int, Encoder] = {}  # by number of the codes
         names = zip(plan.placements.names, plan.placements.kinds, strict=True)
         self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
+        self._decoders: dict[tuple[str, DType], Decoder] = {}  # by tensor and target
+        self._reading_scales: dict[tuple[str, DType], threading.Lock] = {}
         self._values: dict[int, memoryview] = {}  # of parts that are to be placed
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
         self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
@@ -234,6 +239,29 @@ class Job:
                 p = self.plan.placements[index]
                 assert p.coding is not None, p.name
                 found = self._encoders[index] = encoder_of(p.coding, p.src)
+            return found
+
+    def decoder(self, info: Packed, p: Placement) -> Decoder:
+        """What dequantises a tensor for a placement, when its scales are read; any thread may ask.
+
+        Raises:
+            CheckpointError: the scales are invalid.
+        """
+        key = info.name, p.dst
+        with self._compiling:
+            reading = self._reading_scales.setdefault(key, threading.Lock())
+        with reading:  # the first reads; others that need the same wait
+            found = self._decoders.get(key)
+            if found is None:
+                engine: Engine = "numpy" if p.cast == "numpy" else "auto"
+                found = decoder_of(
+                    info,
+                    p.dst,
+                    lambda member: next(read_whole(info.headers, [member])),
+                    engine=engine,
+                    out_of_range=self.plan.out_of_range,
+                )
+                self._decoders[key] = found
             return found
 
     def value(self, index: int) -> memoryview:
@@ -344,12 +372,17 @@ class Job:
 
     def rows_at(self, chunk: Chunk, start: int) -> tuple[TensorInfo, int]:
         """The tensor that a file byte of a chunk is of, and the number of its row."""
+        info = self.tensor_at(chunk, start)
+        rows = info.shape[0] if info.shape else 1
+        return info, (start - info.start) * rows // info.nbytes
+
+    def tensor_at(self, chunk: Chunk, start: int) -> TensorInfo:
+        """The tensor that a file byte of a chunk is of."""
         path = self._checkpoint.shards[chunk.shard].path
         for r in self.plan.placements[chunk.placement].source:
             info = self._checkpoint.tensors[r.tensor]
             if info.shard == path and info.start <= start < info.stop:
-                rows = info.shape[0] if info.shape else 1
-                return info, (start - info.start) * rows // info.nbytes
+                return info
         raise AssertionError("a chunk is of its sources")
 
     def done(self, unit: Unit, counts: Sequence[Counts]) -> None:
@@ -380,6 +413,9 @@ class Job:
                     self._refuse_overflow(chunk, p)
                 if p.coding is not None and not p.coding.part:
                     self._coded.append(chunk)
+                if p.src.is_packed:
+                    for r in p.source:
+                        self._decoders.pop((r.tensor, p.dst), None)
                 self._finish([index])
                 self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)

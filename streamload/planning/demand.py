@@ -124,6 +124,10 @@ class DTypePolicy:
         rules = self.rules  # without any, which is usual, this is asked of every parameter
         return bool(rules) and any(p == "*" or fnmatchcase(name, p) for p, _ in rules)
 
+    def asks(self, name: str, src: DType) -> bool:
+        """Whether a rule asks for another dtype for tensor ``name``."""
+        return self.mentions(name) and self.resolve(name, src, native_bf16=True) is not src
+
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
         if src.kind != "float":

@@ -87,7 +87,10 @@ class Share:
         coded = [(p, p.coding) for p, _ in counted if p.cast == "quant" and p.coding]
         codes = any(p.coding for p, _ in counted)
         whole = [p for p in placements if p.coding and not p.coding.part] if codes else []
-        held = [c.statistics_nbytes for _, c in coded]
+        packed = [p for p, _ in counted if p.scales_nbytes]
+        held = [(p, c.statistics_nbytes) for p, c in coded]
+        held += [(p, p.scales_nbytes) for p in packed]
+        turned = [p for p in packed if p.turned]
         return cls(
             spec,
             placements,
@@ -102,17 +105,16 @@ class Share:
                 [
                     *(p.row_numel * _widest(p) for p in changed),
                     *(p.stored_nbytes(p.unit_numel) for p in whole),
+                    *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
                 ],
                 default=0,
             ),
             changed_nbytes=max(
                 (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed), default=0
             ),
-            gathers=any(p.turned or p.strided for p in whole),
-            statistics_nbytes=max(held, default=0),
-            statistics_share=max(
-                (n / max(p.src_nbytes, 1) for (p, _), n in zip(coded, held, strict=True)), default=0
-            ),
+            gathers=any(p.turned or p.strided for p in whole) or any(p.strided for p in packed),
+            statistics_nbytes=max((n for _, n in held), default=0),
+            statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
         )
 
     def statistics_under_way(self, nbytes: int) -> int:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
 
@@ -61,6 +61,19 @@ class Group:
     def values(self) -> TensorInfo:
         """The tensor of the quantised values."""
         return next(iter(self.members.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(TensorInfo):
+    """A quantised weight as one tensor: its values, under its name, with its shape.
+
+    Attributes:
+        group: what belongs to it.
+        headers: of the files that these are in.
+    """
+
+    group: Group = field(compare=False, repr=False)
+    headers: tuple[Header, ...] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
