@@ -105,6 +105,15 @@ def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
     return replace(packed, stop=values.start + dtype.nbytes(packed.numel))
 
 
+def all_names(checkpoint: Checkpoint) -> dict[str, object]:
+    """The names of tensors, of quantised weights, and of what belongs to those, as keys."""
+    names: dict[str, object] = {**checkpoint.tensors, **groups(checkpoint)}
+    for info in checkpoint.tensors.values():
+        if isinstance(info, Packed):
+            names |= dict.fromkeys(member.name for member in info.group.members.values())
+    return names
+
+
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
     """Compile what will dequantise: what that takes of the process is no part of a load."""
     for info, dst in zip(wants.infos, dsts, strict=True):

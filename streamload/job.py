@@ -25,9 +25,8 @@ from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
-from streamload.quant.dequant import Decoder, decoder_of
+from streamload.quant.dequant import Decoder, Decoders
 from streamload.quant.group import Packed
-from streamload.quant.stored import read_whole
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
@@ -150,8 +149,7 @@ class Job:
         self._encoders: dict[int, Encoder] = {}  # by number of the codes
         names = zip(plan.placements.names, plan.placements.kinds, strict=True)
         self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
-        self._decoders: dict[tuple[str, DType], Decoder] = {}  # by tensor and target
-        self._reading_scales: dict[tuple[str, DType], threading.Lock] = {}
+        self._decoders = Decoders(plan.out_of_range)
         self._values: dict[int, memoryview] = {}  # of parts that are to be placed
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
         self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
@@ -247,22 +245,7 @@ class Job:
         Raises:
             CheckpointError: the scales are invalid.
         """
-        key = info.name, p.dst
-        with self._compiling:
-            reading = self._reading_scales.setdefault(key, threading.Lock())
-        with reading:  # the first reads; others that need the same wait
-            found = self._decoders.get(key)
-            if found is None:
-                engine: Engine = "numpy" if p.cast == "numpy" else "auto"
-                found = decoder_of(
-                    info,
-                    p.dst,
-                    lambda member: next(read_whole(info.headers, [member])),
-                    engine=engine,
-                    out_of_range=self.plan.out_of_range,
-                )
-                self._decoders[key] = found
-            return found
+        return self._decoders.of(info, p.dst, "numpy" if p.cast == "numpy" else "auto")
 
     def value(self, index: int) -> memoryview:
         """The bytes of what belongs to codes that are all there."""
@@ -415,7 +398,7 @@ class Job:
                     self._coded.append(chunk)
                 if p.src.is_packed:
                     for r in p.source:
-                        self._decoders.pop((r.tensor, p.dst), None)
+                        self._decoders.drop(r.tensor, p.dst)
                 self._finish([index])
                 self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
-from streamload.dequantise import asked, asked_by_model, dequantised
+from streamload.dequantise import all_names, asked, asked_by_model, dequantised
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
 from streamload.headroom import Headroom
@@ -251,9 +251,8 @@ def read_call(
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
     checkpoint = opened(path)
-    rules = read.policy.rules
-    names = {**checkpoint.tensors, **groups(checkpoint)} if rules else checkpoint.tensors
-    check_patterns("dtype", (pattern for pattern, _ in rules), names)
+    if rules := read.policy.rules:
+        check_patterns("dtype", (pattern for pattern, _ in rules), all_names(checkpoint))
     check_patterns("quant", (pattern for pattern, _ in read.quant.rules), checkpoint.tensors)
     if model is None:
         checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))

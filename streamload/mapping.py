@@ -179,7 +179,7 @@ def sources(
 def _turned(checkpoint: Checkpoint) -> Layouts:
     """Weights that lie in the file as the transpose of what models have."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
-    return {i.name: Source(i.name, transpose=True) for i in packed if i.group.kind == "mxfp4"}
+    return {i.name: Source(i.name, transpose=True) for i in packed if i.lies_turned}
 
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")

@@ -112,7 +112,7 @@ LAYERS = (
     ("conversion.beside",),
     ("conversion.planning",),
     ("conversion.disk",),
-    ("conversion.journal", "conversion.destination"),
+    ("conversion.journal", "conversion.destination", "conversion.turned"),
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.limits", "bench.processes", "bench.loaders"),

@@ -18,6 +18,7 @@ import ctypes
 import importlib
 import math
 import pkgutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.quant.base import Array, Engine
 from streamload.quant.dequant_kernels import Kernel, Values, compile_kernel
 from streamload.quant.group import Group, Packed
+from streamload.quant.stored import read_whole
 
 #: What quantised weights become.
 TARGETS: tuple[DType, ...] = (BF16, F16, F32)
@@ -274,6 +276,36 @@ def decoder_of(
             if engine == "llvm":
                 raise
     return Decoder(weight, dst, clamp, kernel)
+
+
+class Decoders:
+    """The decoders of weights whose values stream: each is made by the first thread that asks."""
+
+    def __init__(self, out_of_range: OutOfRange) -> None:
+        self._out_of_range = out_of_range
+        self._lock = threading.Lock()
+        self._reading: dict[tuple[str, DType], threading.Lock] = {}
+        self._made: dict[tuple[str, DType], Decoder] = {}
+
+    def of(self, info: Packed, dst: DType, engine: Engine = "auto") -> Decoder:
+        """The decoder of a weight; see `decoder_of`."""
+        key = info.name, dst
+        with self._lock:
+            reading = self._reading.setdefault(key, threading.Lock())
+        with reading:
+            found = self._made.get(key)
+            if found is None:
+
+                def read(member: TensorInfo) -> bytes:
+                    return next(read_whole(info.headers, [member]))
+
+                found = decoder_of(info, dst, read, engine=engine, out_of_range=self._out_of_range)
+                self._made[key] = found
+            return found
+
+    def drop(self, name: str, dst: DType) -> None:
+        """Give up the scales of a weight: its values have streamed."""
+        self._made.pop((name, dst), None)
 
 
 def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:

@@ -17,7 +17,8 @@ from streamload.errors import CheckpointError
 Order = Literal["rows", "columns", "flat"]
 
 _NO_FACTS: Mapping[str, Any] = MappingProxyType({})
-_CONFIG_KEYS = ("quantization_config", "compression_config")
+#: Where config.json says how a checkpoint is quantised.
+CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,18 @@ class Packed(TensorInfo):
 
     group: Group = field(compare=False, repr=False)
     headers: tuple[Header, ...] = field(compare=False, repr=False)
+
+    @property
+    def lies_turned(self) -> bool:
+        """Whether models have its transpose, of the last two axes."""
+        return self.group.kind == "mxfp4"
+
+
+def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
+    """A tensor's shape as models have it."""
+    if isinstance(info, Packed) and info.lies_turned:
+        return (*info.shape[:-2], info.shape[-1], info.shape[-2])
+    return info.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,7 @@ class Layouts:
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a configuration says of how the checkpoint is quantised; empty where it does not."""
     for part in _parts(config):
-        for key in _CONFIG_KEYS:
+        for key in CONFIG_KEYS:
             if isinstance(found := part.get(key), Mapping):
                 return found
     return {}
@@ -150,7 +163,7 @@ def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def config_key(config: Mapping[str, Any]) -> str | None:
     """The key by which a configuration says that the checkpoint is quantised, or None."""
-    return next((key for key in _CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
+    return next((key for key in CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
