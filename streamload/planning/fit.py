@@ -55,8 +55,10 @@ class Share:
         row_nbytes: the longest row that functions change, in the file or as it is placed.
         changed_nbytes: what a thread takes for rows that it changes.
         gathers: what is quantised is put together first.
-        statistics_nbytes: the most that a quantised tensor holds until its codes are there.
+        statistics_nbytes: the most that a quantised tensor holds until its codes are there, or one
+            that is dequantised until its elements are.
         statistics_share: the same as a part of what is read for a tensor.
+        statistics_most_nbytes: what all of these hold together.
     """
 
     spec: DeviceSpec
@@ -75,6 +77,7 @@ class Share:
     gathers: bool
     statistics_nbytes: int
     statistics_share: float
+    statistics_most_nbytes: int
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
@@ -91,6 +94,7 @@ class Share:
         held = [(p, c.statistics_nbytes) for p, c in coded]
         held += [(p, p.scales_nbytes) for p in packed]
         turned = [p for p in packed if p.turned]
+        times = {id(p): count for p, count in counted}
         return cls(
             spec,
             placements,
@@ -115,6 +119,7 @@ class Share:
             gathers=any(p.turned or p.strided for p in whole) or any(p.strided for p in packed),
             statistics_nbytes=max((n for _, n in held), default=0),
             statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
+            statistics_most_nbytes=sum(n * times[id(p)] for p, n in held),
         )
 
     def statistics_under_way(self, nbytes: int) -> int:
@@ -124,7 +129,8 @@ class Share:
             nbytes: of the slots of all threads, one each.
         """
         ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
-        return 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
+        under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
+        return min(under_way, self.statistics_most_nbytes)
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
