@@ -17,7 +17,7 @@ import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.cli import app
 from streamload.dtypes import BF16, F16, F32, parse_dtype
-from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.errors import CheckpointError
 from streamload.nodes.session import Member
 from streamload.nodes.shares import make_shares
 from streamload.planning.partition import Node
