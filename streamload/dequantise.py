@@ -116,6 +116,6 @@ def all_names(checkpoint: Checkpoint) -> dict[str, object]:
 
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
     """Compile what will dequantise: what that takes of the process is no part of a load."""
-    for info, dst in zip(wants.infos, dsts, strict=True):
+    for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)

@@ -10,9 +10,11 @@ import dequant_samples
 import ml_dtypes
 import numpy as np
 import pytest
+import test_distributed
 import test_stream
 from dequant_samples import Sample, entry, every, same, write
 from recording import RecordingDevice
+from thread_group import World, run
 
 import streamload
 from streamload import RowRange, Source
@@ -202,13 +204,13 @@ def test_a_device_with_staging(
     path = write(tmp_path, [s for s in SAMPLES if "experts" not in s.name], shards=2)
     monkeypatch.setattr(test_stream, "open_checkpoint", view)
     device = RecordingDevice(host_visible=host_visible, seed=3)
-    run = test_stream.prepare(path, [device], dtype="bfloat16", chunk_nbytes=chunk_nbytes)
-    run.go()
-    run.check_ended()
+    stream = test_stream.prepare(path, [device], dtype="bfloat16", chunk_nbytes=chunk_nbytes)
+    stream.go()
+    stream.check_ended()
     assert device.wrongs == []
     for sample in SAMPLES:
         if "experts" not in sample.name:
-            found = bytes(run.loaded()[sample.name].data)
+            found = bytes(stream.loaded()[sample.name].data)
             assert found == sample.rounded("bfloat16").tobytes(), sample.name
 
 
@@ -316,6 +318,20 @@ def test_split_plan_and_iterate(tmp_path: Path) -> None:
     for name, tensor in streamload.iterate(path, **options):
         expected = {s.name: s for s in SAMPLES}.get(name)
         assert expected is None or np.array_equal(tensor, expected.rounded("float32"))
+
+
+@pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
+def test_nodes(tmp_path: Path, split: str) -> None:
+    """Ranks dequantise what they hold, with scales that may lie in another file."""
+    path = write(tmp_path, SAMPLES, shards=3)
+    load = test_distributed.load(path, split=split, dtype="float32")
+    reports = test_distributed.succeeded(run(World(3), load))
+    names = [name for report in reports for name in report.state_dict]
+    assert sorted(names) == sorted([*IDS, "norm.weight"] * (3 if split == "replicate" else 1))
+    for report in reports:
+        for sample in SAMPLES:
+            if sample.name in report.state_dict:
+                assert np.array_equal(report.state_dict[sample.name], sample.rounded("float32"))
 
 
 def test_counts_and_out_of_range(tmp_path: Path) -> None:

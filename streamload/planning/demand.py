@@ -192,6 +192,12 @@ class Wants(Sequence[Want]):
     def __post_init__(self) -> None:
         object.__setattr__(self, "srcs", [info.dtype for info in self.infos])
 
+    @property
+    def any_packed(self) -> bool:
+        """Whether some are dequantised."""
+        kinds = dict(zip(map(id, self.srcs), self.srcs, strict=True))
+        return any(src.is_packed for src in kinds.values())
+
     @classmethod
     def of(cls, checkpoint: Checkpoint, wants: Sequence[Want]) -> Wants:
         """Put wants into columns."""

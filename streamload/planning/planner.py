@@ -206,7 +206,7 @@ def _place(
 
 def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
     """What the host holds of each while its values are dequantised."""
-    if not any(src.is_packed for src in wants.srcs):
+    if not wants.any_packed:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
     return [sum(held_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
