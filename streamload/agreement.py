@@ -14,6 +14,8 @@ from typing import Any
 
 from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.decide import Decision, Options, Place
+from streamload.dequantise import asked as weights_asked
+from streamload.dequantise import dequantised
 from streamload.devices.base import Parameter
 from streamload.devices.names import framework, spelled_as, split_name
 from streamload.errors import (
@@ -108,7 +110,9 @@ class Agreement:
 
         def check() -> tuple[Index, list[str]]:
             index = Index.read(data, *locate(asked.path))
-            return index, index.check()
+            missing, found = index.check(), index.checkpoint
+            made = dequantised(found, weights_asked(found, asked.options.policy))
+            return replace(index, checkpoint=made), missing
 
         self.index, self._missing = session.step("its files", check)
         offers = session.exchange("its device", lambda: self._offer(model))

@@ -18,6 +18,7 @@ from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
+from streamload.dequantise import compile_decoders
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
     default_framework,
@@ -467,6 +468,11 @@ def _check_changes(made: Plan) -> None:
     """Raise ValueError for a parameter whose rows functions cannot change on the way."""
     placed = made.placements
     for name, kind, rows in zip(placed.names, placed.kinds, placed.sources, strict=True):
+        if kind.changes and kind.src.is_packed:
+            raise ValueError(
+                f"{name}: its values cannot change on the way (transform, adapters) where it is "
+                f'dequantised, from {kind.src}: convert it first, with dtype="{kind.dst}"'
+            )
         if kind.changes and (kind.turned or rows[0].columns is not None):
             raise ValueError(
                 f"{name}: its values cannot change on the way (transform, adapters) where its "
@@ -499,6 +505,10 @@ class _Demand:
         native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
         engine, notes = _host_cast(self.wants, options, native)
         compile_encoders(self.wants)
+        if engine != "numpy":
+            for native_bf16 in {spec.native_bf16 for spec in specs}:
+                dsts = self.wants.dsts(policy, native_bf16)
+                compile_decoders(self.wants, dsts, clamp=clamp)
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)

@@ -57,8 +57,13 @@ class DType:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is one of `PACKED`: its values are dequantised where they are used."""
+        return not self.code
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return parse_dtype, (self.name,)  # one object for each, also after pickling
+        return named, (self.name,)  # one object for each, also after pickling
 
 
 class ForeignDType(Protocol):
@@ -104,6 +109,21 @@ _ALL = (
 BY_CODE: Mapping[str, DType] = MappingProxyType({d.code: d for d in _ALL})
 #: long name to dtype.
 BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
+#: By the kind of a quantised weight, what its values are: nothing without scales in other tensors.
+#: These have no safetensors code, and nobody can ask for one.
+PACKED: Mapping[str, DType] = MappingProxyType(
+    {
+        kind: DType(name, "", bits, "float")
+        for kind, name, bits in (
+            ("fp8", "fp8 with scales", 8),
+            ("int8", "int8 with scales", 8),
+            ("mxfp4", "mxfp4", 4),
+            ("bnb-nf4", "nf4", 4),
+            ("bnb-fp4", "fp4", 4),
+            ("bnb-int8", "bitsandbytes' int8", 8),
+        )
+    }
+)
 
 _ALIASES = {
     "half": "float16",
@@ -127,6 +147,13 @@ _ALIASES = {
 }
 
 BF16, F16, F32, F64 = (BY_CODE[code] for code in ("BF16", "F16", "F32", "F64"))
+
+_NAMED = {**BY_NAME, **{d.name: d for d in PACKED.values()}}
+
+
+def named(name: str) -> DType:
+    """The dtype of a name, one of `PACKED` too; KeyError where there is none."""
+    return _NAMED[name]
 
 
 def parse_dtype(name: object) -> DType:

@@ -25,6 +25,8 @@ from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.dequant import Decoder, Decoders
+from streamload.quant.group import Packed
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
@@ -147,6 +149,7 @@ class Job:
         self._encoders: dict[int, Encoder] = {}  # by number of the codes
         names = zip(plan.placements.names, plan.placements.kinds, strict=True)
         self._parts = {name: i for i, (name, kind) in enumerate(names) if kind.cast == "part"}
+        self._decoders = Decoders(plan.out_of_range)
         self._values: dict[int, memoryview] = {}  # of parts that are to be placed
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
         self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
@@ -235,6 +238,14 @@ class Job:
                 assert p.coding is not None, p.name
                 found = self._encoders[index] = encoder_of(p.coding, p.src)
             return found
+
+    def decoder(self, info: Packed, p: Placement) -> Decoder:
+        """What dequantises a tensor for a placement, when its scales are read; any thread may ask.
+
+        Raises:
+            CheckpointError: the scales are invalid.
+        """
+        return self._decoders.of(info, p.dst, "numpy" if p.cast == "numpy" else "auto")
 
     def value(self, index: int) -> memoryview:
         """The bytes of what belongs to codes that are all there."""
@@ -344,12 +355,17 @@ class Job:
 
     def rows_at(self, chunk: Chunk, start: int) -> tuple[TensorInfo, int]:
         """The tensor that a file byte of a chunk is of, and the number of its row."""
+        info = self.tensor_at(chunk, start)
+        rows = info.shape[0] if info.shape else 1
+        return info, (start - info.start) * rows // info.nbytes
+
+    def tensor_at(self, chunk: Chunk, start: int) -> TensorInfo:
+        """The tensor that a file byte of a chunk is of."""
         path = self._checkpoint.shards[chunk.shard].path
         for r in self.plan.placements[chunk.placement].source:
             info = self._checkpoint.tensors[r.tensor]
             if info.shard == path and info.start <= start < info.stop:
-                rows = info.shape[0] if info.shape else 1
-                return info, (start - info.start) * rows // info.nbytes
+                return info
         raise AssertionError("a chunk is of its sources")
 
     def done(self, unit: Unit, counts: Sequence[Counts]) -> None:
@@ -380,6 +396,9 @@ class Job:
                     self._refuse_overflow(chunk, p)
                 if p.coding is not None and not p.coding.part:
                     self._coded.append(chunk)
+                if p.src.is_packed:
+                    for r in p.source:
+                        self._decoders.drop(r.tensor, p.dst)
                 self._finish([index])
                 self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)

@@ -11,6 +11,8 @@ from typing import Any, Unpack
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
+from streamload.dequantise import all_names, asked, asked_by_model, dequantised
+from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
 from streamload.headroom import Headroom
 from streamload.hints import Wanted, call_of_library
@@ -33,6 +35,7 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
+from streamload.quant.stored import groups
 from streamload.quantise import QuantPolicy
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
@@ -83,7 +86,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     clock = Clock()
     strictness = Strictness.read(options)
     with uncollected():
-        checkpoint, read, found = read_call(path, **options)
+        checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
         try:
@@ -234,9 +237,12 @@ def _planned(
 
 
 def read_call(
-    path: CheckpointLike, **options: Unpack[LoadOptions]
+    path: CheckpointLike, model: Any = None, **options: Unpack[LoadOptions]
 ) -> tuple[Checkpoint, Options, Found]:
     """The checkpoint of a call, its options as they are read, and what fills each parameter.
+
+    Of the checkpoint, what a dtype is asked for is dequantised; where there is a model, what that
+    does not hold as it is stored.
 
     Raises:
         CheckpointError: the checkpoint or an adapter is invalid.
@@ -245,9 +251,18 @@ def read_call(
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
     checkpoint = opened(path)
-    check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), checkpoint.tensors)
+    if rules := read.policy.rules:
+        check_patterns("dtype", (pattern for pattern, _ in rules), all_names(checkpoint))
     check_patterns("quant", (pattern for pattern, _ in read.quant.rules), checkpoint.tensors)
+    if model is None:
+        checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
+    if model is not None and groups(checkpoint):
+        parameters = framework(framework_of(model) or default_framework()).parameters(model)
+        wanted = asked_by_model(checkpoint, read.policy, parameters, found[0])
+        if wanted:
+            checkpoint = dequantised(checkpoint, wanted)
+            found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     changes = changes_of(checkpoint, given["transform"], given["adapters"])
     return checkpoint, replace(read, changes=changes), found
 

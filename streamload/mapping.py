@@ -14,6 +14,7 @@ from streamload.checkpoint.header import TensorInfo, records
 from streamload.errors import CheckpointError
 from streamload.families import FAMILIES, Family
 from streamload.planning.parts import END, RowRange, RowTranspose, all_rows, whole
+from streamload.quant.group import Packed
 from streamload.selection import check_names, did_you_mean
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
@@ -137,11 +138,12 @@ def sources(
         ValueError: there is no such family, a tensor named in ``mapping`` is not there, or an
             argument is invalid; or under ``all_match``.
     """
-    if mapping is None and rename is None:
+    turned = _turned(checkpoint)
+    if mapping is None and rename is None and not turned:
         return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
-    named = _mapped(checkpoint, family, layouts)
+    named = _mapped(checkpoint, family, {**turned, **layouts})
     if all_match and chosen and not any(map(family.matches, checkpoint.tensors)):
         raise ValueError(f"mapping {chosen!r} matches no tensor of {checkpoint.path}")
     heads = _tied_names(checkpoint)
@@ -172,6 +174,12 @@ def sources(
         if new_head is not None and new_embedding in out and new_head not in out:
             tied[new_head] = new_embedding
     return out, skipped, tied
+
+
+def _turned(checkpoint: Checkpoint) -> Layouts:
+    """Weights that lie in the file as the transpose of what models have."""
+    packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
+    return {i.name: Source(i.name, transpose=True) for i in packed if i.lies_turned}
 
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")

@@ -19,7 +19,7 @@ from streamload.mapping import Source
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
-from streamload.planning.parts import Block, RowRange, RowTranspose, byte_ranges
+from streamload.planning.parts import Block, Columns, RowRange, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
 from streamload.quant.stored import members
 from streamload.quantise import Coded, QuantPolicy, quantised
@@ -94,7 +94,7 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
         if not 0 <= r.start <= r.stop <= rows:
             return f"{r.tensor} has no rows {r.start} to {r.stop}, but {rows}"
         is_cut = (r.start, r.stop) != (0, rows) or source.transpose is not None or c is not None
-        if is_cut and info.dtype.bits < 8:
+        if is_cut and not _begin_at_bytes(info, c):
             return f"rows of {r.tensor} ({info.dtype}) are not whole bytes"
     found = _rows_shape(checkpoint, source)
     if source.shape is not None and math.prod(source.shape) != math.prod(found):
@@ -108,12 +108,21 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
     return ""
 
 
+def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
+    """Whether rows of a tensor, or columns of them, begin and end at whole bytes."""
+    if info.dtype.bits >= 8:
+        return True
+    if not info.dtype.is_packed or len(info.shape) < 2 or info.shape[-1] % 2:
+        return False
+    return columns is None or not (columns.start % 2 or columns.stop % 2 or columns.width % 2)
+
+
 def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:
     """What fills a block of a source, with nothing of the rest; None where that cannot be said."""
     if block is None or block.is_all:
         return source
     rows, t = source.rows, source.transpose
-    if checkpoint.tensors[rows[0].tensor].dtype.bits < 8 or rows[0].columns is not None:
+    if rows[0].columns is not None:
         return None
     found = _rows_shape(checkpoint, source)
     row_numel = math.prod(found[1:])
@@ -127,7 +136,11 @@ def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source
             return None
         t = RowTranspose(size // per_group, t.outer, t.inner) if size else None
     made = cut(rows, row_numel, block)
-    return None if made is None else Source(made, t, block.shape)
+    if made is None or not all(
+        _begin_at_bytes(checkpoint.tensors[r.tensor], r.columns) for r in made
+    ):
+        return None
+    return Source(made, t, block.shape)
 
 
 def _fits(t: RowTranspose, shape: tuple[int, ...]) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,35 @@ from streamload.checkpoint.readers import Reader
 from streamload.job import NO_COUNTS
 from streamload.planning.chunks import Run
 from streamload.planning.plan import Plan
+from streamload.quant.dequant import Decoder
+from streamload.quant.group import Packed
 
 _Array = np.ndarray[Any, Any]
 _LEAST_LINES = 16  # of a block, where there are so many
 _MOST_BETWEEN_NBYTES = 2**17  # a call costs as much as to read so many bytes that nobody wants
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Dequantises what was read of a tensor, by where it lies in the file.
+
+    Attributes:
+        decoder: of the tensor.
+        info: the tensor.
+        pitch: file bytes from one line's beginning to the next one's.
+    """
+
+    decoder: Decoder
+    info: Packed
+    pitch: int
+
+    def __call__(
+        self, data: memoryview, out: memoryview, *, start: int, lines: int = 1
+    ) -> CastCounts:
+        """Dequantise lines that were gathered; the first begins at file byte ``start``."""
+        per_byte = 8 // self.info.dtype.bits
+        first = (start - self.info.start) * per_byte
+        return self.decoder.decode(data, out, first, lines, self.pitch * per_byte)
 
 
 class Turner:
@@ -40,6 +67,8 @@ class Turner:
         stride: int,
         width: int,
         source: memoryview,
+        decode: Decoding | None = None,
+        unit: int = 1,
     ) -> CastCounts:
         """Read a run, and write its rows.
 
@@ -52,36 +81,44 @@ class Turner:
             stride: bytes from one row's beginning to the next one's.
             width: bytes of a row in ``out``.
             source: memory to read into, of ``Plan.slot_nbytes``; not used where files are mapped.
+            decode: in place of a cast, dequantises elements of lines.
+            unit: rows that are read together.
         """
         if not self._blocks:
             self._blocks = [memoryview(bytearray(self._plan.turn_nbytes)) for _ in range(2)]
-        row_nbytes = run.line_nbytes // run.rows
+        cells = run.rows // unit
+        cell_nbytes = run.line_nbytes // cells
         target = _array(out, width, (run.rows, run.lines), (stride, width), offset)
         counts = NO_COUNTS
-        nbytes = max(row_nbytes, width)
-        for begin, end, whole in self._windows(reader, run, source):
-            lines = min(end - begin, max(_fitting(self._blocks[0], run.rows * nbytes), 1))
+        nbytes = max(cell_nbytes, unit * width)
+        for begin, end, whole in self._windows(reader, run, source, cell_nbytes):
+            lines = min(end - begin, max(_fitting(self._blocks[0], cells * nbytes), 1))
             lines = max(lines, min(_LEAST_LINES, end - begin))
             lines = min(lines, _fitting(self._blocks[0], nbytes))
-            rows = _fitting(self._blocks[0], lines * nbytes)
+            most = _fitting(self._blocks[0], lines * nbytes)
             for first in range(begin, end, lines):
                 last = min(first + lines, end)
-                for row in range(0, run.rows, rows):
-                    upto = min(row + rows, run.rows)
-                    found = self._piece(reader, run, whole, begin, first, last, row, upto)
-                    if cast is not None:
+                for cell in range(0, cells, most):
+                    upto = min(cell + most, cells)
+                    here = (first, last, cell, upto)
+                    found = self._piece(reader, run, whole, begin, *here, cell_nbytes)
+                    if decode is not None:
+                        start = run.start + first * run.pitch + cell * cell_nbytes
+                        each = partial(decode, start=start, lines=last - first)
+                        found, more = self._cast(each, found, width, unit)
+                        counts += more
+                    elif cast is not None:
                         found, more = self._cast(cast, found, width)
                         counts += more
-                    target[row:upto, first:last] = found.T
+                    target[cell * unit : upto * unit, first:last] = found.T
                     del found
             del whole
         return counts
 
     def _windows(
-        self, reader: Reader, run: Run, source: memoryview
+        self, reader: Reader, run: Run, source: memoryview, cell_nbytes: int
     ) -> Iterator[tuple[int, int, _Array | None]]:
         """Lines (from, to) as they lie in the file; None for those that are read piece by piece."""
-        row_nbytes = run.line_nbytes // run.rows
         lines = self._plan.slot_nbytes // max(run.pitch, run.line_nbytes)
         pieces = reader.has_file and run.pitch - run.line_nbytes > _MOST_BETWEEN_NBYTES
         if not reader.mapped and (pieces or not lines):
@@ -98,8 +135,8 @@ class Turner:
                 reader.read_into(start, source[: stop - start])
                 window = nullcontext(source[: stop - start])
             with window as view:
-                shape = end - begin, run.rows
-                yield begin, end, _array(view, row_nbytes, shape, (run.pitch, row_nbytes))
+                shape = end - begin, run.line_nbytes // cell_nbytes
+                yield begin, end, _array(view, cell_nbytes, shape, (run.pitch, cell_nbytes))
 
     def _piece(
         self,
@@ -109,32 +146,34 @@ class Turner:
         begin: int,
         first: int,
         last: int,
-        row: int,
+        cell: int,
         upto: int,
+        cell_nbytes: int,
     ) -> _Array:
-        """Rows ``row`` to ``upto`` of some lines; ``whole`` has those from ``begin`` on."""
+        """Cells ``cell`` to ``upto`` of some lines; ``whole`` has those from ``begin`` on."""
         if whole is not None:
-            return whole[first - begin : last - begin, row:upto]
-        row_nbytes = run.line_nbytes // run.rows
-        nbytes = (upto - row) * row_nbytes
+            return whole[first - begin : last - begin, cell:upto]
+        nbytes = (upto - cell) * cell_nbytes
         block = self._blocks[0]
         for line in range(first, last):
             at = (line - first) * nbytes
-            start = run.start + line * run.pitch + row * row_nbytes
+            start = run.start + line * run.pitch + cell * cell_nbytes
             reader.read_into(start, block[at : at + nbytes])
-        shape = last - first, upto - row
-        return _array(block, row_nbytes, shape, (nbytes, row_nbytes))
+        shape = last - first, upto - cell
+        return _array(block, cell_nbytes, shape, (nbytes, cell_nbytes))
 
-    def _cast(self, cast: Cast, found: _Array, width: int) -> tuple[_Array, CastCounts]:
-        """Cast rows, which come out one after the other."""
+    def _cast(
+        self, cast: Cast, found: _Array, width: int, unit: int = 1
+    ) -> tuple[_Array, CastCounts]:
+        """Cast rows, ``unit`` in each cell, which come out one after the other."""
         block, out = self._blocks
         nbytes = found.size * found.itemsize
         together = _array(block, found.itemsize, found.shape)
         if together.ctypes.data != found.ctypes.data:
             together[:] = found
-        out = out[: found.size * width]
+        out = out[: found.size * unit * width]
         counts = cast(block[:nbytes], out)
-        return _array(out, width, found.shape), counts
+        return _array(out, width, (found.shape[0], found.shape[1] * unit)), counts
 
 
 def _array(

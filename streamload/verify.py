@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from streamload.cast.reference import cast_bytes
+from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointLike,
@@ -32,6 +33,7 @@ from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import TensorInfo, open_regular
 from streamload.checkpoint.url import Location, Url
 from streamload.compare import shape_text, shards_of, tensors_text, way
+from streamload.dequantise import dequantised
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
@@ -40,7 +42,9 @@ from streamload.planning.budget import first_that_fits
 from streamload.planning.parts import byte_ranges
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
-from streamload.quant.stored import by_weight, weights
+from streamload.quant.dequant import Decoders
+from streamload.quant.group import Packed
+from streamload.quant.stored import by_weight, read_whole, weights
 from streamload.quantise import coded
 from streamload.reading import Room, open_shard
 from streamload.report import LoadReport
@@ -111,6 +115,8 @@ def verify(
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])
     clamp = report.plan.out_of_range == "clamp"
+    packed = [p for p in report.plan.placements if p.src.is_packed]
+    checkpoint = dequantised(checkpoint, dict.fromkeys(r.tensor for p in packed for r in p.source))
     out = []
     done = 0
     parts: dict[str, bytes] = {}  # beside codes, which come first
@@ -120,6 +126,8 @@ def verify(
             reference = iter([parts.pop(placement.name)])
         elif placement.coding is not None:
             reference = _codes(placement, checkpoint, block_nbytes, parts)
+        elif placement.src.is_packed:
+            reference = _products(placement, checkpoint, report.plan.out_of_range)
         else:
             raw = _reference(placement, checkpoint, block_nbytes)
             reference = (_cast(placement, data, clamp) for data in raw)
@@ -230,6 +238,28 @@ def _codes(
             yield bytes(out)
     others = encoder.finish()
     parts.update({part.name(p.name): bytes(others[part.suffix]) for part in made.parts[1:]})
+
+
+def _products(p: Placement, checkpoint: Checkpoint, out_of_range: OutOfRange) -> Iterator[bytes]:
+    """What numpy makes of quantised values, in the order of the parameter; all of it at once."""
+    decoders, found = Decoders(out_of_range), []
+    for r in p.source:
+        info = checkpoint.tensors[r.tensor]
+        assert isinstance(info, Packed), info.name
+        whole = np.empty(info.numel, p.dst.numpy)
+        decoder = decoders.of(info, p.dst, "numpy")
+        (data,) = read_whole(checkpoint.shards, [info])
+        decoder.decode(memoryview(data), memoryview(whole.view(np.uint8).data), 0)
+        rows = whole.reshape(
+            (info.shape or (1,))[0] if r.columns is None else info.numel // r.columns.width, -1
+        )
+        columns = slice(None) if r.columns is None else slice(r.columns.start, r.columns.stop)
+        found.append(rows[r.start : r.stop, columns].reshape(-1))
+    if found and (t := p.transpose) is not None:
+        parts = np.concatenate(found).reshape(t.groups, t.outer, t.inner, -1)
+        found = [np.ascontiguousarray(parts.swapaxes(1, 2)).reshape(-1)]
+    for each in found:
+        yield each.view(np.uint8).tobytes()
 
 
 def _reference(p: Placement, checkpoint: Checkpoint, block_nbytes: int) -> Iterator[bytearray]:

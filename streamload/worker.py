@@ -27,8 +27,9 @@ from streamload.job import NO_COUNTS, NO_ERRORS, Counts, Job, Unit
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.group import Packed
 from streamload.reads import Slot, copy_of, reads_of
-from streamload.turning import Turner
+from streamload.turning import Decoding, Turner
 
 Outcome = tuple[Unit, list[Counts], BaseException | None]
 
@@ -467,6 +468,8 @@ class Worker:
             return counts
         if p.coding is not None and p.cast != "device":
             return self._code(reader, chunk, p, out, whole, base)
+        if p.src.is_packed:
+            return self._dequantise(reader, chunk, p, out, whole, base)
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
         counts = NO_COUNTS
@@ -542,6 +545,45 @@ class Worker:
             with self._bytes(reader, run, whole, base) as src:
                 given = self._changed(src, run, chunk) if p.changes else src
                 counts += self._encode(encoder, given, run, chunk, p, out)
+        return counts
+
+    def _dequantise(
+        self,
+        reader: Reader,
+        chunk: Chunk,
+        p: Placement,
+        out: memoryview,
+        whole: memoryview | None,
+        base: int,
+    ) -> CastCounts:
+        """Dequantise the chunk's runs: where a value lies in its tensor says which scale it has."""
+        counts = NO_COUNTS
+        for run in chunk.runs:
+            info = self._job.tensor_at(chunk, run.start)
+            assert isinstance(info, Packed), info.name
+            decoder = self._job.decoder(info, p)
+            offset, decode = run.offset - chunk.start, Decoding(decoder, info, run.pitch)
+            if p.turned and run.rows * run.lines > 1:
+                width, unit = p.dst.nbytes(p.part_numel), p.least_columns
+                memory = self._memory(reader)
+                counts += self._turner.turn(
+                    *(reader, run, None, out, offset, run.stride, width, memory), decode, unit
+                )
+                continue
+            if run.lines > 1:
+                raw = memoryview(bytearray(run.nbytes))
+                self._read_lines(reader, run, None, raw)
+                stop = offset + p.dst.nbytes(run.nbytes * 8 // p.src.bits)
+                counts += decode(raw, out[offset:stop], start=run.start, lines=run.lines)
+                continue
+            n = run.line_nbytes // run.rows
+            with self._bytes(reader, run, whole, base) as src:
+                for row in range(run.rows):
+                    at = offset + row * run.stride
+                    # of 4 bits, the very last byte may have one value
+                    stop = min(at + p.dst.nbytes(n * 8 // p.src.bits), len(out))
+                    given = src[row * n : (row + 1) * n]
+                    counts += decode(given, out[at:stop], start=run.start + row * n)
         return counts
 
     def _changed(self, src: memoryview, run: Run, chunk: Chunk) -> memoryview:

@@ -17,7 +17,7 @@ import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.cli import app
 from streamload.dtypes import BF16, F16, F32, parse_dtype
-from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.errors import CheckpointError
 from streamload.nodes.session import Member
 from streamload.nodes.shares import make_shares
 from streamload.planning.partition import Node
@@ -517,8 +517,9 @@ def test_a_conversion_keeps_them_in_one_file(mixed: Path, tmp_path: Path) -> Non
 
 
 def test_a_conversion_does_not_cast_them(mixed: Path, tmp_path: Path) -> None:
-    """Scales and statistics keep their dtypes, the rest changes; float8 is refused by its scale."""
-    out, rules = tmp_path / "out", {"*.v.weight": "checkpoint", "*": "float16"}
+    """Of what stays quantised, scales and statistics keep their dtypes; the rest changes."""
+    out = tmp_path / "out"
+    rules = {"*.v.weight": "checkpoint", "*.q.weight": "checkpoint", "*": "float16"}
     report = streamload.convert(mixed, out, dtype=rules, progress=False)
     assert "16 tensors of quantised weights keep their dtypes" in str(report)
     before, after = open_checkpoint(mixed), open_checkpoint(out)
@@ -527,8 +528,11 @@ def test_a_conversion_does_not_cast_them(mixed: Path, tmp_path: Path) -> None:
             assert after.tensors[info.name].dtype is info.dtype
     assert after.tensors["layers.0.norm.weight"].dtype is F16
     assert streamload.diff(mixed, out, dtype=rules, progress=False).ok
-    with pytest.raises(UnsupportedCastError, match=r"layers\.0\.v\.weight.*weight_scale"):
-        streamload.convert(mixed, tmp_path / "other", dtype="float16", progress=False)
+    rules = {"*.q.weight": "checkpoint", "*": "float16"}
+    streamload.convert(mixed, tmp_path / "other", dtype=rules, progress=False)
+    after = open_checkpoint(tmp_path / "other")
+    assert after.tensors["layers.0.v.weight"].dtype is F16
+    assert "layers.0.v.weight_scale" not in after.tensors
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", {"*": "float16"}])
@@ -536,7 +540,7 @@ def test_a_load_does_not_cast_them(mixed: Path, dtype: Any) -> None:
     """Also the default of devices without bfloat16 leaves scales as they are."""
     if dtype is not None:
         rest = {"*": dtype} if isinstance(dtype, str) else dtype
-        dtype = {"*.v.weight": "checkpoint"} | rest
+        dtype = {"*.v.weight": "checkpoint", "*.q.weight": "checkpoint"} | rest
     checkpoint = open_checkpoint(mixed)
     made = streamload.split(checkpoint, nodes=[Node("n", "1GB")], dtype=dtype)
     dsts = {p.name: p.dst for p in made.placements}

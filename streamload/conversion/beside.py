@@ -20,6 +20,8 @@ from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.nesting import parse_json
+from streamload.quant.group import CONFIG_KEYS, Packed
+from streamload.quant.stored import groups
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -262,7 +264,12 @@ def _is_json(head: bytes, *, whole: bool) -> bool:
 
 
 def followed_config(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | None:
-    """config.json with the dtypes that the tensors will have, or None where none changes."""
+    """config.json with the dtypes that the tensors will have, or None where none changes.
+
+    Where all quantised weights are dequantised, it says no more how they were quantised.
+    """
+    packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
+    is_plain = packed and not groups(checkpoint)
     became: dict[str, Counter[str]] = {}
     overall: Counter[str] = Counter()
     for name, dtype in dtypes.items():
@@ -285,7 +292,8 @@ def followed_config(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> byte
         return counts.most_common(1)[0][0] if counts else main
 
     def section(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: follow(v) if k in _DTYPE_KEYS else v for k, v in values.items()}
+        left = {k: v for k, v in values.items() if not (is_plain and k in CONFIG_KEYS)}
+        return {k: follow(v) if k in _DTYPE_KEYS else v for k, v in left.items()}
 
     config = section(checkpoint.config)
     for key, value in config.items():

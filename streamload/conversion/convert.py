@@ -35,6 +35,7 @@ from streamload.conversion.planning import (
     plan_conversion,
 )
 from streamload.conversion.writing import Way, Writer, check_written, choose_way
+from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
@@ -42,6 +43,7 @@ from streamload.mapping import Rename
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
+from streamload.quant.group import Packed
 from streamload.report import Clock, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
@@ -218,6 +220,7 @@ def convert(
         policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
     )
     checkpoint = opened(source)
+    checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
     way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
@@ -244,7 +247,10 @@ class _Conversion:
         self._checkpoint = checkpoint
         self._plan = plan
         self._way = way
-        used = {t.info.shard for _, _, t in plan.tensors()}
+        infos = [t.info for _, _, t in plan.tensors()]
+        used = {info.shard for info in infos}
+        packed = (info for info in infos if isinstance(info, Packed))
+        used |= {header.path for info in packed for header in info.headers}
         self._shards = [header for header in checkpoint.shards if header.path in used]
         self._source = {header.path.name: header.fingerprint() for header in self._shards}
         self._first = {
@@ -445,7 +451,7 @@ class _Conversion:
             if folder_of(file.path) == folder
         ]
         Digests(
-            {t.name: Digest(t.name, t.dtype, t.info.shape, t.nbytes, f.digest) for t, f in mine},
+            {t.name: Digest(t.name, t.dtype, t.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
             options=dict(self._plan.options),
             files=self._plan.below(folder),

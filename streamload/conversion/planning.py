@@ -36,6 +36,7 @@ from streamload.conversion.beside import (
     files_beside,
     followed_config,
 )
+from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -43,7 +44,9 @@ from streamload.load import split
 from streamload.mapping import Rename, sources
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
-from streamload.quant.stored import check_cast, kept_dtype, together
+from streamload.quant.dequant import check_target
+from streamload.quant.group import Packed, shape_in_models
+from streamload.quant.stored import check_cast, groups, kept_dtype, together
 from streamload.selection import Selection, check_names, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
@@ -142,6 +145,11 @@ class OutTensor:
     def nbytes(self) -> int:
         """Bytes of data."""
         return self.stop - self.start
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the output."""
+        return shape_in_models(self.info)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +288,7 @@ class ConvertPlan:
                                 "source": t.info.name,
                                 "src": t.info.dtype.name,
                                 "dtype": t.dtype.name,
-                                "shape": list(t.info.shape),
+                                "shape": list(t.shape),
                                 "start": t.start,
                                 "stop": t.stop,
                             }
@@ -350,6 +358,9 @@ def plan_conversion(
     if left:
         more = f" and {len(left) - 8} more" * (len(left) > 8)
         notes.append(f"not copied: {', '.join(left[:8])}{more}")
+    if groups(checkpoint) and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
+        still = ", ".join(list(groups(checkpoint))[:8])
+        notes.append(f"config.json still says how weights are quantised, for some are: {still}")
     if (config := followed_config(checkpoint, dtypes)) is not None:
         mode = beside[CONFIG].mode if CONFIG in beside else None
         beside[CONFIG] = document(CONFIG, config, mode)
@@ -387,10 +398,11 @@ def plan_conversion(
 
 def _chosen(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
     """The tensors that were asked for, and by their names in the output the names there."""
-    options.selection.check(checkpoint.tensors)
+    options.selection.check(all_names(checkpoint))
     tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
     chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
-    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), checkpoint.tensors)
+    names = all_names(checkpoint)
+    check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), names)
     _check_rename(options.rename, checkpoint.tensors)
     renamed, _, _ = sources(chosen, None, options.rename)
     wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
@@ -426,6 +438,9 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
     # what nothing is said of stays as it is
     dst = policy.resolve(name, info.dtype, native_bf16=True)
     if dst is info.dtype:
+        return dst
+    if isinstance(info, Packed):
+        check_target(info, dst)
         return dst
     if not supported(info.dtype, dst):
         raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
@@ -512,7 +527,7 @@ def _most(
     for i in range(first, len(tensors)):
         for name, info, dtype in tensors[i]:
             # with offsets of one digit; where tensors are few the padding decides
-            header_nbytes += len(_entry(name, dtype, info.shape, 0, 0)) + 1
+            header_nbytes += len(_entry(name, dtype, shape_in_models(info), 0, 0)) + 1
             data_nbytes += dtype.nbytes(info.numel)
             number += 1
         least = header_nbytes - _ALIGNMENT + 1
@@ -538,7 +553,7 @@ def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) ->
     stops = list(accumulate((d.nbytes(info.numel) for _, info, d in ordered), initial=0))
     places = list(zip(ordered, pairwise(stops), strict=True))
     entries = [b'"__metadata__":' + _json(dict(metadata))]
-    entries += [_entry(name, d, info.shape, *place) for (name, info, d), place in places]
+    entries += [_entry(name, d, shape_in_models(info), *place) for (name, info, d), place in places]
     text = b"{" + b",".join(entries) + b"}"
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -28,11 +29,14 @@ from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
+from streamload.conversion.turned import turned
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
 from streamload.planning.budget import available_cpus, first_that_fits
+from streamload.quant.dequant import Decoders, held_nbytes
+from streamload.quant.group import Packed
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
@@ -100,14 +104,21 @@ def choose_way(checkpoint: Checkpoint, dtypes: Sequence[DType | None], *, nodes:
     tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     casts_nbytes = _CAST_NBYTES * any(d is not None and floats - {d} for d in dtypes)
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes
+    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
+    scales_nbytes = 2 * max((held_nbytes(info.group) for info in packed), default=0)
+    turned_blocks = 3 * any(info.lies_turned for info in packed)
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + scales_nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),
         ("casts", casts_nbytes),
+        ("scales of quantised weights", scales_nbytes),
         ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
     ]
     return first_that_fits(
-        [(way, always_nbytes + way.nbytes) for way in ways],
+        [
+            (way, always_nbytes + way.nbytes + turned_blocks * way.threads * way.block_nbytes)
+            for way in ways
+        ],
         sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
     )
 
@@ -170,6 +181,9 @@ class Block:
         if tensor is None:
             return
         info, dtype = tensor.out.info, tensor.out.dtype
+        if isinstance(info, Packed):
+            self._add_packed(tensor, info, start, stop)
+            return
         # where nothing is cast bytes are bytes, also of dtypes below one
         src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
         for first, last in cut(start, stop, block_nbytes // src * dst):
@@ -184,6 +198,19 @@ class Block:
                 window.append(part)
             else:
                 self.windows.append([part])
+
+    def _add_packed(self, tensor: _Tensor, info: Packed, start: int, stop: int) -> None:
+        """Add bytes of a tensor that is dequantised, in a window of their own.
+
+        It says how much is read. Of a tensor that is turned that lies elsewhere; and where values
+        have 4 bits, the first may be in a byte that is of the part before it.
+        """
+        bits, n = info.dtype.bits, tensor.out.dtype.itemsize
+        read, read_stop = (
+            info.start + (at - tensor.out.start) // n * bits // 8 for at in (start, stop)
+        )
+        read_stop = info.stop if stop == tensor.out.stop else read_stop
+        self.windows.append([Part(tensor, read, read_stop, start, stop)])
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -212,8 +239,11 @@ class Writer:
         self._way = way
         pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
         self._casts: dict[tuple[DType, DType], Cast] = {
-            pair: make_cast(*pair, out_of_range=self._out_of_range) for pair in pairs
+            pair: make_cast(*pair, out_of_range=self._out_of_range)
+            for pair in pairs
+            if not pair[0].is_packed
         }
+        self._decoders = Decoders(self._out_of_range)
         self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
         self._written: list[_Tensor] = []
@@ -377,6 +407,12 @@ class Writer:
         memory[: len(piece)] = piece
         for window in block.windows:
             info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
+            if isinstance(info, Packed):
+                part = window[0]
+                with memory[part.start - block.start : part.stop - block.start] as out:
+                    self._dequantise(part, info, out, room)
+                self._has_read(info, stop - start)
+                continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
                 for part in window:
                     with (
@@ -384,19 +420,41 @@ class Writer:
                         memory[part.start - block.start : part.stop - block.start] as out,
                     ):
                         self._cast(part.tensor, data, out)
-            with self._changed:
-                self._unread[info.shard] -= stop - start
-                unread = self._unread[info.shard]
-            if not unread:
-                self._shards.close(info.shard)
+            self._has_read(info, stop - start)
         for window in block.windows:
             for part in window:
                 with memory[part.start - block.start : part.stop - block.start] as out:
                     self._digest(part, out)
 
+    def _has_read(self, info: TensorInfo, nbytes: int) -> None:
+        """Close a file of which nothing is left to be read."""
+        with self._changed:
+            self._unread[info.shard] -= nbytes
+            unread = self._unread[info.shard]
+        if not unread:
+            self._shards.close(info.shard)
+
+    def _dequantise(self, part: Part, info: Packed, out: memoryview, room: Room) -> None:
+        """Dequantise what a part is made of."""
+        tensor, dtype, bits = part.tensor, part.tensor.out.dtype, info.dtype.bits
+        decoder = self._decoders.of(info, dtype)
+        first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
+        if info.lies_turned:
+            read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
+            most = room.block_nbytes
+            self._counted(tensor, turned(info, decoder, dtype, read, first, stop, out, most))
+            return
+        begin, end = info.start + first * bits // 8, info.start + (stop * bits + 7) // 8
+        with self._shards.block(info.shard, begin, end, room, info.name) as data:
+            self._counted(tensor, decoder.decode(data, out, first))
+
     def _cast(self, tensor: _Tensor, data: memoryview, out: memoryview) -> None:
         info, dtype = tensor.out.info, tensor.out.dtype
-        counts = self._casts[info.dtype, dtype](data, out)
+        self._counted(tensor, self._casts[info.dtype, dtype](data, out))
+
+    def _counted(self, tensor: _Tensor, counts: CastCounts) -> None:
+        """Add to what a cast did not keep."""
+        info, dtype = tensor.out.info, tensor.out.dtype
         if counts is ZERO:
             return
         if counts.overflowed and self._out_of_range == "error":
@@ -439,6 +497,7 @@ class Writer:
                     part.tensor.left_nbytes -= part.stop - part.start
                     if not part.tensor.left_nbytes:
                         self._written.append(part.tensor)
+                        self._decoders.drop(part.tensor.out.info.name, part.tensor.out.dtype)
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
             if not block.file.left_nbytes:
                 self._whole.append(block.file)
@@ -490,7 +549,7 @@ def check_written(
         if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
             raise CheckpointError(path, "the header on the disk is not the one written")
         for t in file.tensors:
-            info = TensorInfo(t.name, t.dtype, t.info.shape, path, t.start, t.stop)
+            info = TensorInfo(t.name, t.dtype, t.shape, path, t.start, t.stop)
             found = digest_of(shards.blocks(info, room), tell, done)
             done += info.nbytes
             expected = finished[in_folder(folder_of(file.path), t.name)].digest

@@ -403,7 +403,7 @@ def _contiguous(
 ) -> Iterator[Chunk]:
     nbytes = stop - start
     if p.src is not p.dst:
-        nbytes = p.placed_nbytes(nbytes // p.src.itemsize)
+        nbytes = min(p.placed_nbytes(nbytes * 8 // p.src.bits), p.nbytes - offset)
     chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
     yield from split(chunk, p, chunk_nbytes)
 
@@ -490,8 +490,8 @@ def _turned(
     src = p.stored_nbytes(row_numel)
     # what is quantised is put together first: offsets are those of the weight
     dst = p.placed_nbytes(row_numel) if p.coding is None else src
-    least = max(p.unit_numel // (t.outer * row_numel), 1)  # columns
-    pitch = t.inner * src
+    least = p.least_columns
+    pitch = p.stored_nbytes(t.inner * row_numel)
     mine = next(r for r in ranges if r.offset == offset)
 
     def lines(r: _Range) -> range:
@@ -501,8 +501,8 @@ def _turned(
     def run(r: _Range, begin: int, end: int, column: int, columns: int) -> Run:
         """Columns of some lines of a range, all of one group."""
         group, line = divmod(begin, t.outer)
-        start = r.start + (begin - lines(r).start) * pitch + column * src
-        stop = start + (end - begin - 1) * pitch + columns * src
+        start = r.start + (begin - lines(r).start) * pitch + p.stored_nbytes(column * row_numel)
+        stop = start + (end - begin - 1) * pitch + p.stored_nbytes(columns * row_numel)
         to = ((group * t.inner + column) * t.outer + line) * dst
         return Run(start, stop, to, columns, t.outer * dst, end - begin, pitch)
 

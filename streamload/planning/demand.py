@@ -124,6 +124,10 @@ class DTypePolicy:
         rules = self.rules  # without any, which is usual, this is asked of every parameter
         return bool(rules) and any(p == "*" or fnmatchcase(name, p) for p, _ in rules)
 
+    def asks(self, name: str, src: DType) -> bool:
+        """Whether a rule asks for another dtype for tensor ``name``."""
+        return self.mentions(name) and self.resolve(name, src, native_bf16=True) is not src
+
     def resolve(self, name: str, src: DType, native_bf16: bool) -> DType:
         """The dtype of tensor ``name`` on a device; integers, bools and complex pass unchanged."""
         if src.kind != "float":
@@ -187,6 +191,12 @@ class Wants(Sequence[Want]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "srcs", [info.dtype for info in self.infos])
+
+    @property
+    def any_packed(self) -> bool:
+        """Whether some are dequantised."""
+        kinds = dict(zip(map(id, self.srcs), self.srcs, strict=True))
+        return any(src.is_packed for src in kinds.values())
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, wants: Sequence[Want]) -> Wants:

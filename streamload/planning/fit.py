@@ -55,8 +55,10 @@ class Share:
         row_nbytes: the longest row that functions change, in the file or as it is placed.
         changed_nbytes: what a thread takes for rows that it changes.
         gathers: what is quantised is put together first.
-        statistics_nbytes: the most that a quantised tensor holds until its codes are there.
+        statistics_nbytes: the most that a quantised tensor holds until its codes are there, or one
+            that is dequantised until its elements are.
         statistics_share: the same as a part of what is read for a tensor.
+        statistics_most_nbytes: what all of these hold together.
     """
 
     spec: DeviceSpec
@@ -75,6 +77,7 @@ class Share:
     gathers: bool
     statistics_nbytes: int
     statistics_share: float
+    statistics_most_nbytes: int
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
@@ -87,7 +90,11 @@ class Share:
         coded = [(p, p.coding) for p, _ in counted if p.cast == "quant" and p.coding]
         codes = any(p.coding for p, _ in counted)
         whole = [p for p in placements if p.coding and not p.coding.part] if codes else []
-        held = [c.statistics_nbytes for _, c in coded]
+        packed = [p for p, _ in counted if p.scales_nbytes]
+        held = [(p, c.statistics_nbytes) for p, c in coded]
+        held += [(p, p.scales_nbytes) for p in packed]
+        turned = [p for p in packed if p.turned]
+        times = {id(p): count for p, count in counted}
         return cls(
             spec,
             placements,
@@ -102,17 +109,17 @@ class Share:
                 [
                     *(p.row_numel * _widest(p) for p in changed),
                     *(p.stored_nbytes(p.unit_numel) for p in whole),
+                    *(p.dst.nbytes(p.column_numel * p.least_columns) for p in turned),
                 ],
                 default=0,
             ),
             changed_nbytes=max(
                 (_CHANGED_ARRAYS * p.changed_numel * max(_widest(p), 4) for p in changed), default=0
             ),
-            gathers=any(p.turned or p.strided for p in whole),
-            statistics_nbytes=max(held, default=0),
-            statistics_share=max(
-                (n / max(p.src_nbytes, 1) for (p, _), n in zip(coded, held, strict=True)), default=0
-            ),
+            gathers=any(p.turned or p.strided for p in whole) or any(p.strided for p in packed),
+            statistics_nbytes=max((n for _, n in held), default=0),
+            statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
+            statistics_most_nbytes=sum(n * times[id(p)] for p, n in held),
         )
 
     def statistics_under_way(self, nbytes: int) -> int:
@@ -122,7 +129,8 @@ class Share:
             nbytes: of the slots of all threads, one each.
         """
         ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
-        return 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
+        under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
+        return min(under_way, self.statistics_most_nbytes)
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""

@@ -22,7 +22,7 @@ from streamload.chart import Stack, as_html
 from streamload.checkpoint.header import records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
-from streamload.dtypes import BY_NAME, DType
+from streamload.dtypes import BY_NAME, DType, named
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.device_plan import DevicePlan
@@ -104,6 +104,7 @@ class Placement:
         reusable_nbytes: of the bytes that it holds, those whose memory the load takes over: to be
             written in place, or really given back. The others have none yet, or share it.
         coding: what it is of a quantised tensor; None of any other.
+        scales_nbytes: what the host holds while its values are dequantised; 0 of any other.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Placement:
     released_nbytes: int = 0
     reusable_nbytes: int = 0
     coding: Coding | None = None
+    scales_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -151,11 +153,16 @@ class Placement:
     def unit_numel(self) -> int:
         """Elements of the least that becomes bytes of the parameter by itself."""
         if self.coding is None:
-            return self.row_numel if self.cast == "rows" else 1
+            return self.row_numel if self.cast == "rows" else 2 if self.is_halves else 1
         unit = self.coding.unit_numel
         if self.transpose is not None and self.turned:  # whole columns of the file
-            return math.lcm(unit, self.numel // self.transpose.rows * self.transpose.outer)
+            return math.lcm(unit, self.column_numel)
         return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
+
+    @property
+    def is_halves(self) -> bool:
+        """Whether two of its elements are in a byte, and are dequantised."""
+        return self.src.is_packed and self.src.bits == 4
 
     @property
     def changes(self) -> bool:
@@ -180,6 +187,26 @@ class Placement:
         coding = self.coding
         assert coding is not None, self.name
         return nbytes // coding.dst_unit_nbytes * coding.unit_numel
+
+    @property
+    def part_numel(self) -> int:
+        """Elements that a transpose moves together."""
+        assert self.transpose is not None, self.name
+        return self.numel // self.transpose.rows
+
+    @property
+    def column_numel(self) -> int:
+        """Elements of a column of lines that become columns."""
+        assert self.transpose is not None, self.name
+        return self.part_numel * self.transpose.outer
+
+    @property
+    def least_columns(self) -> int:
+        """How many columns of lines that become columns are read together at least."""
+        unit = self.unit_numel
+        if self.coding is not None:
+            return max(unit // self.column_numel, 1)
+        return unit // math.gcd(unit, self.part_numel)
 
     @property
     def changed_numel(self) -> int:
@@ -534,7 +561,7 @@ class Plan:
                     **p
                     | {
                         "shape": tuple(p["shape"]),
-                        "src": BY_NAME[p["src"]],
+                        "src": named(p["src"]),
                         "dst": BY_NAME[p["dst"]],
                         "source": tuple(
                             RowRange(n, i, j, Columns(*c) if c else None)

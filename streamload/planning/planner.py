@@ -29,6 +29,8 @@ from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
+from streamload.quant.dequant import check_target, held_nbytes
+from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, together
 from streamload.units import round_up
 
@@ -159,10 +161,11 @@ def _place(
 
     Those of one kind are alike in all that a kind says: it is made once.
     """
+    scales = _scales_nbytes(checkpoint, wants)
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows),
+            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows, scales),
             strict=True,
         )
     )
@@ -176,7 +179,7 @@ def _place(
             cast = "part" if coding.part else "device" if on_device else "quant"
         else:
             cast = "mapped" if mapped[at] else "rows" if rows[at] else engine(*what)
-        kinds[key] = kind = _kind(wants[at], *what, cast)
+        kinds[key] = kind = replace(_kind(wants[at], *what, cast), scales_nbytes=scales[at])
         is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
         if kind.dst.name in specs[at].unsupported or (is_cast and small):
@@ -199,6 +202,14 @@ def _place(
         [kind.resident_nbytes for kind in found],
         reusable,
     )
+
+
+def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
+    """What the host holds of each while its values are dequantised."""
+    if not wants.any_packed:
+        return [0] * len(wants)
+    found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
+    return [sum(held_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
 
 
 def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Sequence[DType]:
@@ -396,7 +407,9 @@ def _check_dtypes(
     """Raise UnsupportedCastError for a parameter that cannot be cast so, or not held there."""
     name = want.source[0].tensor
     info = checkpoint.tensors[name]
-    if src is not dst and want.coding is None:
+    if isinstance(info, Packed) and want.coding is None:
+        _check_packed(checkpoint, want, dst)
+    elif src is not dst and want.coding is None:
         if not supported(src, dst):
             reason = f'the model has {want.name} in {dst}; dtype="checkpoint" replaces it'
             reason = reason if want.dtype is not None else ""
@@ -415,6 +428,24 @@ def _check_dtypes(
         )
 
 
+def _check_packed(checkpoint: Checkpoint, want: Want, dst: DType) -> None:
+    """Raise UnsupportedCastError for a parameter that cannot be dequantised on its way."""
+    infos = [checkpoint.tensors[r.tensor] for r in want.source]
+    for info in infos:
+        if not isinstance(info, Packed):
+            continue
+        check_target(info, dst)
+        why = ""
+        if any(other.dtype is not info.dtype for other in infos):
+            why = f"{want.name} is put together of weights that are stored differently"
+        elif info.dtype.bits == 4 and want.transpose is not None and len(infos) > 1:
+            why = f"{want.name} is put together of several weights of 4 bits, and transposed"
+        if why:
+            raise UnsupportedCastError(
+                info.dtype.name, dst.name, reason=why, tensor=info.name, path=info.shard
+            )
+
+
 def _engine(
     src: DType,
     dst: DType,
@@ -428,6 +459,8 @@ def _engine(
     """The cast of one pair; notes where it is not the one that was asked for."""
     if src is dst:
         return "copy"
+    if src.is_packed:
+        return "numpy" if cast == "numpy" else "llvm"
     if spec.casts and not (fp16_cast == "llvm" and (src, dst) == (BF16, F16)):
         return "device"
     wanted = fp16_cast if fp16_cast is not None and (src, dst) == (BF16, F16) else cast

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import Header, TensorInfo
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
 
@@ -17,7 +17,8 @@ from streamload.errors import CheckpointError
 Order = Literal["rows", "columns", "flat"]
 
 _NO_FACTS: Mapping[str, Any] = MappingProxyType({})
-_CONFIG_KEYS = ("quantization_config", "compression_config")
+#: Where config.json says how a checkpoint is quantised.
+CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,31 @@ class Group:
     def values(self) -> TensorInfo:
         """The tensor of the quantised values."""
         return next(iter(self.members.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(TensorInfo):
+    """A quantised weight as one tensor: its values, under its name, with its shape.
+
+    Attributes:
+        group: what belongs to it.
+        headers: of the files that these are in.
+    """
+
+    group: Group = field(compare=False, repr=False)
+    headers: tuple[Header, ...] = field(compare=False, repr=False)
+
+    @property
+    def lies_turned(self) -> bool:
+        """Whether models have its transpose, of the last two axes."""
+        return self.group.kind == "mxfp4"
+
+
+def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
+    """A tensor's shape as models have it."""
+    if isinstance(info, Packed) and info.lies_turned:
+        return (*info.shape[:-2], info.shape[-1], info.shape[-2])
+    return info.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +155,7 @@ class Layouts:
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a configuration says of how the checkpoint is quantised; empty where it does not."""
     for part in _parts(config):
-        for key in _CONFIG_KEYS:
+        for key in CONFIG_KEYS:
             if isinstance(found := part.get(key), Mapping):
                 return found
     return {}
@@ -137,7 +163,7 @@ def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def config_key(config: Mapping[str, Any]) -> str | None:
     """The key by which a configuration says that the checkpoint is quantised, or None."""
-    return next((key for key in _CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
+    return next((key for key in CONFIG_KEYS for part in _parts(config) if part.get(key)), None)
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

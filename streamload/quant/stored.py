@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.readers import ReaderKind, open_reader
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -132,7 +132,8 @@ def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
         if (info := group.members.get(role)) is not None
     ]
     layouts = Layouts.of(checkpoint)
-    for (_, group), data in zip(wanted, _read(checkpoint, [i for i, _ in wanted]), strict=True):
+    read = read_whole(checkpoint.shards, [info for info, _ in wanted])
+    for (_, group), data in zip(wanted, read, strict=True):
         if "quant_state" in group.members:
             found[group.name] = stored_bnb.with_state(layouts, group, data)
         else:
@@ -141,9 +142,9 @@ def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
     return found
 
 
-def _read(checkpoint: Checkpoint, infos: Sequence[TensorInfo]) -> Iterator[bytes]:
+def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterator[bytes]:
     """The bytes of small tensors; each file is opened once."""
-    headers = {header.path: header for header in checkpoint.shards}
+    headers = {header.path: header for header in shards}
     out: dict[str, bytes] = {}
     for shard in dict.fromkeys(info.shard for info in infos):
         header = headers[shard]

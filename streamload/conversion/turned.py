@@ -1,0 +1,71 @@
+"""Parts of a weight that is dequantised, and turned: of columns of its lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from streamload.cast.table import ZERO, CastCounts
+from streamload.dtypes import DType
+from streamload.quant.dequant import Decoder
+from streamload.quant.group import Packed
+
+
+def turned(
+    info: Packed,
+    decoder: Decoder,
+    dtype: DType,
+    read: Callable[[int, int], AbstractContextManager[memoryview]],
+    first: int,
+    stop: int,
+    out: memoryview,
+    most_nbytes: int,
+) -> CastCounts:
+    """Dequantise some elements of a tensor whose last two axes change places.
+
+    Args:
+        info: the tensor.
+        decoder: of it.
+        dtype: what elements become.
+        read: opens bytes of its file, from one to another, exclusive.
+        first: number of the first element, in the order of the output.
+        stop: of the last one, exclusive.
+        out: the elements, written.
+        most_nbytes: that are read at once.
+    """
+    *_, lines, columns = info.shape
+    matrix, bits, n = lines * columns, info.dtype.bits, dtype.itemsize
+    pitch, unit = columns * bits // 8, 8 // math.gcd(8, bits)
+    some = max(most_nbytes // pitch, 1)
+    counts, at = ZERO, first
+    while at < stop:
+        number = at // matrix
+        begin, end = at - number * matrix, min(stop - number * matrix, matrix)
+        left = begin // lines // unit * unit
+        right = min(-(-end // lines // unit) * unit, columns)
+        # columns that begin before are counted by the part that has their beginning
+        counted = left + unit if left * lines < begin else left
+        whole = np.empty((lines, right - left), f"u{n}")
+        for line in range(0, lines, some):
+            upto = min(line + some, lines)
+            for a, b in ((left, counted), (counted, right)):
+                if a == b:
+                    continue
+                element = (number * lines + line) * columns + a
+                start, nbytes = info.start + element * bits // 8, (b - a) * bits // 8
+                with read(start, start + (upto - line - 1) * pitch + nbytes) as view:
+                    apart = np.ndarray((upto - line, nbytes), np.uint8, view, strides=(pitch, 1))
+                    data = np.array(apart)
+                    del apart
+                made = np.empty((upto - line, b - a), f"u{n}")
+                given, to = (memoryview(each.data).cast("B") for each in (data, made))
+                found = decoder.decode(given, to, element, upto - line, columns)
+                counts += found if a == counted else ZERO
+                whole[line:upto, a - left : b - left] = made
+        to = out[(at - first) * n : (at - first + end - begin) * n]
+        np.frombuffer(to, f"u{n}")[:] = whole.T.reshape(-1)[begin - left * lines :][: end - begin]
+        at += end - begin
+    return counts

@@ -1,0 +1,121 @@
+"""Which quantised weights a load dequantises on the way: those that a dtype is asked for.
+
+Such a weight is one tensor of the checkpoint then, a `Packed`, under its own name and with its own
+shape; what belongs to it (scales, zero points, quantisation state) is no tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.devices.base import Parameter
+from streamload.dtypes import PACKED, DType
+from streamload.errors import CheckpointError
+from streamload.mapping import Source
+from streamload.planning.demand import DTypePolicy, Wants
+from streamload.quant.dequant import compile_decoder
+from streamload.quant.group import Group, Packed
+from streamload.quant.stored import groups, members, read_states
+
+
+def asked(checkpoint: Checkpoint, policy: DTypePolicy) -> list[str]:
+    """The names of quantised weights for which a dtype is asked that they can be dequantised to."""
+    if not policy.rules:
+        return []
+    found = groups(checkpoint).values()
+    return [g.name for g in found if g.kind in PACKED and policy.asks(g.name, PACKED[g.kind])]
+
+
+def asked_by_model(
+    checkpoint: Checkpoint,
+    policy: DTypePolicy,
+    parameters: Iterable[Parameter],
+    fill: Mapping[str, Source],
+) -> list[str]:
+    """The same of what a model holds unpacked: what it holds packed goes there as it is stored."""
+    of = members(checkpoint)
+    if not of:
+        return []
+    by_name = {name: p for p in parameters for name in (*p.names, *p.wrapped)}
+    out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
+    for name, source in fill.items():
+        tensor = source.rows[0].tensor
+        group = of.get(tensor)
+        if group is None or group.values.name != tensor or group.kind not in PACKED:
+            continue
+        parameter = by_name.get(name) or by_name.get(_own_name(group, name))
+        if parameter is None:
+            continue
+        if parameter.dtype == group.values.dtype.name:
+            out.pop(group.name, None)
+        elif parameter.keeps is not None and not policy.mentions(group.name):
+            out[group.name] = None
+    return list(out)
+
+
+def _own_name(group: Group, name: str) -> str:
+    """What a weight is called where its values are called ``name``."""
+    return name.removesuffix(group.values.name.removeprefix(group.name))
+
+
+def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint in which quantised weights are one tensor each.
+
+    Args:
+        checkpoint: the headers.
+        names: of the weights; reads the few bytes in which some keep their shapes.
+
+    Raises:
+        CheckpointError: another tensor has a weight's name, or what is read is invalid.
+    """
+    if not names:
+        return checkpoint
+    states = read_states(checkpoint)
+    chosen = {name: states[name] for name in names}
+    of = {info.name: group for group in chosen.values() for info in group.members.values()}
+    out: dict[str, TensorInfo] = {}
+    for info in checkpoint.tensors.values():
+        group = of.get(info.name)
+        made = info
+        if group is not None:
+            if group.values is not info:
+                continue
+            made = _packed(checkpoint, group)
+        if out.setdefault(made.name, made) is not made:
+            problem = "it has the name of a quantised weight"
+            raise CheckpointError(
+                info.shard, problem, group and group.values.name, tensor=made.name
+            )
+    return replace(checkpoint, tensors=MappingProxyType(out))
+
+
+def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
+    dtype, values, shape = PACKED[group.kind], group.values, group.shape
+    assert shape is not None, group.name
+    shards = dict.fromkeys(info.shard for info in group.members.values())
+    packed = Packed(
+        *(group.name, dtype, shape, values.shard, values.start, values.start),
+        group=group,
+        headers=tuple(checkpoint.headers[shard] for shard in shards),
+    )
+    return replace(packed, stop=values.start + dtype.nbytes(packed.numel))
+
+
+def all_names(checkpoint: Checkpoint) -> dict[str, object]:
+    """The names of tensors, of quantised weights, and of what belongs to those, as keys."""
+    names: dict[str, object] = {**checkpoint.tensors, **groups(checkpoint)}
+    for info in checkpoint.tensors.values():
+        if isinstance(info, Packed):
+            names |= dict.fromkeys(member.name for member in info.group.members.values())
+    return names
+
+
+def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
+    """Compile what will dequantise: what that takes of the process is no part of a load."""
+    for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
+        if isinstance(info, Packed):
+            compile_decoder(info, dst, clamp=clamp)
