@@ -223,6 +223,18 @@ def test_functions_and_adapters_come_before(tmp_path: Path) -> None:
             assert found == expected
 
 
+@pytest.mark.parametrize("reader", ["mmap", "pread"])
+def test_units_longer_than_the_longest_chunk(tmp_path: Path, reader: str) -> None:
+    """Rows that stay together have slots of their own length, beside tensors that are shorter."""
+    small, whole = matrix(1, 1, 16), matrix(2, 4, 1000)
+    path = write(tmp_path, {"h.0.a": small, "h.0.w": whole})
+    given = {"chunk_nbytes": 64, "reader": reader}
+    coded = found_in(load(path, quant={"h.0.w": "int8"}, **given))
+    assert coded == {"h.0.a": small.tobytes()} | parts_of("h.0.w", whole, "int8")
+    changed = found_in(load(path, transform={"h.0.w": lambda rows: rows + 1}, **given))
+    assert changed["h.0.w"] == (whole + 1).tobytes()
+
+
 def test_iterate_yields_all_parts(tmp_path: Path) -> None:
     """One weight after the other, each with what belongs to it."""
     path = write(tmp_path, model())

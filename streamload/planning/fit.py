@@ -196,16 +196,16 @@ def fit(
         threads = 0  # the framework launches kernels from the calling thread
     most = (share.spec.max_transfer_nbytes for share in shares)
     longest = min([draft.chunk_nbytes, *(nbytes for nbytes in most if nbytes)])
+    row = max((share.row_nbytes for share in shares), default=0)
     whole = 0
     for p in (kind for kind in draft.placements.kinds if kind.cast != "mapped"):
         whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
-        if whole >= slot_nbytes(longest):  # no slot is larger
+        if whole >= slot_nbytes(max(longest, row)):  # no slot is larger
             break
     chunk = _host_chunk(draft, shares, threads)
     while chunk < min(_SHARED_CHUNK_NBYTES, longest) and threads > 1:
         threads -= 1
         chunk = _host_chunk(draft, shares, threads)
-    row = max((share.row_nbytes for share in shares), default=0)
     chunk = max(min(longest, chunk), min(longest, MIN_CHUNK_NBYTES), row)
     while True:
         slot = min(slot_nbytes(chunk), whole)
