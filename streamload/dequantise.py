@@ -42,19 +42,24 @@ def asked_by_model(
         return []
     by_name = {name: p for p in parameters for name in (*p.names, *p.wrapped)}
     out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
+    packed: set[str] = set()
     for name, source in fill.items():
-        tensor = source.rows[0].tensor
-        group = of.get(tensor)
-        if group is None or group.values.name != tensor or group.kind not in PACKED:
-            continue
-        parameter = by_name.get(name) or by_name.get(_own_name(group, name))
-        if parameter is None:
-            continue
-        if parameter.dtype == group.values.dtype.name:
-            out.pop(group.name, None)
-        elif parameter.keeps is not None and not policy.mentions(group.name):
-            out[group.name] = None
-    return list(out)
+        for tensor in dict.fromkeys(r.tensor for r in source.rows):
+            group = of.get(tensor)
+            parameter = by_name.get(name)
+            if group is None or group.kind not in PACKED:
+                continue
+            if tensor != group.values.name:
+                packed.update([group.name] if parameter is not None else [])
+                continue
+            parameter = parameter or by_name.get(_own_name(group, name))
+            if parameter is None:
+                continue
+            if parameter.dtype == group.values.dtype.name:
+                packed.add(group.name)
+            elif parameter.keeps is not None and not policy.mentions(group.name):
+                out[group.name] = None
+    return [name for name in out if name not in packed]
 
 
 def _own_name(group: Group, name: str) -> str:

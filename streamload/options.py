@@ -111,9 +111,12 @@ class LoadOptions(PlanOptions, total=False):
             and whatever truncates it ends the process: see `LoadReport.check_files`.
         dtype: a dtype or its name, "checkpoint", or patterns by name, the first that matches
             deciding: ``{"*norm*": "float32", "*": "float16"}``. Floats only; all else passes
-            unchanged. None: arrays, and tensors of torch and tinygrad that hold memory, keep their
-            dtype; otherwise bfloat16 stays where the device computes in it natively and becomes
-            float16 elsewhere, and everything else stays as it is in the checkpoint.
+            unchanged, but for weights that are stored quantised (FP8 and int8 with scales, MXFP4,
+            bitsandbytes' nf4, fp4 and int8): these are dequantised on the way to bfloat16, float16
+            or float32, unless the model has modules for what is stored. None: arrays, and tensors
+            of torch and tinygrad that hold memory, keep their dtype; otherwise bfloat16 stays where
+            the device computes in it natively and becomes float16 elsewhere, and everything else
+            stays as it is in the checkpoint.
         quant: quantise the weights of layers on the way: a format, or patterns by name as for
             ``dtype``, where None leaves a tensor as it is: ``{"*.mlp.*": "nf4", "*": "q8_0"}``.
             Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"

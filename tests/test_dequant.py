@@ -158,8 +158,13 @@ def test_a_decoder_checks_lengths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"chunk_nbytes": 65536, "threads": 1}, {"reader": "pread", "threads": 3}],
-    ids=["whole", "chunks", "read"],
+    [
+        {},
+        {"chunk_nbytes": 65536, "threads": 1},
+        {"reader": "pread", "threads": 3},
+        {"cast": "numpy"},
+    ],
+    ids=["whole", "chunks", "read", "numpy"],
 )
 def test_every_layout(tmp_path: Path, dtype: str, options: Any) -> None:
     """Each weight has its own name and shape, what belongs to it is gone, and each is verified."""
@@ -212,6 +217,18 @@ def test_a_device_with_staging(
         if "experts" not in sample.name:
             found = bytes(stream.loaded()[sample.name].data)
             assert found == sample.rounded("bfloat16").tobytes(), sample.name
+
+
+def test_a_budget_of_the_prediction_is_enough(tmp_path: Path) -> None:
+    """What the plan counts, with the scales that are held, is what a load may take."""
+    path = write(tmp_path, SAMPLES)
+    for options in ({}, {"reader": "pread", "threads": 1}):
+        whole: Any = {"dtype": "bfloat16", "device": "host", **options}
+        (device,) = streamload.plan(path, budget="1GB", **whole).devices
+        report = load(path, budget=device.peak_nbytes, **options)
+        assert report.held_nbytes["host"] <= device.peak_nbytes
+        with pytest.raises(streamload.errors.PlanInfeasibleError):
+            load(path, budget=device.resident_nbytes, **options)
 
 
 def test_without_a_dtype_all_stays(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def convert(
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
+            Weights that are stored quantised are dequantised, as by `load_state_dict`.
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
             ("inf"), the largest finite value ("clamp"), or an error ("error").
         max_shard_size: most bytes of a file, unless one tensor alone is larger.
