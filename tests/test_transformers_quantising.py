@@ -119,6 +119,18 @@ def test_each_way_to_compute_experts_takes_those_that_are_used(
     assert asked == [(leaf, i) for i in (0, 2) for leaf in ("gate_up_proj", "down_proj")]
 
 
+def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> None:
+    """Whatever dtype the model had before it was loaded."""
+    make(tmp_path, "Mixtral")
+    experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
+    x, chosen, shares = torch.randn(3, 64), torch.tensor([[2, 0]] * 3), torch.full((3, 2), 0.5)
+    expected = experts(x, chosen, shares)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = experts(x.to(dtype), chosen, shares.to(dtype))
+        assert found.dtype is dtype
+        assert error(found, expected) < 0.02
+
+
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
     make(tmp_path, "Llama")

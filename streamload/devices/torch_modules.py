@@ -227,7 +227,14 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
     Its weights are `_Dense`: it takes only the experts that are used.
     """
     entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
-    entries["forward"] = inspect.unwrap(own.forward)
+    eager = inspect.unwrap(own.forward)
+
+    def forward(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        self._streamload_dtype = hidden_states.dtype  # what its weights are multiplied with
+        found: torch.Tensor = eager(self, hidden_states, *rest, **named)
+        return found
+
+    entries["forward"] = forward
     return type(f"Quant{own.__name__}", (Coded, own), entries)
 
 
