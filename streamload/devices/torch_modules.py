@@ -283,8 +283,10 @@ def _said(module: nn.Module, leaf: str, format: str) -> _Said | None:
         return format, shape[::-1], True
     if not _is_experts(module, parameter):
         return None
-    unit = _made(format, shape).unit_numel
-    return None if math.prod(shape[1:]) % unit else (format, shape, False)
+    made = _made(format, shape)
+    if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+        return None  # an expert begins within a unit, or two weights would share a part's name
+    return format, shape, False
 
 
 def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:
