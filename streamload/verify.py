@@ -95,11 +95,18 @@ def verify(
 
     Raises:
         PlanInfeasibleError: there is too little memory.
-        ValueError: functions changed values of the load.
+        ValueError: functions changed values of the load, or a device quantised them in arithmetic
+            of its own.
     """
     changed = [p.name for p in report.plan.placements if p.changes]
     if changed:
         raise ValueError(f"{changed[0]}: its values were changed on the way: nothing has its bytes")
+    for p, _ in report.plan.placements.counted:
+        if p.cast == "device" and p.coding is not None and not coded(p.coding, p.src).repeats:
+            raise ValueError(
+                f"{p.device} makes {p.coding.format} as its library does there, which the host "
+                'cannot repeat bit by bit: load with cast="llvm" to verify'
+            )
     sizes = (_BLOCK_NBYTES, _SMALL_BLOCK_NBYTES)
     needed = [(nbytes, _BLOCKS * nbytes + _CAST_NBYTES) for nbytes in sizes]
     block_nbytes = first_that_fits(needed, [("reading back", needed[-1][1])])

@@ -153,6 +153,7 @@ class Quantised(Protocol):
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
         device_part: the part that kernels of a device write beside the codes, "" where there is
             none; None where the statistics become something else.
+        repeats: whether those kernels make the codes that the host makes.
     """
 
     @property
@@ -171,6 +172,8 @@ class Quantised(Protocol):
     def statistics_nbytes(self) -> int: ...  # noqa: D102
     @property
     def device_part(self) -> str | None: ...  # noqa: D102
+    @property
+    def repeats(self) -> bool: ...  # noqa: D102
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
         """An encoder for one tensor, from bytes of dtype ``src``.

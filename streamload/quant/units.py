@@ -98,6 +98,11 @@ class Units(ABC):
         """What CUDA's kernels do to a unit, where a library computes differently there."""
         return self.recipe
 
+    @property
+    def repeats(self) -> bool:
+        """Whether CUDA's kernels make the codes that the host makes."""
+        return self.device_recipe == self.recipe
+
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
         """The oracle: finite float32 units, one a row, to codes. A short last one comes alone."""
