@@ -425,8 +425,7 @@ class Decision:
             match.check_ties(checkpoint)
         notes = [*place.devices.notes, *(match.notes if match else ()), *made.notes, *chosen]
         unstored = {**place.unstored, **(match.computed if match else {})}
-        notes += on_unstored(unstored, made)
-        notes += demand.notes
+        notes += (*on_unstored(unstored, made), *demand.notes)
         loaded = {r.tensor for source in demand.wants.sources for r in source}
         return cls(
             checkpoint,
@@ -452,9 +451,8 @@ class Decision:
             for p in place.owner.parameters(place.model)
             for name in (*p.names, *p.wrapped)
         }
-        parameters = {
-            name: found[name] for name in {*match.parameters, *self.plan.placements.names}
-        }
+        names = dict.fromkeys((*match.parameters, *self.plan.placements.names))
+        parameters = {name: found[name] for name in names}
         return replace(self, match=replace(match, parameters=parameters)), undo
 
     @property

@@ -122,7 +122,9 @@ class LoadOptions(PlanOptions, total=False):
             Formats: "nf4" and "fp4" (bitsandbytes' 4 bits), "int8" (by rows), "q8_0" and "q4_0"
             (GGUF's). Norms, routers, the embedding and the head stay as they are unless a pattern
             other than "*" names them, and so does what has one axis. Each weight becomes several
-            tensors; see `streamload.quant`. The report has the error of each.
+            tensors; see `streamload.quant`. The report has the error of each. In a model of torch,
+            Linears (and transformers' Conv1D and fused experts) hold them, and dequantise a weight
+            when it is computed with; what no module can hold stays as it is, and a note names it.
         out_of_range: finite values beyond the target dtype become infinite ("inf", with a
             warning), the largest finite value ("clamp"), or an error ("error").
         cast: "auto", "llvm", "numpy", or "device" for the device's own where that is exact.

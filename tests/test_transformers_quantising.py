@@ -119,6 +119,26 @@ def test_each_way_to_compute_experts_takes_those_that_are_used(
     assert asked == [(leaf, i) for i in (0, 2) for leaf in ("gate_up_proj", "down_proj")]
 
 
+def test_experts_are_decoded_to_the_dtype_of_the_activations(tmp_path: Path) -> None:
+    """Whatever dtype the model had before it was loaded."""
+    make(tmp_path, "Mixtral")
+    experts = load(tmp_path, quant="q8_0").model.layers[0].mlp.experts
+    x, chosen, shares = torch.randn(3, 64), torch.tensor([[2, 0]] * 3), torch.full((3, 2), 0.5)
+    expected = experts(x, chosen, shares)
+    for dtype in (torch.float16, torch.bfloat16):
+        found = experts(x.to(dtype), chosen, shares.to(dtype))
+        assert found.dtype is dtype
+        assert error(found, expected) < 0.02
+
+
+def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
+    """With their bytes, while the rest is quantised."""
+    make(tmp_path, "Mixtral")
+    report = load(tmp_path, quant="bitsandbytes-int8").streamload_report
+    (note,) = (note for note in report.notes if note.startswith("not quantised"))
+    assert "4 tensors of 393 kB" in note and "experts.gate_up_proj" in note
+
+
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
     make(tmp_path, "Llama")
@@ -261,6 +281,20 @@ def test_what_is_quantised_so_is_saved_for_transformers(tmp_path: Path) -> None:
     found.save_pretrained(tmp_path / "out")
     for opened in (load(tmp_path / "out"), reference(tmp_path / "out", device_map="cpu")):
         assert {name: raw(tensor) for name, tensor in opened.state_dict().items()} == state
+
+
+@pytest.mark.slow
+def test_what_is_not_stored_is_not_quantised(tmp_path: Path) -> None:
+    """A weight that would be initialised is named, with what leaves it out."""
+    needs_library("bitsandbytes")
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig
+    wrong = {"intermediate_size": 160, "strict": False, "shapes": "skip"}
+    with pytest.raises(ValueError, match=r"gate_proj.*\[160, 64\].*llm_int8_skip_modules="):
+        load(tmp_path, quantization_config=config(load_in_8bit=True), **wrong)
+    skip = ["lm_head", "gate_proj", "up_proj", "down_proj"]
+    skipping = config(load_in_8bit=True, llm_int8_skip_modules=skip)
+    assert load(tmp_path, quantization_config=skipping, **wrong).is_quantized
 
 
 @pytest.mark.slow

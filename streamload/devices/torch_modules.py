@@ -227,7 +227,14 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
     Its weights are `_Dense`: it takes only the experts that are used.
     """
     entries: dict[str, Any] = {leaf: property(partial(_Dense, leaf)) for leaf in leaves}
-    entries["forward"] = inspect.unwrap(own.forward)
+    eager = inspect.unwrap(own.forward)
+
+    def forward(self: Any, hidden_states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        self._streamload_dtype = hidden_states.dtype  # what its weights are multiplied with
+        found: torch.Tensor = eager(self, hidden_states, *rest, **named)
+        return found
+
+    entries["forward"] = forward
     return type(f"Quant{own.__name__}", (Coded, own), entries)
 
 
@@ -276,8 +283,10 @@ def _said(module: nn.Module, leaf: str, format: str) -> _Said | None:
         return format, shape[::-1], True
     if not _is_experts(module, parameter):
         return None
-    unit = _made(format, shape).unit_numel
-    return None if math.prod(shape[1:]) % unit else (format, shape, False)
+    made = _made(format, shape)
+    if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+        return None  # an expert begins within a unit, or two weights would share a part's name
+    return format, shape, False
 
 
 def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:

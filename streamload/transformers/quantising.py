@@ -128,7 +128,19 @@ class Quantising(Quantised):
         """Let modules hold the parts of their weights, for the load to fill.
 
         Fused experts, which bitsandbytes leaves as they are, become modules of streamload.
+
+        Raises:
+            ValueError: the checkpoint does not fill one of them.
         """
+        state = model.state_dict(keep_vars=True)
+        for name in (f"{prefix}.weight" for prefix in self._modules):
+            source = names.fill.get(name)
+            if source is None or source.shape != tuple(state[name].shape):
+                raise ValueError(
+                    f"quantization_config: the checkpoint has no {name} of shape "
+                    f"{list(state[name].shape)}, and what is initialised is not quantised on the "
+                    f'way: write llm_int8_skip_modules=["{name.removesuffix(".weight")}", ...]'
+                )
         for prefix in self._modules:
             module = model.get_submodule(prefix)
             old = module._parameters.pop("weight")
