@@ -28,7 +28,7 @@ from streamload.quant.base import FORMATS, Quantised
 _Said = tuple[str, tuple[int, ...], bool]
 _Parts = Mapping[str, torch.Tensor]
 
-_STEP_NUMEL = 2**22  # elements that are dequantised at once, in float32
+_STEP_NUMEL = 2**20  # elements that are dequantised at once: 16 MB beside the weight, for 4 bits
 _BITSANDBYTES_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes decodes
 _GGUF_BLOCK = 32
 
