@@ -37,6 +37,7 @@ from streamload.planning.demand import Wants
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.quant.stored import members
+from streamload.quantise import QuantPolicy
 
 #: The options that decide what a plan is, whatever a rank's budget is.
 _PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
@@ -310,7 +311,7 @@ class Agreement:
         if of_model is not None:
             self.names = plan.renumbered(mine, list(of_model(mine)))
         planned = plan.sources(mine)
-        fill = {name: planned[of_plan] for name, of_plan in self.names.items()}
+        fill = {new: planned[name] for new, name in self.names.items() if name in planned}
         wanted = {r.tensor for source in fill.values() for r in source.rows}
         tensors = {name: info for name, info in whole.tensors.items() if name in wanted}
         shards = {info.shard for info in tensors.values()}
@@ -320,14 +321,15 @@ class Agreement:
             tensors=MappingProxyType(tensors),
         )
         check_present(part, self._missing)
-        others = plan.placements.keys() - fill.keys()
+        options = replace(options, quant=QuantPolicy.of_plan(plan.placements.values()))
+        others = plan.placements.keys() - self.names.keys()
         if of_model is not None:  # a layer that the model has is one of its own
             others -= {item.name for unit in plan.layers() for item in unit.items}
         parameters = [
             p
             for p in place.parameters
             for names in [(*p.names, *p.wrapped)]
-            if others.isdisjoint(names) or not fill.keys().isdisjoint(names)
+            if others.isdisjoint(names) or not self.names.keys().isdisjoint(names)
         ]
         if plan.split == "layers" and not plan.mine.layers:
             # of no layers: the names here tell of none

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
+from streamload.planning.plan import Placement
 from streamload.quant.base import FORMATS, Encoder, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
@@ -44,10 +45,12 @@ class QuantPolicy:
         rules: (pattern, format) in order, the first that matches deciding; None leaves a tensor as
             it is. The pattern "*" stands for the weights of layers that are no norms or routers.
         tried: what is tried in place of "auto", or "".
+        by_tensor: in place of rules, the format of each tensor that is quantised.
     """
 
     rules: tuple[tuple[str, str | None], ...] = ()
     tried: str = ""
+    by_tensor: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, value: QuantArgument) -> QuantPolicy:
@@ -68,8 +71,14 @@ class QuantPolicy:
                 raise ValueError(f"quant is one of {known}, not {name!r}{hint}")
         return cls(tuple(rules.items()))
 
+    @classmethod
+    def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
+        """What was planned for all tensors, for a part of them."""
+        coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
+        return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
+
     def __bool__(self) -> bool:
-        return any(name is not None for _, name in self.rules)
+        return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
         """What an attempt makes of this policy; of "auto", with the least loss that fits.
@@ -111,6 +120,8 @@ class QuantPolicy:
         """
         if not self:
             return [None] * len(wants)
+        if self.by_tensor:
+            return [self.by_tensor.get(info.name) for info in wants.infos]
         layers: frozenset[str] | None = None
         already = members(checkpoint)
         out: list[str | None] = []

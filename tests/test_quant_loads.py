@@ -13,9 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import test_distributed
 from recording import Faults, RecordingDevice
 from safetensors_files import write_safetensors
 from test_stream import Run, prepare
+from thread_group import World, run
 
 import streamload
 from streamload import RowRange, Source
@@ -402,3 +404,20 @@ def test_on_the_command_line(
         main()
     assert done.value.code in (0, None)
     assert "2 tensors, error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("quant", ["int8", {"*.mlp.*": "nf4", "*": "q8_0"}])
+@pytest.mark.parametrize("split", ["layers", "balanced", "replicate"])
+def test_nodes(tmp_path: Path, split: str, quant: Any) -> None:
+    """Ranks quantise what they hold, as one process would: the head's rank leaves the head."""
+    path = write(tmp_path, model(), shards=3)
+    whole = found_in(load(path, quant=quant))
+    loading = test_distributed.load(path, split=split, quant=quant, dtype="checkpoint")
+    reports = test_distributed.succeeded(run(World(3), loading))
+    names = [name for report in reports for name in report.state_dict]
+    assert sorted(names) == sorted([*whole] * (3 if split == "replicate" else 1))
+    for report in reports:
+        found = found_in(report)
+        assert found == {name: whole[name] for name in found}
+        for name in report.errors:  # a weight and its parts are on one node
+            assert all(part in found for part in whole if part.startswith(name))

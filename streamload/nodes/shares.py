@@ -121,9 +121,13 @@ class ClusterPlan:
         return sorted(found.items())
 
     def sources(self, share: Share) -> dict[str, Source]:
-        """What fills each parameter of a share."""
+        """What fills each parameter of a share; of what is quantised on the way, each weight."""
         found = ((name, self.placements[name]) for name in share.parameters)
-        return {name: Source(p.source, p.transpose, p.shape) for name, p in found}
+        return {
+            name: Source(p.source, p.transpose, p.shape if p.coding is None else p.coding.shape)
+            for name, p in found
+            if p.coding is None or not p.coding.part
+        }
 
     def layers(self) -> list[Unit]:
         """The layers of all shares, in order."""
@@ -234,7 +238,10 @@ def make_shares(
         names = _grouped(nodes, {p.name: p.device for p in made.placements})
         ends = {d.device: (range(*d.layers), d.embedding, d.head) for d in made.devices if d.layers}
     else:
-        of = {p.name: weight_of.get(p.source[0].tensor, p.name) for p in made.placements}
+        of = {}
+        for p in made.placements:
+            tensor = p.source[0].tensor
+            of[p.name] = weight_of.get(tensor, p.name if p.coding is None else tensor)
         names = _names(nodes, {p.name: p.nbytes for p in made.placements}, split, of)
         ends = {}
     if len(nodes) == 1 or split == "replicate":  # that has all layers and both ends
