@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ from streamload.verify import verify
 Array = np.ndarray[Any, Any]
 CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 NAMES = tuple(FORMATS)
+ROOT = Path(__file__).parent.parent
 STACKED = tuple(name for name in NAMES if name != "bitsandbytes-int8")  # that is of matrices
 
 
@@ -233,6 +235,38 @@ def test_units_longer_than_the_longest_chunk(tmp_path: Path, reader: str) -> Non
     assert coded == {"h.0.a": small.tobytes()} | parts_of("h.0.w", whole, "int8")
     changed = found_in(load(path, transform={"h.0.w": lambda rows: rows + 1}, **given))
     assert changed["h.0.w"] == (whole + 1).tobytes()
+
+
+GROWN = """
+import json, sys
+from pathlib import Path
+import streamload
+
+def held():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    said = dict(line.split(":") for line in lines if ":" in line)
+    return sum(int(said[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem"))
+
+few, many = sys.argv[1:]
+given = {"device": "host", "quant": "nf4-nested", "threads": 1, "progress": False}
+streamload.load_state_dict(None, few, **given)  # what is compiled and imported is no part of it
+checkpoint = streamload.open_checkpoint(many)
+before = held()
+report = streamload.load_state_dict(None, checkpoint, **given)
+print(json.dumps([held() - before, report.predicted_nbytes["process"]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counters of Linux")
+def test_many_parts_are_in_the_prediction(tmp_path: Path) -> None:
+    """What the process takes for parts, which are several times as many as weights."""
+    array = matrix(1, 32, 64)
+    few = write(tmp_path / "few", {f"layers.{i}.weight": array for i in range(20)})
+    many = write(tmp_path / "many", {f"layers.{i}.weight": array for i in range(3000)})
+    command = [sys.executable, "-c", GROWN, str(few), str(many)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    grown, predicted = json.loads(done.stdout)
+    assert 0.6 * predicted < grown < predicted
 
 
 def test_iterate_yields_all_parts(tmp_path: Path) -> None:
