@@ -33,8 +33,8 @@ MIN_CHUNK_NBYTES = 64 * 2**10
 _LEAST_READ_FROM_NBYTES = 16 * 2**20
 _SHARED_CHUNK_NBYTES = 2**20  # fewer threads before shorter chunks: each costs calls
 _CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
-# What the process takes for a part beside codes, more than for a tensor of the checkpoint: a want,
-# a name and a placement. Seen were 330 to 840 bytes on the host, and up to 860 elsewhere.
+# What the process takes for a part beside codes, more than for a tensor of the checkpoint: its
+# want, its name and its placement. Seen were 330 to 840 bytes on the host, up to 860 elsewhere.
 _PART_NBYTES = 900
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
