@@ -273,7 +273,8 @@ def test_a_conversion_is_done_or_refused(cgroup: Boxes, tmp_path: Path) -> None:
     """With less than it needs a conversion is refused, with that it is done; it is never killed."""
     source = tmp_path / "source"
     make_checkpoint(source, shape_of_size(40_000_000, BF16))
-    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", (0.9, 1.0))
+    # what the process itself takes differs by some 100 kB from one run to the next
+    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", (0.9, 1.01))
     assert codes == [3, 3, 0, 0]
 
 
