@@ -50,6 +50,8 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
     device = options["device"]
     if device is not None and not isinstance(device, str):
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
+    if read.quant.is_auto:
+        raise ValueError('quant="auto" is for loads of all at once: name a format')
     place = Place.look(None, checkpoint, read, device)
     wants = read.quantised(checkpoint, fill)
     (spec,) = place.specs(read, wants.needs_native_bf16(read.policy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from glob import escape
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
@@ -65,9 +67,10 @@ class QuantPolicy:
         for pattern, name in rules.items():
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
-            if name is not None and name != _AUTO and name not in FORMATS:
+            is_text = isinstance(name, str)
+            if name is not None and not (is_text and (name == _AUTO or name in FORMATS)):
                 known = ", ".join((*FORMATS, _AUTO))
-                hint = did_you_mean(name, FORMATS) if isinstance(name, str) else ""
+                hint = did_you_mean(name, FORMATS) if is_text else ""
                 raise ValueError(f"quant is one of {known}, not {name!r}{hint}")
         return cls(tuple(rules.items()))
 
@@ -79,6 +82,11 @@ class QuantPolicy:
 
     def __bool__(self) -> bool:
         return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a format is to be found that fits."""
+        return any(name == _AUTO for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
         """What an attempt makes of this policy; of "auto", with the least loss that fits.
@@ -93,7 +101,7 @@ class QuantPolicy:
             PlanInfeasibleError: nothing fits.
             UnsupportedCastError: a tensor cannot be in a format.
         """
-        if all(name != _AUTO for _, name in self.rules):
+        if not self.is_auto:
             return attempt(self), []
         told: list[str] = []
         for name in (None, *_TRIED):
@@ -270,7 +278,8 @@ def _parts(
     try:
         made = FORMATS[name].of(want.shape, src)
     except ValueError as error:
-        instead = f'leave it as it is: quant={{"{tensor}": None, "*": "{name}"}}'
+        pattern = json.dumps(escape(tensor), ensure_ascii=False)
+        instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
         reason = f"{error}; {instead}"
         raise UnsupportedCastError(
             src.name, name, reason=reason, tensor=tensor, path=path

@@ -206,6 +206,23 @@ def test_what_cannot_be_cut_says_so(tmp_path: Path) -> None:
         load(path, quant={"*.mpl.*": "nf4"})
 
 
+def test_a_name_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    """The line that an error gives is one to write, whatever the name."""
+    path = write(tmp_path, {"h[0].w": matrix(1, 8, 50), "h[1].w": matrix(1, 8, 64)})
+    with pytest.raises(UnsupportedCastError) as caught:
+        load(path, quant="q8_0")
+    said = str(caught.value).rpartition("quant=")[2]
+    assert said == '{"h[[]0].w": None, "*": "q8_0"}'
+    assert set(load(path, quant={"h[[]0].w": None, "*": "q8_0"}).errors) == {"h[1].w"}
+
+
+def test_formats_that_are_no_text(tmp_path: Path) -> None:
+    """A list is refused as any other value."""
+    path = write(tmp_path, {"h.0.w": matrix(1, 8, 64)})
+    with pytest.raises(ValueError, match=r"not \['nf4'\]"):
+        load(path, quant=["nf4"])
+
+
 def test_functions_and_adapters_come_before(tmp_path: Path) -> None:
     """Rows are changed in float32, and quantised from there: rounded once."""
     whole = matrix(3, 40, 128, dtype=ml_dtypes.bfloat16)
@@ -276,6 +293,13 @@ def test_iterate_yields_all_parts(tmp_path: Path) -> None:
     path = write(tmp_path, model())
     found = dict(streamload.iterate(path, device="host", quant="int8", budget="10MB"))
     assert {n: a.tobytes() for n, a in found.items()} == found_in(load(path, quant="int8"))
+
+
+def test_iterate_takes_no_auto(tmp_path: Path) -> None:
+    """What fits is a question of a whole load."""
+    path = write(tmp_path, model())
+    with pytest.raises(ValueError, match='quant="auto" is for loads of all at once'):
+        streamload.iterate(path, device="host", quant="auto")
 
 
 def test_parts_stay_together_on_several_devices(tmp_path: Path) -> None:
