@@ -198,6 +198,9 @@ def test_what_cannot_be_cut_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCastError, match="whole blocks"):
         mapping = {"h.0.x": Source([RowRange("h.0.w", 0, 3), "h.0.v"])}
         load(path, quant={"*": "nf4"}, mapping=mapping, strict=False)
+    both = write(tmp_path / "both", {"h.0.w": matrix(1, 8, 64), "h.0.w_scale": matrix(1, 8)})
+    with pytest.raises(ValueError, match=r"h\.0\.w_scale.*has a tensor of that name"):
+        load(both, quant={"*w": "int8"})
     with pytest.raises(ValueError, match=r"h\.0\.SCB.*two"):
         load(path, quant={"*": "bitsandbytes-int8"})
     with pytest.raises(ValueError, match="not 'q8'"):
