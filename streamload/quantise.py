@@ -247,8 +247,8 @@ def quantised(
     twice = next((want for want in out if count[want.name] > 1), None)
     if twice is not None and twice.name in wants.names:
         raise ValueError(
-            f"quant: {twice.name!r} would be a part of a quantised weight, and the checkpoint has a "
-            "tensor of that name: leave the weight as it is, or rename the tensor"
+            f"quant: {twice.name!r} would be a part of a quantised weight, and the checkpoint has "
+            "a tensor of that name: leave the weight as it is, or rename the tensor"
         )
     if twice is not None:
         raise ValueError(
