@@ -408,7 +408,10 @@ class Decision:
         demand = demanded(NO_QUANT)
         try:
             (demand, (made, begun)), chosen = options.quant.least_loss(
-                lambda quant: ((found := demanded(quant)), found.planned(place.devices))
+                lambda quant: (
+                    (found := demanded(quant) if quant else demand),
+                    found.planned(place.devices),
+                )
             )
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
