@@ -190,8 +190,10 @@ class Block:
             read = info.start + (first - tensor.out.start) // dst * src
             part = Part(tensor, read, read + (last - first) // dst * src, first, last)
             window = self.windows[-1] if self.windows else [part]
+            before = window[-1].tensor.out.info
             if (
-                window[-1].tensor.out.info.shard == info.shard
+                before.shard == info.shard
+                and not isinstance(before, Packed)  # it has a window of its own
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
