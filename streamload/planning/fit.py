@@ -206,11 +206,8 @@ def fit(
     most = (share.spec.max_transfer_nbytes for share in shares)
     longest = min([draft.chunk_nbytes, *(nbytes for nbytes in most if nbytes)])
     row = max((share.row_nbytes for share in shares), default=0)
-    whole = 0
-    for p in (kind for kind in draft.placements.kinds if kind.cast != "mapped"):
-        whole += slot_nbytes(max(p.nbytes, p.src_nbytes))
-        if whole >= slot_nbytes(max(longest, row)):  # no slot is larger
-            break
+    read = ((p, n) for p, n in draft.placements.counted if p.cast != "mapped")
+    whole = sum(n * slot_nbytes(max(p.nbytes, p.src_nbytes)) for p, n in read)
     chunk = _host_chunk(draft, shares, threads)
     while chunk < min(_SHARED_CHUNK_NBYTES, longest) and threads > 1:
         threads -= 1
