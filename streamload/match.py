@@ -396,12 +396,13 @@ def match(
     used: set[str] = set()
     coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
     beside = {part for name, form in coded.items() for part in form.beside(name)}
+    stored_packed = members(checkpoint)
     for number, parameter in enumerate(parameters):
         where = parameter.device if parameter.device in keep_on else None
         held = None
         if parameter.device is not None and (parameter.nbytes or not parameter.invalid):
             held = (parameter.device, parameter.dtype, parameter.nbytes)
-        made = next((name for name in parameter.names if name in beside), None)
+        made = next((n for n in parameter.names if n in beside), None) if beside else None
         if made is not None:
             there = reusable.get(number)
             out.beside[made] = Want(made, (), (), None, where, held, None, there)
@@ -429,7 +430,7 @@ def match(
             continue
         shape = stored.shape if stored is not None else shape_of(checkpoint, source)
         block = parameter.block
-        form = next((coded[n] for n in parameter.names if n in coded), None)
+        form = next((coded[n] for n in parameter.names if n in coded), None) if coded else None
         wanted = whole_shape(parameter) if form is None else form.stored_shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
@@ -454,7 +455,7 @@ def match(
         name += parameter.shard
         first = checkpoint.tensors[source.rows[0].tensor]
         dtype = None if policy.mentions(first.name) else parameter.keeps
-        if parameter.dtype == first.dtype.name and first.name in members(checkpoint):
+        if parameter.dtype == first.dtype.name and first.name in stored_packed:
             dtype = first.dtype  # a module for quantised weights, which has it as it is stored
         there = reusable.get(number)
         out.wants.append(
