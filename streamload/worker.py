@@ -538,8 +538,7 @@ class Worker:
         counts = NO_ERRORS
         for run in chunk.runs:
             if run.lines > 1:
-                raw = memoryview(bytearray(run.nbytes))
-                self._read_lines(reader, run, None, raw)
+                raw = self._gathered(reader, run)
                 counts += self._encode(encoder, raw, run, chunk, p, out)
                 continue
             with self._bytes(reader, run, whole, base) as src:
@@ -571,8 +570,7 @@ class Worker:
                 )
                 continue
             if run.lines > 1:
-                raw = memoryview(bytearray(run.nbytes))
-                self._read_lines(reader, run, None, raw)
+                raw = self._gathered(reader, run)
                 stop = offset + p.dst.nbytes(run.nbytes * 8 // p.src.bits)
                 counts += decode(raw, out[offset:stop], start=run.start, lines=run.lines)
                 continue
@@ -614,6 +612,12 @@ class Worker:
             given = src[row * n : (row + 1) * n]
             counts += encoder.encode(given, out[at - chunk.start : stop - chunk.start], first)
         return counts
+
+    def _gathered(self, reader: Reader, run: Run) -> memoryview:
+        """The lines of a run as they are, one after the other, in memory of their own."""
+        raw = memoryview(bytearray(run.nbytes))
+        self._read_lines(reader, run, None, raw)
+        return raw
 
     def _read_lines(
         self, reader: Reader, run: Run, cast: Cast | None, out: memoryview
