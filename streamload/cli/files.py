@@ -136,6 +136,14 @@ def convert(
             "Default: nothing is cast.",
         ),
     ] = None,
+    quant: Annotated[
+        list[str] | None,
+        flags.option(
+            "FORMAT",
+            "Quantise the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q4_0, or "
+            "PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+        ),
+    ] = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     max_shard_size: Annotated[
         str, flags.option("SIZE", "Most bytes of a file, unless one tensor is larger.")
@@ -198,6 +206,7 @@ def convert(
         flags.read_path(path, variant),
         destination,
         dtype=flags.read_rules(dtype),
+        quant=flags.read_quant(quant),
         out_of_range=out_of_range,
         max_shard_size=max_shard_size,
         nodes=flags.read_nodes(nodes, budget, None),

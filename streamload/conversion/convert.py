@@ -33,8 +33,11 @@ from streamload.conversion.planning import (
     folder_of,
     in_folder,
     plan_conversion,
+    quantised_weights,
 )
-from streamload.conversion.writing import Way, Writer, check_written, choose_way
+from streamload.conversion.quantising import read_quant
+from streamload.conversion.way import Way, choose_way
+from streamload.conversion.writing import Writer, check_written
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
@@ -42,7 +45,9 @@ from streamload.mapping import Rename
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
-from streamload.report import Clock, warn_of_overflow
+from streamload.quant.base import QuantCounts
+from streamload.quantise import QuantArgument
+from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
 
@@ -61,6 +66,8 @@ class ConvertReport:
         seconds: wall time of the whole call.
         read_nbytes: bytes of the source's data that this call read.
         counts: of each tensor whose cast changed a value, by its name in the output.
+        errors: of each weight that was quantised, how far its codes are from it, to six digits; by
+            the name of its codes in the output.
         digests: of each tensor's bytes, by its name in the output ("node/name" with nodes).
         resumed: how many tensors had been finished before.
         verified: the files were read back and compared.
@@ -71,6 +78,7 @@ class ConvertReport:
     seconds: float
     read_nbytes: int = 0
     counts: Mapping[str, CastCounts] = field(default_factory=dict)
+    errors: Mapping[str, QuantCounts] = field(default_factory=dict, repr=False)
     digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     resumed: int = 0
     verified: bool = False
@@ -94,6 +102,7 @@ class ConvertReport:
                 "resumed": self.resumed,
                 "verified": self.verified,
                 "counts": {name: asdict(count) for name, count in self.counts.items()},
+                "errors": {name: asdict(count) for name, count in self.errors.items()},
                 "digests": dict(self.digests),
             }
         )
@@ -126,6 +135,8 @@ class ConvertReport:
                     f"{total.flushed} flushed to zero, {total.rounded} rounded",
                 )
             )
+        if self.errors:
+            rows.append(("quantised", quantised_text(self.errors)))
         if self.verified:
             rows.append(("verified", f"{tensors} tensors, read back"))
         rows += [("note", note) for note in self.plan.notes]
@@ -139,6 +150,7 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     dtype: DTypeArgument = None,
+    quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
     max_shard_size: float | str = DEFAULT_SHARD_SIZE,
     nodes: Sequence[Node] | None = None,
@@ -176,6 +188,10 @@ def convert(
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
+        quant: quantise the weights of layers: a format, or patterns by name, as in
+            `load_state_dict`; not "auto". They are made of what the checkpoint has, whatever
+            ``dtype`` says. config.json gets the ``quantization_config`` by which transformers opens
+            them (nf4, fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
             ("inf"), the largest finite value ("clamp"), or an error ("error").
         max_shard_size: most bytes of a file, unless one tensor alone is larger.
@@ -215,10 +231,12 @@ def convert(
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
     options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
+        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, read_quant(quant)
     )
     checkpoint = opened(source)
-    way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
+    weights = quantised_weights(checkpoint, options)
+    dtypes = [wanted for _, wanted in policy.rules]
+    way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
@@ -287,7 +305,8 @@ class _Conversion:
                 return None
             for name, digest in found.tensors.items():
                 counts = CastCounts(*found.counts.get(name, ()))
-                finished[in_folder(folder, name)] = Finished(digest.hex, counts)
+                errors = QuantCounts.of(found.errors[name]) if name in found.errors else None
+                finished[in_folder(folder, name)] = Finished(digest.hex, counts, errors)
         sizes = {file.path: file.nbytes for file in self._plan.files}
         for path in self._plan.paths:
             found_nbytes = _length(self._plan.destination / path)
@@ -323,6 +342,7 @@ class _Conversion:
             clock.seconds,
             read_nbytes,
             _changed(finished),
+            {key: one.errors for key, one in finished.items() if one.errors is not None},
             digests={key: one.digest for key, one in finished.items()},
             resumed=resumed,
             verified=verify,
@@ -380,16 +400,21 @@ class _Conversion:
     def _forget_lost(self, journal: Journal) -> None:
         """Do tensors again whose file is not there any more, or has become shorter.
 
-        The journal says so before anything is written: the file will be long enough again.
+        And quantised weights, where parts of them are not finished. The journal says so before
+        anything is written: the file will be long enough again.
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
-        journal.forget(
-            [
-                i
-                for i, (_, file, t) in enumerate(self._plan.tensors())
-                if (found[file.path] or 0) < t.stop and i in journal.finished
-            ]
-        )
+        lost: set[int] = set()
+        weights: dict[tuple[str, str], set[int]] = {}  # by file, and tensor of the source
+        for i, (_, file, t) in enumerate(self._plan.tensors()):
+            if i not in journal.finished or (found[file.path] or 0) < t.stop:
+                lost.add(i)
+            if t.coding is not None:
+                weights.setdefault((file.path, t.info.name), set()).add(i)
+        for parts in weights.values():
+            if parts & lost:
+                lost |= parts
+        journal.forget(sorted(lost & journal.finished.keys()))
 
     def _write(self, journal: Journal, progress: Progress) -> int:
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
@@ -445,11 +470,12 @@ class _Conversion:
             if folder_of(file.path) == folder
         ]
         Digests(
-            {t.name: Digest(t.name, t.dtype, t.info.shape, t.nbytes, f.digest) for t, f in mine},
+            {t.name: Digest(t.name, t.dtype, t.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
             options=dict(self._plan.options),
             files=self._plan.below(folder),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
+            errors={t.name: astuple(e) for t, one in mine if (e := one.errors) is not None},
         ).write(self.destination.out / folder / SIDECAR)
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
