@@ -88,6 +88,7 @@ LAYERS = (
     ("worker",),
     ("stream",),
     ("report",),
+    ("differences",),
     ("compare",),
     ("verify",),
     ("target",),

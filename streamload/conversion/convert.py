@@ -35,7 +35,6 @@ from streamload.conversion.planning import (
     plan_conversion,
     quantised_weights,
 )
-from streamload.conversion.quantising import read_quant
 from streamload.conversion.way import Way, choose_way
 from streamload.conversion.writing import Writer, check_written
 from streamload.digests import SIDECAR, Digest, Digests
@@ -46,7 +45,7 @@ from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
 from streamload.quant.base import QuantCounts
-from streamload.quantise import QuantArgument
+from streamload.quantise import QuantArgument, QuantPolicy
 from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
@@ -231,7 +230,13 @@ def convert(
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
     options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, read_quant(quant)
+        policy,
+        out_of_range,
+        max_nbytes,
+        tuple(nodes or ()),
+        selection,
+        rename,
+        QuantPolicy.named(quant),
     )
     checkpoint = opened(source)
     weights = quantised_weights(checkpoint, options)

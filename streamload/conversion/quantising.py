@@ -15,7 +15,7 @@ from streamload.mapping import Source
 from streamload.planning.parts import Coding
 from streamload.quant.base import FORMATS, Quantised
 from streamload.quant.group import config_key
-from streamload.quantise import QuantArgument, QuantPolicy, coded, quantised
+from streamload.quantise import QuantPolicy, coded, quantised
 
 _WEIGHT = ".weight"
 #: Models whose layers transformers stores transposed, as its ``Conv1D``, and these layers.
@@ -33,18 +33,6 @@ class Wanted(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     coding: Coding | None = None
-
-
-def read_quant(quant: QuantArgument) -> QuantPolicy:
-    """What is to be quantised; raises ValueError for "auto", too."""
-    policy = QuantPolicy.parse(quant)
-    if any(name == "auto" for _, name in policy.rules):
-        known = ", ".join(FORMATS)
-        raise ValueError(
-            'quant="auto" takes what fits a budget, and a conversion has none: name the format, '
-            f"one of {known}"
-        )
-    return policy
 
 
 def becomes(

@@ -11,6 +11,7 @@ from streamload.checkpoint.url import Url
 from streamload.dtypes import DType
 from streamload.planning.budget import available_cpus, first_that_fits
 from streamload.quant.base import Quantised
+from streamload.quantise import held_nbytes
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES
 from streamload.units import round_up
 
@@ -84,7 +85,7 @@ def choose_way(
         replace(way, block_nbytes=max(way.block_nbytes, round_up(unit_nbytes, _PAGE)))
         for way in ways
     ]
-    under_way = sorted(map(_held_nbytes, weights), reverse=True)  # each thread is in one weight
+    under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
     each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
     count = len(checkpoint.tensors) + sum(len(weight.parts) - 1 for weight in weights)
     tensors_nbytes = each_nbytes * count
@@ -103,8 +104,3 @@ def choose_way(
         [(way, always_nbytes + way.nbytes + sum(under_way[: way.threads])) for way in ways],
         sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
     )
-
-
-def _held_nbytes(weight: Quantised) -> int:
-    """What is held of a weight until all of it is written: statistics, and what they become."""
-    return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
