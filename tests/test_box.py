@@ -15,6 +15,7 @@ from bench_parts.section import forget
 from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
+from safetensors_files import write_safetensors
 
 import streamload
 from streamload.bench.processes import call, command
@@ -245,10 +246,16 @@ def _boxes(
 
 
 def _convert_in_boxes(
-    cgroup: Boxes, source: Path, out: Path, shares: Sequence[float], *options: str
+    cgroup: Boxes,
+    source: Path,
+    out: Path,
+    shares: Sequence[float],
+    *options: str,
+    quant: str | None = None,
 ) -> list[int]:
     """Convert in boxes around what is needed, from a file that is cached, and one that is not."""
-    command = _command("convert", source, out, "--dtype", "float16", *options)
+    quantised = ("--quant", quant) if quant is not None else ()
+    command = _command("convert", source, out, "--dtype", "float16", *quantised, *options)
     codes = []
     for limit_nbytes in _boxes(cgroup, command, shares, out):
         for cached in (True, False):
@@ -264,7 +271,7 @@ def _convert_in_boxes(
                 assert "does not fit on host" in done.stderr
                 assert not out.exists()  # not a byte was written
             else:
-                assert diff(source, out, dtype="float16", progress=False).ok
+                assert diff(source, out, dtype="float16", quant=quant, progress=False).ok
             shutil.rmtree(out, ignore_errors=True)
     return codes
 
@@ -298,6 +305,28 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
     shape = ManyTensors(tensors, nbytes // tensors // 2) if tensors else shape_of_size(nbytes, BF16)
     make_checkpoint(source, shape)
     codes = _convert_in_boxes(cgroup, source, tmp_path / "out", SHARES, *options)
+    assert codes[:2] == [3, 3]
+    assert codes[-2:] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quant", "count"),
+    [("nf4", 0), ("nf4-nested", 0), ("int8", 0), ("q8_0", 0), ("nf4-nested", 300)],
+    ids=str,
+)
+def test_no_conversion_that_quantises_is_killed(
+    cgroup: Boxes, tmp_path: Path, quant: str, count: int
+) -> None:
+    """The same where weights are quantised: their statistics are counted, and their parts."""
+    source = tmp_path / "source"
+    if count:
+        one = ("BF16", (64, 64), bytes(8192))
+        tensors = {f"model.layers.{i}.mlp.up_proj.weight": one for i in range(count)}
+        write_safetensors(source / "model.safetensors", tensors)
+    else:
+        make_checkpoint(source, shape_of_size(300_000_000, BF16))
+    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", SHARES, quant=quant)
     assert codes[:2] == [3, 3]
     assert codes[-2:] == [0, 0]
 

@@ -229,18 +229,13 @@ def convert(
     if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
+    formats = QuantPolicy.named(quant)
     options = ConvertOptions(
-        policy,
-        out_of_range,
-        max_nbytes,
-        tuple(nodes or ()),
-        selection,
-        rename,
-        QuantPolicy.named(quant),
+        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats
     )
     checkpoint = opened(source)
-    weights = quantised_weights(checkpoint, options)
     dtypes = [wanted for _, wanted in policy.rules]
+    weights = quantised_weights(checkpoint, options)
     way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))

@@ -30,7 +30,7 @@ _CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy cast
 _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
 _TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
-_QUANT_NBYTES = 2**24  # LLVM compiles the first kernel of a format; numpy's temporaries
+_QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
 
 
@@ -91,8 +91,8 @@ def choose_way(
     tensors_nbytes = each_nbytes * count
     tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
-    casts_nbytes = _CAST_NBYTES * any(d is not None and floats - {d} for d in dtypes)
-    casts_nbytes += _QUANT_NBYTES * bool(weights)
+    is_cast = any(d is not None and floats - {d} for d in dtypes)
+    casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights)) + _QUANT_NBYTES * bool(weights)
     always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),
