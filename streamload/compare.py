@@ -185,8 +185,12 @@ def diff(
         shards_of(second, kind) as files_b,
     ):
         done = 0
+        codes: Pair | None = None
         for pair in pairs:
             left, right = pair.left, pair.right
+            if codes is not None and pair.codes is not codes:
+                codes.forget()
+            codes = pair.codes or pair
             for mine, theirs in pair.cut(block_nbytes):
                 with (
                     files_a.block(left.shard, *mine, room_a, left.name) as x,

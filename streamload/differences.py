@@ -178,6 +178,10 @@ class Pair:
         if self._encoder is not None:
             self._beside, self._encoder = self._encoder.finish(), None
 
+    def forget(self) -> None:
+        """Let go of the parts beside codes, when all of them are compared."""
+        self._beside = {}
+
     def compare_beside(self, start: int, theirs: memoryview) -> None:
         """Compare bytes of a part beside codes, from one on."""
         assert self.codes is not None, self.right.name

@@ -18,6 +18,7 @@ from streamload.quant.group import config_key
 from streamload.quantise import QuantPolicy, coded, quantised
 
 _WEIGHT = ".weight"
+_EXPERT = ".experts."  # transformers holds those of a layer in one tensor
 #: Models whose layers transformers stores transposed, as its ``Conv1D``, and these layers.
 _TRANSPOSED_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
@@ -101,7 +102,7 @@ def described(
     found = [FORMATS[name].config(left, main) for name in names]
     config = found[0]
     if config is None or any(other != config for other in found):
-        why = "no quantization_config says that" if len(names) > 1 else "transformers has no such"
+        why = "no quantization_config says both" if config else "transformers has no such weights"
         return {}, [
             f"the weights are {' and '.join(names)}, and {why}: only streamload reads them, for "
             "tinygrad into the modules of streamload.nn"
@@ -125,7 +126,11 @@ def described(
             )
     if not checkpoint.config:
         return {}, ["there is no config.json to say how the weights are quantised"]
-    others = [n for n, e in codes.items() if len(e.info.shape) != 2 or not n.endswith(_WEIGHT)]
+    others = [
+        name
+        for name, each in codes.items()
+        if len(each.info.shape) != 2 or not name.endswith(_WEIGHT) or _EXPERT in name
+    ]
     notes = []
     if others:
         notes.append(
