@@ -353,11 +353,36 @@ def test_a_check_is_done_or_refused(
         "conversion": (_command("verify", source, out, "--dtype", "float16"), 0),
         "differences": (_command("diff", source, out), 1),
     }[name]
+    _check_in_boxes(cgroup, command, right, rooms_nbytes, (source, out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["nf4-nested", "int8"])
+def test_a_check_of_what_was_quantised_is_done_or_refused(
+    cgroup: Boxes, tmp_path: Path, quant: str
+) -> None:
+    """So is one in which numpy quantises."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_checkpoint(source, shape_of_size(40_000_000, BF16))
+    streamload.convert(source, out, quant=quant, progress=False)
+    command = _command("verify", source, out, "--quant", quant)
+    rooms_nbytes = (14_000_000, 25_000_000, 30_000_000, 35_000_000, 50_000_000)
+    _check_in_boxes(cgroup, command, 0, rooms_nbytes, (source, out))
+
+
+def _check_in_boxes(
+    cgroup: Boxes,
+    command: Sequence[str],
+    right: int,
+    rooms_nbytes: Sequence[int],
+    folders: Sequence[Path],
+) -> None:
+    """Run a check with so much room: the first is refused, the last one done, none is killed."""
     held = int(_run(cgroup, [sys.executable, "-c", HELD], 2**30).stdout) * 1024
     codes = []
     for room_nbytes in rooms_nbytes:
-        forget(source)
-        forget(out)
+        for folder in folders:
+            forget(folder)
         done = _run(cgroup, command, held + room_nbytes)
         assert not done.oom_killed, room_nbytes
         assert done.returncode in (3, right), done.stderr
