@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -18,7 +18,8 @@ from streamload.quant.group import config_key
 from streamload.quantise import QuantPolicy, coded, quantised
 
 _WEIGHT = ".weight"
-_EXPERT = ".experts."  # transformers holds those of a layer in one tensor
+#: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
+_NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
 #: Models whose layers transformers stores transposed, as its ``Conv1D``, and these layers.
 _TRANSPOSED_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
@@ -89,14 +90,7 @@ def described(
     if not codes:
         return {}, []
     names = sorted({each.coding.format for each in codes.values() if each.coding is not None})
-    left = [
-        parts[0].name.removesuffix(_WEIGHT)
-        for parts in made.values()
-        if parts[0].coding is None
-        and len(parts[0].shape) == 2
-        and parts[0].dtype.kind == "float"
-        and parts[0].name.endswith(_WEIGHT)
-    ]
+    left = _left(parts[0] for parts in made.values())
     if _HEAD not in left and _HEAD + _WEIGHT not in codes:
         left.append(_HEAD)
     found = [FORMATS[name].config(left, main) for name in names]
@@ -111,25 +105,14 @@ def described(
         raise CheckpointError(
             checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
         )
-    model = checkpoint.config.get("model_type")
-    for name, each in codes.items():
-        if model in _TRANSPOSED_MODELS and _TRANSPOSED.search(name):
-            reason = (
-                f"{model} stores it transposed, and transformers reads its transpose alone as "
-                f'quantised; q8_0 takes it as it is, or leave it: {{"{each.info.name}": None}}'
-            )
-            raise UnsupportedCastError(
-                *(each.info.dtype.name, names[0]),
-                reason=reason,
-                tensor=each.info.name,
-                path=each.info.shard,
-            )
+    if checkpoint.config.get("model_type") in _TRANSPOSED_MODELS:
+        _check_transposed(codes)
     if not checkpoint.config:
         return {}, ["there is no config.json to say how the weights are quantised"]
     others = [
         name
         for name, each in codes.items()
-        if len(each.info.shape) != 2 or not name.endswith(_WEIGHT) or _EXPERT in name
+        if len(each.info.shape) != 2 or not name.endswith(_WEIGHT) or _NOT_LINEAR.search(name)
     ]
     notes = []
     if others:
@@ -138,3 +121,31 @@ def described(
             f"{others[0]}: transformers cannot open them"
         )
     return {"quantization_config": config}, notes
+
+
+def _left(tensors: Iterable[Wanted]) -> list[str]:
+    """The modules with matrices that are left as they are."""
+    return [
+        each.name.removesuffix(_WEIGHT)
+        for each in tensors
+        if each.coding is None
+        and len(each.shape) == 2
+        and each.dtype.kind == "float"
+        and each.name.endswith(_WEIGHT)
+    ]
+
+
+def _check_transposed(codes: Mapping[str, Wanted]) -> None:
+    """Refuse weights that transformers has transposed: it quantises them the other way round."""
+    for name, each in codes.items():
+        if each.coding is not None and _TRANSPOSED.search(name):
+            tensor = each.info.name
+            raise UnsupportedCastError(
+                each.info.dtype.name,
+                each.coding.format,
+                reason="its model stores it transposed (Conv1D), and transformers reads its "
+                "transpose alone as quantised; q8_0 takes it as it is, or leave it: "
+                f'quant={{"{tensor}": None, "*": "{each.coding.format}"}}',
+                tensor=tensor,
+                path=each.info.shard,
+            )
