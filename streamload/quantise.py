@@ -80,6 +80,17 @@ class QuantPolicy:
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
+    @classmethod
+    def named(cls, value: QuantArgument) -> QuantPolicy:
+        """Read the same where no budget decides; raises ValueError for "auto", too."""
+        policy = cls.parse(value)
+        if any(name == _AUTO for _, name in policy.rules):
+            raise ValueError(
+                'quant="auto" takes what fits a budget, and there is none here: name the format, '
+                f"one of {', '.join(FORMATS)}"
+            )
+        return policy
+
     def __bool__(self) -> bool:
         return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
 
@@ -272,6 +283,11 @@ def compile_encoders(wants: Wants) -> None:
 def encoder_of(coding: Coding, src: DType) -> Encoder:
     """What quantises a weight of a dtype, or what functions made of it."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
+
+
+def held_nbytes(weight: Quantised) -> int:
+    """What the host holds of a weight until it is written: statistics, and what they become."""
+    return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
 def _parts(
