@@ -14,6 +14,7 @@ import test_distributed
 import test_stream
 from dequant_samples import Sample, entry, every, same, write
 from recording import RecordingDevice
+from safetensors_files import write_safetensors
 from thread_group import World, run
 
 import streamload
@@ -484,6 +485,18 @@ def test_convert_cuts_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {n: c for n, c in report.counts.items() if c.total} == {
         n: c for n, c in by_load.items() if c.total
     }
+
+
+def test_convert_what_follows_in_the_file(tmp_path: Path) -> None:
+    """A plain tensor right behind the values of a quantised one is read for itself."""
+    sample, norm = dequant_samples.fp8(shape=(256, 384)), np.linspace(-2, 2, 64, dtype=np.float32)
+    values = {sample.name: sample.tensors[sample.name]}
+    tensors = {**values, "norm.weight": entry(norm), **sample.tensors}
+    write_safetensors(tmp_path / "in" / "0.safetensors", tensors)
+    streamload.convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16", progress=False)
+    found = load(tmp_path / "out", "checkpoint").state_dict
+    assert np.array_equal(found[sample.name], sample.rounded("bfloat16"))
+    assert np.array_equal(found["norm.weight"], norm.astype(ml_dtypes.bfloat16))
 
 
 def test_convert_of_some(tmp_path: Path) -> None:

@@ -134,8 +134,10 @@ class Block:
             # the last unit of a weight may be short
             part = Part(tensor, read, min(read_stop, info.stop), first, last)
             window = self.windows[-1] if self.windows else [part]
+            before = window[-1].tensor.out.info
             if (
-                window[-1].tensor.out.info.shard == info.shard
+                before.shard == info.shard
+                and not isinstance(before, Packed)  # it has a window of its own
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
