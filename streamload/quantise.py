@@ -84,7 +84,7 @@ class QuantPolicy:
     def named(cls, value: QuantArgument) -> QuantPolicy:
         """Read the same where no budget decides; raises ValueError for "auto", too."""
         policy = cls.parse(value)
-        if any(name == _AUTO for _, name in policy.rules):
+        if policy.is_auto:
             raise ValueError(
                 'quant="auto" takes what fits a budget, and there is none here: name the format, '
                 f"one of {', '.join(FORMATS)}"
@@ -237,7 +237,7 @@ def quantised(
         beside: what a model holds now of the parts beside the codes, by their names.
 
     Raises:
-        UnsupportedCastError: a tensor cannot be in its format.
+        UnsupportedCastError: a tensor cannot be in its format, or is dequantised.
         ValueError: parts of two tensors would have one name.
     """
     if not any(formats):
@@ -296,11 +296,14 @@ def _parts(
     """One want for each part of a weight in a format."""
     tensor = want.source[0].tensor
     path = checkpoint.tensors[tensor].shard
+    pattern = json.dumps(escape(tensor), ensure_ascii=False)
+    instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
+    if src.is_packed:
+        reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
+        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
     try:
         made = FORMATS[name].of(want.shape, src)
     except ValueError as error:
-        pattern = json.dumps(escape(tensor), ensure_ascii=False)
-        instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
         reason = f"{error}; {instead}"
         raise UnsupportedCastError(
             src.name, name, reason=reason, tensor=tensor, path=path
