@@ -8,10 +8,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import dequant_samples
 import ml_dtypes
 import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
+from safetensors_files import write_safetensors
 from test_quant_loads import LAYERS, NAMES, found_in, load, matrix, model, write
 
 import streamload
@@ -271,6 +273,86 @@ def test_differences_are_found(tmp_path: Path) -> None:
     assert not other.ok
     assert other.equal_count == len(model()) - len(LAYERS)
     assert f"{LAYERS[0]}_scale" in other.only_a
+
+
+# --- of checkpoints with quantised weights --------------------------------------------------------
+
+
+def stored(path: Path, *samples: dequant_samples.Sample) -> Path:
+    """A checkpoint with weights that are stored quantised, and a plain one."""
+    made = dequant_samples.write(path, list(samples))
+    rest = {"l.0.up.weight": dequant_samples.entry(matrix(5, 64, 128))}
+    write_safetensors(made / "rest.safetensors", rest)
+    return made
+
+
+@pytest.mark.parametrize("name", ["nf4", "q8_0"])
+def test_some_are_dequantised_and_others_quantised(tmp_path: Path, name: str) -> None:
+    """What was quantised is not any more: config.json says how the others are, or nothing."""
+    one = dequant_samples.fp8()
+    path = stored(tmp_path / "in", one)
+    quant = {"l.0.up.*": name}
+    report = quiet(path, tmp_path / "out", dtype="bfloat16", quant=quant, verify=True)
+    assert report.errors.keys() == {"l.0.up.weight"}
+    found = load(tmp_path / "out", dtype="checkpoint").state_dict
+    assert dequant_samples.same(found[one.name], one.rounded("bfloat16"))
+    expected = load(path, dtype="bfloat16", quant=quant)
+    assert bytes_of(tmp_path / "out") == found_in(expected)
+    assert report.counts == expected.counts
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("quantization_config" in config) == (name == "nf4")
+    if name == "nf4":
+        assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+        assert "l.0.q" in config["quantization_config"]["llm_int8_skip_modules"]
+    again = quiet(path, tmp_path / "out", dtype="bfloat16", quant=quant, resume=True)
+    assert (again.read_nbytes, again.errors) == (0, report.errors)
+
+
+def test_a_part_of_a_quantised_weight_is_chosen(tmp_path: Path) -> None:
+    """Where nothing is quantised, parts of a weight can be left out, and be taken alone."""
+    sample = dequant_samples.four_bit()
+    path = stored(tmp_path / "in", sample)
+    for name in sample.tensors:
+        quiet(path, tmp_path / "one", select=name, overwrite=True)
+        assert bytes_of(tmp_path / "one") == {name: sample.tensors[name][2]}
+        quiet(path, tmp_path / "rest", exclude=name, overwrite=True)
+        assert bytes_of(tmp_path / "rest").keys() == bytes_of(path).keys() - {name}
+
+
+def test_where_some_stay_as_they_are_stored(tmp_path: Path) -> None:
+    """A configuration cannot say both; a format that it does not say is written."""
+    path = stored(tmp_path / "in", dequant_samples.fp8(), dequant_samples.int8())
+    dtype = {"l.0.q.weight": "bfloat16"}
+    with pytest.raises(CheckpointError, match="says already how it is quantised"):
+        quiet(path, tmp_path / "out", dtype=dtype, quant={"*.up.*": "nf4"})
+    report = quiet(path, tmp_path / "out", dtype=dtype, quant={"*.up.*": "q8_0"})
+    assert report.errors.keys() == {"l.0.up.weight"}
+    there = streamload.open_checkpoint(tmp_path / "out").tensors
+    assert (there["l.0.q.weight"].dtype.name, there["l.0.k.weight"].dtype.name) == (
+        "bfloat16",
+        "int8",
+    )
+
+
+@pytest.mark.parametrize("sample", [dequant_samples.fp8(), dequant_samples.mxfp4()])
+def test_one_call_does_not_dequantise_and_quantise_a_weight(
+    tmp_path: Path, sample: dequant_samples.Sample
+) -> None:
+    """It is refused by name, by conversions and loads alike; two calls do it."""
+    path = stored(tmp_path / "in", sample)
+    quant = {sample.name: "nf4"}
+    for attempt in (
+        lambda: quiet(path, tmp_path / "out", dtype="bfloat16", quant=quant),
+        lambda: load(path, dtype="bfloat16", quant=quant),
+    ):
+        with pytest.raises(UnsupportedCastError, match="this call dequantises it") as caught:
+            attempt()
+        assert caught.value.tensor == sample.name
+        assert f'quant={{"{sample.name}": None, "*": "nf4"}}' in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    quiet(path, tmp_path / "plain", dtype="bfloat16")
+    report = quiet(tmp_path / "plain", tmp_path / "out", quant=quant)
+    assert report.errors.keys() == {sample.name}
 
 
 # --- transformers opens them ----------------------------------------------------------------------

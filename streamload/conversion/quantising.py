@@ -15,7 +15,7 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.mapping import Source
 from streamload.planning.parts import Coding
 from streamload.quant.base import FORMATS, Quantised
-from streamload.quant.group import config_key
+from streamload.quant.group import config_key, shape_in_models
 from streamload.quantise import QuantPolicy, coded, quantised
 
 _WEIGHT = ".weight"
@@ -53,6 +53,9 @@ def becomes(
         UnsupportedCastError: a tensor cannot be in its format.
         ValueError: parts of two tensors would have one name.
     """
+    if not policy:  # what is chosen may be a part of a quantised weight, without the others
+        found = ((name, chosen.tensors[source.rows[0].tensor]) for name, source in fill.items())
+        return {i.name: [Wanted(n, i, dtypes[i.name], shape_in_models(i))] for n, i in found}
     wants = wants_of(chosen, fill)
     wants = quantised(chosen, wants, policy.formats(chosen, wants))
     out: dict[str, list[Wanted]] = {}
