@@ -10,29 +10,30 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
-
-from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location
+from streamload.differences import Pair, TensorDifference
 from streamload.dtypes import DType, DTypeArgument
-from streamload.errors import OutOfRangeError, UnsupportedCastError
+from streamload.errors import UnsupportedCastError
 from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
-from streamload.planning.demand import DTypePolicy
+from streamload.planning.demand import DTypePolicy, Want, Wants
+from streamload.planning.parts import Coding, whole
 from streamload.progress import Progress, reporting
 from streamload.quant.stored import by_weight, kept_dtype, weights
+from streamload.quantise import QuantArgument, QuantPolicy, coded, held_nbytes, quantised
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
-from streamload.selection import Patterns, Selection, check_names
-from streamload.units import format_bytes, format_table
+from streamload.selection import Patterns, Selection, check_names, check_patterns
+from streamload.units import format_bytes, format_table, round_up
 
 #: (bytes looked at at once, how files are read): the first that memory is enough for.
 _WAYS: Sequence[tuple[int, ReaderKind]] = (
@@ -44,76 +45,9 @@ _WAYS: Sequence[tuple[int, ReaderKind]] = (
 _RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
 _PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
 _TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
-_PART_NUMEL = 2**16  # elements looked at one by one: temporaries of a few MB
+_QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantising
+_PAGE = 4096
 _MOST_OPEN = 16  # files of one checkpoint at once
-_LISTED_DIMS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDifference:
-    """How the values of two tensors of one shape differ.
-
-    Attributes:
-        count: elements that differ: in their bits, or as numbers where the dtypes differ.
-        numel: elements in all.
-        bits_only: of those that differ, how many are the same number in other bits: 0 and -0, or
-            two NaN.
-        first: index of the first element that differs, in row-major order.
-        a: that element in the first checkpoint (cast, where a cast was asked for), and its bits.
-        b: the same in the second.
-        largest: the largest absolute difference of two numbers; inf where an infinity is against
-            another number; None for bools, for dtypes of less than a byte, and where NaN is in
-            each pair.
-    """
-
-    count: int
-    numel: int
-    bits_only: int
-    first: tuple[int, ...]
-    a: str
-    b: str
-    largest: float | int | None
-
-    def __str__(self) -> str:
-        text = f"{self.count} of {self.numel} values differ"
-        if self.bits_only:
-            text += f" ({self.bits_only} only in bits: zeros of other sign, NaN of other payload)"
-        text += f", first at {list(self.first)}: {self.a}, {self.b}"
-        return text if self.largest is None else f"{text}; largest difference {self.largest:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How two tensors of one name differ.
-
-    Attributes:
-        name: the name, in the second checkpoint.
-        dtypes: both dtypes where they are not the same; the first is what the cast makes of it.
-        shapes: both shapes where they are not the same.
-        values: how the values differ; None where they do not, or were not compared.
-        compared: whether the values were compared: of one shape, and of one dtype or both floats
-            of at least a byte, compared as numbers then.
-    """
-
-    name: str
-    dtypes: tuple[str, str] | None
-    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None
-    values: ValueDifference | None
-    compared: bool
-
-    def __str__(self) -> str:
-        parts = []
-        if self.dtypes is not None:
-            parts.append(f"dtype {self.dtypes[0]}, {self.dtypes[1]}")
-        if self.shapes is not None:
-            parts.append(f"shape {shape_text(self.shapes[0])}, {shape_text(self.shapes[1])}")
-        if self.values is not None:
-            parts.append(str(self.values))
-        elif self.compared:
-            parts.append("the same numbers")
-        elif self.shapes is None:
-            parts.append("values not compared")
-        return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +115,7 @@ def diff(
     b: CheckpointLike,
     *,
     dtype: DTypeArgument = None,
+    quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
     rename: Rename | None = None,
     select: Patterns = (),
@@ -192,13 +127,14 @@ def diff(
     Bits are compared, so that 0 and -0 differ, and NaN is equal to the same NaN. With ``dtype`` the
     first checkpoint is cast first, by numpy and not by the kernels of streamload: what is found
     is then whether the second is a right conversion of the first. The payload of a NaN is not
-    compared where a cast was made.
+    compared where a cast was made. With ``quant``, numpy quantises weights of the first as well.
 
     Args:
         a: the first, as of `open_checkpoint`.
         b: the second.
         dtype: what the floats of the first become: one dtype, or patterns of names; None for what
             they are.
+        quant: what weights of the first are quantised to, as in `streamload.convert`.
         out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
             "clamp", or "error".
         rename: what the names of the first become: a dict (others stay), or a callable that gives
@@ -222,30 +158,39 @@ def diff(
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
     chosen = Selection.parse(select, exclude)
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
+    formats = QuantPolicy.named(quant)
     first, second = opened(a), opened(b)
-    block_nbytes, kind = way([first, second])
-    room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
-    chosen.check([*first.tensors, *second.tensors])
     if isinstance(rename, Mapping):
         check_names("rename", rename, first.tensors)
+    check_patterns("quant", (pattern for pattern, _ in formats.rules), first.tensors)
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
+    wants = _quantised(first, formats, infos) if formats else None
+    if wants is not None:
+        infos = dict(zip(wants.names, wants.infos, strict=True))
+    block_nbytes, kind = way([first, second], wants)
+    room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
+    chosen.check([*first.tensors, *second.tensors])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
     infos = {name: info for name, info in infos.items() if info.name in chosen}
     pairs = [
-        _Pair(info, second.tensors[name], _wanted(first, policy, info), out_of_range)
-        for name, info in infos.items()
-        if name in second.tensors
+        pair
+        for pair in _pairs(first, second, infos, wants, policy, out_of_range)
+        if pair.left.name in chosen
     ]
-    total = sum(pair.left.nbytes for pair in pairs if pair.same_shape)
+    total = sum(pair.read_nbytes for pair in pairs)
     with (
         reporting(progress, total, "compared") as tell,
         shards_of(first, kind) as files_a,
         shards_of(second, kind) as files_b,
     ):
         done = 0
+        codes: Pair | None = None
         for pair in pairs:
             left, right = pair.left, pair.right
+            if codes is not None and pair.codes is not codes:
+                codes.forget()
+            codes = pair.codes or pair
             for mine, theirs in pair.cut(block_nbytes):
                 with (
                     files_a.block(left.shard, *mine, room_a, left.name) as x,
@@ -253,7 +198,11 @@ def diff(
                 ):
                     pair.compare(x, y)
                 tell(done + mine[1] - left.start)
-            done += left.nbytes * pair.same_shape
+            for start, stop in cut(0, pair.beside_nbytes, block_nbytes):
+                first_byte, last_byte = right.start + start, right.start + stop
+                with files_b.block(right.shard, first_byte, last_byte, room_b, right.name) as y:
+                    pair.compare_beside(start, y)
+            done += pair.read_nbytes
             tell(done)
     differences = tuple(found for pair in pairs if (found := pair.difference()) is not None)
     only_a = tuple(name for name in infos if name not in second.tensors)
@@ -267,7 +216,7 @@ def diff(
         only_b=tuple(only_b),
         differences=differences,
         equal_count=len(pairs) - len(differences),
-        nbytes=sum(pair.left.nbytes + pair.right.nbytes for pair in pairs if pair.compared),
+        nbytes=sum(pair.read_nbytes + pair.right.nbytes for pair in pairs if pair.compared),
         seconds=time.monotonic() - begun,
         quantised={name: weight for name, weight in listed.items() if weight is not None},
     )
@@ -283,173 +232,40 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
     return wanted
 
 
-@dataclass(slots=True)
-class _Pair:
-    """Two tensors of one name, compared block by block."""
-
-    left: TensorInfo
-    right: TensorInfo
-    wanted: DType  # of the left one
-    out_of_range: OutOfRange
-    _at: int = 0  # elements compared so far
-    _count: int = 0
-    _bits_only: int = 0
-    _first: tuple[int, str, str] | None = None
-    _largest: float | int | None = None
-
-    @property
-    def _cast(self) -> bool:
-        return self.wanted is not self.left.dtype
-
-    @property
-    def _same_dtype(self) -> bool:
-        return self.wanted is self.right.dtype
-
-    @property
-    def same_shape(self) -> bool:
-        """Whether the elements correspond."""
-        return self.left.shape == self.right.shape
-
-    @property
-    def compared(self) -> bool:
-        """Whether the values can be compared."""
-        dtypes = (self.wanted, self.right.dtype)
-        return self.same_shape and (
-            self._same_dtype or all(d.kind == "float" and d.numpy is not None for d in dtypes)
-        )
-
-    def cut(self, block_nbytes: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Bytes of the left and of the right file that hold the same elements, block by block.
-
-        Nothing where the values cannot be compared.
-        """
-        left, right = self.left.dtype, self.right.dtype
-        x, y = self.left.start, self.right.start
-        # a multiple of 8: whole bytes of any dtype
-        step = block_nbytes * 8 // max(left.bits, right.bits) // 8 * 8
-        for start, stop in cut(0, self.left.numel if self.compared else 0, step):
-            yield (
-                (x + left.nbytes(start), x + left.nbytes(stop)),
-                (y + right.nbytes(start), y + right.nbytes(stop)),
-            )
-
-    def compare(self, mine: memoryview, theirs: memoryview) -> None:
-        """Compare the next block: its bytes of the left, and of the right tensor."""
-        x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
-        left, right = self.left.dtype, self.right.dtype
-        numel = len(x) * 8 // left.bits
-        if not self._cast and self._same_dtype and np.array_equal(x, y):
-            self._at += numel
-            return
-        for start, stop in cut(0, numel, _PART_NUMEL):
-            # copies: numpy is only fast, or right, on aligned elements
-            part = x[left.nbytes(start) : left.nbytes(stop)].copy()
-            other = y[right.nbytes(start) : right.nbytes(stop)].copy()
-            self._compare_part(self._expected(part) if self._cast else part, other)
-            self._at += stop - start
-
-    def difference(self) -> TensorDifference | None:
-        """What was found; None where nothing differs."""
-        left, right = self.left, self.right
-        values = None
-        if self._first is not None:
-            at, mine, theirs = self._first
-            index = tuple(int(i) for i in np.unravel_index(at, left.shape)) if left.shape else ()
-            values = ValueDifference(
-                self._count, left.numel, self._bits_only, index, mine, theirs, self._largest
-            )
-        if values is None and self.same_shape and self._same_dtype:
-            return None
-        return TensorDifference(
-            right.name,
-            None if self._same_dtype else (self.wanted.name, right.dtype.name),
-            None if self.same_shape else (left.shape, right.shape),
-            values,
-            self.compared,
-        )
-
-    def _expected(self, part: Array) -> Array:
-        """The bytes that elements of the left tensor become."""
-        src, dst = self.left.dtype, self.wanted
-        cast = cast_array(part.view(src.numpy), dst)
-        if self.out_of_range != "inf" and np.isinf(cast).any():
-            clamp = self.out_of_range == "clamp"
-            overflowed, _, _ = cast_bytes(
-                src, dst, part.data, cast.view(np.uint8).data, clamp=clamp
-            )
-            if overflowed and not clamp:
-                info = self.left
-                raise OutOfRangeError(info.name, info.shard, src.name, dst.name, overflowed)
-        return cast.view(np.uint8)
-
-    def _compare_part(self, x: Array, y: Array) -> None:
-        a, b = self.wanted, self.right.dtype
-        if self._same_dtype and np.array_equal(x, y):
-            return
-        if a.numpy is None or b.numpy is None:
-            self._note(np.flatnonzero(_different_bits(x, y, a)), x, y)
-            return
-        p, q = _numbers(x, a), _numbers(y, b)
-        both_nan = np.isnan(p) & np.isnan(q)
-        differs = _different_bits(x, y, a) if self._same_dtype else p != q
-        if self._cast or not self._same_dtype:
-            differs &= ~both_nan
-        where = np.flatnonzero(differs)
-        self._note(where, x, y)
-        if not len(where) or a.kind == "bool":
-            return
-        self._bits_only += int(np.count_nonzero(differs & ((p == q) | both_nan)))
-        # of all elements, since taking out those that differ takes longer; unless that says nothing
-        largest = _largest_difference(p, q) or _largest_difference(p[where], q[where])
-        if largest is not None:
-            self._largest = max(self._largest or 0, largest)
-
-    def _note(self, where: Array, x: Array, y: Array) -> None:
-        """Count the elements of a part that differ, and keep the first of all."""
-        self._count += len(where)
-        if self._first is None and len(where):
-            i = int(where[0])
-            mine, theirs = _element(x, i, self.wanted), _element(y, i, self.right.dtype)
-            self._first = (self._at + i, mine, theirs)
+def _quantised(
+    checkpoint: Checkpoint, formats: QuantPolicy, infos: Mapping[str, TensorInfo]
+) -> Wants:
+    """What the first checkpoint becomes, by the names in the second."""
+    listed = [Want(name, info.shape, (whole(info),)) for name, info in infos.items()]
+    wants = Wants.of(checkpoint, listed)
+    return quantised(checkpoint, wants, formats.formats(checkpoint, wants))
 
 
-def _different_bits(x: Array, y: Array, dtype: DType) -> Array:
-    """Whether each element differs, of bytes of one dtype."""
-    if dtype.bits >= 8:
-        unsigned = np.dtype(f"u{dtype.itemsize}")
-        differs: Array = x.view(unsigned) != y.view(unsigned)
-        return differs
-    bits = np.unpackbits(np.bitwise_xor(x, y).view(np.uint8), bitorder="little")
-    one_differs: Array = np.bitwise_or.reduce(bits.reshape(-1, dtype.bits), axis=1) != 0
-    return one_differs
-
-
-def _numbers(data: Array, dtype: DType) -> Array:
-    """Elements as numbers, all of them exactly: float64, complex128, or integers as they are."""
-    values: Array = data.view(dtype.numpy)
-    wide = {"float": np.float64, "complex": np.complex128}.get(dtype.kind)
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return values if wide is None else values.astype(wide)
-
-
-def _largest_difference(p: Array, q: Array) -> float | int | None:
-    if p.dtype.kind in "ui":
-        # of the larger and the smaller, modulo 2**64: exact also where int64 would overflow
-        high, low = np.maximum(p, q).astype(np.uint64), np.minimum(p, q).astype(np.uint64)
-        return int((high - low).max())
-    with np.errstate(all="ignore"):
-        found = np.fmax.reduce(np.abs(p - q))  # NaN is passed over: also of equal infinities
-    return None if np.isnan(found) else float(found)
-
-
-def _element(data: Array, index: int, dtype: DType) -> str:
-    """An element and its bits, for people."""
-    if dtype.numpy is None:
-        bits = np.unpackbits(data, bitorder="little")[index * dtype.bits : (index + 1) * dtype.bits]
-        return f"0x{int(np.packbits(bits, bitorder='little')[0]):02x}"
-    raw = data[index * dtype.itemsize : (index + 1) * dtype.itemsize]
-    code = int.from_bytes(raw.tobytes(), "little")
-    return f"{raw.view(dtype.numpy)[0]} (0x{code:0{dtype.itemsize * 2}x})"
+def _pairs(
+    first: Checkpoint,
+    second: Checkpoint,
+    infos: Mapping[str, TensorInfo],
+    wants: Wants | None,
+    policy: DTypePolicy,
+    out_of_range: OutOfRange,
+) -> Iterator[Pair]:
+    """What both have, of what is in ``infos``; parts of a quantised weight follow its codes."""
+    codes: Pair | None = None
+    codings: Iterable[Coding | None] = repeat(None) if wants is None else wants.codings
+    for (name, info), coding in zip(infos.items(), codings, strict=False):
+        right = second.tensors.get(name)
+        if coding is not None and not coding.part:
+            codes = None
+        if right is None:
+            continue
+        if coding is None:
+            yield Pair(info, right, _wanted(first, policy, info), out_of_range, info.shape)
+            continue
+        parts = coded(coding, info.dtype).parts
+        part = next(part for part in parts if part.suffix == coding.part)
+        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes)
+        codes = codes if coding.part else pair
+        yield pair
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -464,30 +280,37 @@ def shards_of(checkpoint: Checkpoint, kind: ReaderKind) -> Shards:
     return Shards(checkpoint.shards, choose, most_open=_MOST_OPEN)
 
 
-def way(checkpoints: Sequence[Checkpoint]) -> tuple[int, ReaderKind]:
+def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[int, ReaderKind]:
     """How much is looked at at once, and how it is read.
+
+    Args:
+        checkpoints: what is read.
+        wants: what the first becomes; None for what it is.
 
     Raises:
         PlanInfeasibleError: there is too little memory for any way.
     """
     compared = len(checkpoints) > 1
     tensors_nbytes = _TENSOR_NBYTES * sum(len(one.tensors) for one in checkpoints)
+    columns = (wants.codings, wants.srcs) if wants is not None else ((), ())
+    weights = {
+        (coding, src.name): coded(coding, src)
+        for coding, src in zip(*columns, strict=True)
+        if coding is not None and not coding.part
+    }.values()
+    quant_nbytes = max(map(held_nbytes, weights), default=0) + _QUANT_NBYTES * bool(weights)
+    unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
     ways = []
-    for block_nbytes, kind in _WAYS:
+    for least_nbytes, kind in _WAYS:
+        block_nbytes = max(least_nbytes, round_up(unit_nbytes, _PAGE))
         each_nbytes = block_nbytes + AHEAD_NBYTES * (kind == "auto")
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
         if compared:  # which elements of a block differ, and numbers of a part
-            needed_nbytes += block_nbytes + _PARTS_NBYTES
+            needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
         ways.append(((block_nbytes, kind), needed_nbytes))
     rest_nbytes = ways[-1][1] - tensors_nbytes
     largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]
     return first_that_fits(ways, sorted(largest, key=lambda one: -one[1]))
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """A shape's first dimensions, for people."""
-    rest = " ..." * (len(shape) > _LISTED_DIMS)
-    return " x ".join(map(str, shape[:_LISTED_DIMS])) + rest or "scalar"
 
 
 def tensors_text(count: int) -> str:

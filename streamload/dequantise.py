@@ -119,6 +119,12 @@ def all_names(checkpoint: Checkpoint) -> dict[str, object]:
     return names
 
 
+def all_dequantised(checkpoint: Checkpoint) -> bool:
+    """Whether weights are dequantised, and none stays as it is stored."""
+    packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
+    return packed and not groups(checkpoint)
+
+
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
     """Compile what will dequantise: what that takes of the process is no part of a load."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():

@@ -7,6 +7,7 @@ cut and joined, and the digests stay right.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,9 +32,12 @@ SIDECAR = "streamload.json"
 ALGORITHM = "xxh3_128"
 
 _FORMAT = 1
+_INFINITY = "inf"  # JSON has no number for it
 _MAX_U64 = 2**64 - 1
 
 
+#: What quantising did: the fields of `streamload.quant.base.QuantCounts`.
+Errors = tuple[float, ...]
 #: Values that overflowed, that became zero, and that changed in any other way.
 Counts = tuple[int, int, int]
 
@@ -121,6 +125,8 @@ class Digests:
     files: tuple[str, ...] = ()
     # of each tensor that a cast changed
     counts: Mapping[str, Counts] = field(default_factory=dict, repr=False)
+    # of each weight that was quantised, by the name of its codes
+    errors: Mapping[str, Errors] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> str:
         """The sidecar's text."""
@@ -137,6 +143,8 @@ class Digests:
         }
         yield json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}")
         yield from _object("counts", self.counts.items())
+        if self.errors:
+            yield from _object("errors", ((n, [*map(_number, e)]) for n, e in self.errors.items()))
         yield from _object("tensors", ((n, digest.to_json()) for n, digest in self.tensors.items()))
         yield "\n}\n"
 
@@ -192,7 +200,20 @@ class Digests:
             ):
                 raise fail("counts are not valid", "three of 0 or more", describe(name))
         counts = {name: tuple(found) for name, found in counts.items()}
-        return cls(digests, source, options, tuple(files), counts)
+        errors = _unique(document.get("errors", {}), path, "errors")
+        for name, found in errors.items():
+            if (
+                type(found) is not list
+                or len(found) != 8
+                or not all(x == _INFINITY or (type(x) in (int, float) and x >= 0) for x in found)
+                or not all(type(x) is int for x in found[4:])
+            ):
+                raise fail("errors are not valid", "four numbers and four counts", describe(name))
+        errors = {
+            name: tuple(float(x) if x == _INFINITY else x for x in found)
+            for name, found in errors.items()
+        }
+        return cls(digests, source, options, tuple(files), counts, errors)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a sidecar; what was there is replaced when the new one is whole, and on the disk.
@@ -218,6 +239,11 @@ class Digests:
                 partial.unlink()
             raise
         sync_folder(target.parent)
+
+
+def _number(value: float) -> float | str:
+    """A number as JSON has it."""
+    return _INFINITY if value == math.inf else value
 
 
 def _object(name: str, items: Iterable[tuple[str, object]]) -> Iterator[str]:

@@ -251,9 +251,10 @@ def read_call(
     given: LoadOptions = {**DEFAULTS, **options}
     read = Options.read(**given)
     checkpoint = opened(path)
-    if rules := read.policy.rules:
-        check_patterns("dtype", (pattern for pattern, _ in rules), all_names(checkpoint))
-    check_patterns("quant", (pattern for pattern, _ in read.quant.rules), checkpoint.tensors)
+    if read.policy.rules or read.quant.rules:
+        names = all_names(checkpoint)
+        check_patterns("dtype", (pattern for pattern, _ in read.policy.rules), names)
+        check_patterns("quant", (pattern for pattern, _ in read.quant.rules), names)
     if model is None:
         checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)

@@ -80,6 +80,17 @@ class QuantPolicy:
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
+    @classmethod
+    def named(cls, value: QuantArgument) -> QuantPolicy:
+        """Read the same where no budget decides; raises ValueError for "auto", too."""
+        policy = cls.parse(value)
+        if policy.is_auto:
+            raise ValueError(
+                'quant="auto" takes what fits a budget, and there is none here: name the format, '
+                f"one of {', '.join(FORMATS)}"
+            )
+        return policy
+
     def __bool__(self) -> bool:
         return bool(self.by_tensor) or any(name is not None for _, name in self.rules)
 
@@ -226,7 +237,7 @@ def quantised(
         beside: what a model holds now of the parts beside the codes, by their names.
 
     Raises:
-        UnsupportedCastError: a tensor cannot be in its format.
+        UnsupportedCastError: a tensor cannot be in its format, or is dequantised.
         ValueError: parts of two tensors would have one name.
     """
     if not any(formats):
@@ -274,17 +285,25 @@ def encoder_of(coding: Coding, src: DType) -> Encoder:
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
+def held_nbytes(weight: Quantised) -> int:
+    """What the host holds of a weight until it is written: statistics, and what they become."""
+    return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
+
+
 def _parts(
     checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[Want]:
     """One want for each part of a weight in a format."""
     tensor = want.source[0].tensor
     path = checkpoint.tensors[tensor].shard
+    pattern = json.dumps(escape(tensor), ensure_ascii=False)
+    instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
+    if src.is_packed:
+        reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
+        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
     try:
         made = FORMATS[name].of(want.shape, src)
     except ValueError as error:
-        pattern = json.dumps(escape(tensor), ensure_ascii=False)
-        instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
         reason = f"{error}; {instead}"
         raise UnsupportedCastError(
             src.name, name, reason=reason, tensor=tensor, path=path

@@ -218,7 +218,7 @@ class LoadReport:
                 )
             )
         if self.errors:
-            rows.append(("quantised", _quantised(self.errors)))
+            rows.append(("quantised", quantised_text(self.errors)))
         rows += [
             (
                 f"node {node.node}",
@@ -238,7 +238,7 @@ class LoadReport:
         return as_html(str(self), PARTS, self.plan.bars)
 
 
-def _quantised(errors: Mapping[str, QuantCounts]) -> str:
+def quantised_text(errors: Mapping[str, QuantCounts]) -> str:
     """The error of all that was quantised, and of what lost most."""
     whole = sum(errors.values(), QuantCounts())
     worst = max(errors, key=lambda name: errors[name].relative)

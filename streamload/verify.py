@@ -32,10 +32,11 @@ from streamload.checkpoint.checkpoint import (
 from streamload.checkpoint.guard import Guard
 from streamload.checkpoint.header import TensorInfo, open_regular
 from streamload.checkpoint.url import Location, Url
-from streamload.compare import shape_text, shards_of, tensors_text, way
+from streamload.compare import shards_of, tensors_text, way
 from streamload.dequantise import dequantised
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
+from streamload.differences import shape_text
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.errors import CheckpointError, TruncatedFileError
 from streamload.planning.budget import first_that_fits

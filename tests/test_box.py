@@ -15,6 +15,7 @@ from bench_parts.section import forget
 from boxes import Boxes, BoxRun
 from make_checkpoint import ManyTensors, make_checkpoint, shape_of_size
 from parameters import product
+from safetensors_files import write_safetensors
 
 import streamload
 from streamload.bench.processes import call, command
@@ -245,10 +246,16 @@ def _boxes(
 
 
 def _convert_in_boxes(
-    cgroup: Boxes, source: Path, out: Path, shares: Sequence[float], *options: str
+    cgroup: Boxes,
+    source: Path,
+    out: Path,
+    shares: Sequence[float],
+    *options: str,
+    quant: str | None = None,
 ) -> list[int]:
     """Convert in boxes around what is needed, from a file that is cached, and one that is not."""
-    command = _command("convert", source, out, "--dtype", "float16", *options)
+    quantised = ("--quant", quant) if quant is not None else ()
+    command = _command("convert", source, out, "--dtype", "float16", *quantised, *options)
     codes = []
     for limit_nbytes in _boxes(cgroup, command, shares, out):
         for cached in (True, False):
@@ -264,7 +271,7 @@ def _convert_in_boxes(
                 assert "does not fit on host" in done.stderr
                 assert not out.exists()  # not a byte was written
             else:
-                assert diff(source, out, dtype="float16", progress=False).ok
+                assert diff(source, out, dtype="float16", quant=quant, progress=False).ok
             shutil.rmtree(out, ignore_errors=True)
     return codes
 
@@ -303,6 +310,28 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
     assert codes[-2:] == [0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("quant", "count"),
+    [("nf4", 0), ("nf4-nested", 0), ("int8", 0), ("q8_0", 0), ("nf4-nested", 300)],
+    ids=str,
+)
+def test_no_conversion_that_quantises_is_killed(
+    cgroup: Boxes, tmp_path: Path, quant: str, count: int
+) -> None:
+    """The same where weights are quantised: their statistics are counted, and their parts."""
+    source = tmp_path / "source"
+    if count:
+        one = ("BF16", (64, 64), bytes(8192))
+        tensors = {f"model.layers.{i}.mlp.up_proj.weight": one for i in range(count)}
+        write_safetensors(source / "model.safetensors", tensors)
+    else:
+        make_checkpoint(source, shape_of_size(300_000_000, BF16))
+    codes = _convert_in_boxes(cgroup, source, tmp_path / "out", SHARES, quant=quant)
+    assert codes[:2] == [3, 3]
+    assert codes[-2:] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "rooms_nbytes",
     [
@@ -325,11 +354,36 @@ def test_a_check_is_done_or_refused(
         "conversion": (_command("verify", source, out, "--dtype", "float16"), 0),
         "differences": (_command("diff", source, out), 1),
     }[name]
+    _check_in_boxes(cgroup, command, right, rooms_nbytes, (source, out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["nf4-nested", "int8"])
+def test_a_check_of_what_was_quantised_is_done_or_refused(
+    cgroup: Boxes, tmp_path: Path, quant: str
+) -> None:
+    """So is one in which numpy quantises."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_checkpoint(source, shape_of_size(40_000_000, BF16))
+    streamload.convert(source, out, quant=quant, progress=False)
+    command = _command("verify", source, out, "--quant", quant)
+    rooms_nbytes = (14_000_000, 25_000_000, 30_000_000, 35_000_000, 50_000_000)
+    _check_in_boxes(cgroup, command, 0, rooms_nbytes, (source, out))
+
+
+def _check_in_boxes(
+    cgroup: Boxes,
+    command: Sequence[str],
+    right: int,
+    rooms_nbytes: Sequence[int],
+    folders: Sequence[Path],
+) -> None:
+    """Run a check with so much room: the first is refused, the last one done, none is killed."""
     held = int(_run(cgroup, [sys.executable, "-c", HELD], 2**30).stdout) * 1024
     codes = []
     for room_nbytes in rooms_nbytes:
-        forget(source)
-        forget(out)
+        for folder in folders:
+            forget(folder)
         done = _run(cgroup, command, held + room_nbytes)
         assert not done.oom_killed, room_nbytes
         assert done.returncode in (3, right), done.stderr

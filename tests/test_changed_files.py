@@ -28,7 +28,7 @@ from streamload.checkpoint.header import read_header
 from streamload.checkpoint.readers import MmapReader, choose_reader, open_reader
 from streamload.compare import diff
 from streamload.conversion import convert, writing
-from streamload.conversion.writing import Way
+from streamload.conversion.way import Way
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
 from streamload.verify import verify, verify_checkpoint
 

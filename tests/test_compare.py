@@ -27,7 +27,7 @@ from streamload import diff, open_checkpoint, verify_checkpoint
 from streamload.cast.floats import PAIRS
 from streamload.cast.table import make_cast
 from streamload.cli import main
-from streamload.compare import TensorDifference, ValueDifference
+from streamload.differences import TensorDifference, ValueDifference
 from streamload.digests import SIDECAR, Digest, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, DType
 from streamload.errors import (

@@ -30,7 +30,8 @@ from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.conversion.beside import INDEX, SINGLE
 from streamload.conversion.convert import convert
 from streamload.conversion.disk import WORK
-from streamload.conversion.planning import OutFile, RenamePatterns
+from streamload.conversion.planning import OutFile
+from streamload.conversion.renaming import RenamePatterns
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
 from streamload.errors import (

@@ -125,13 +125,14 @@ def kill_and_resume(
     whole: dict[str, bytes],
     chance: random.Random,
     longest_s: float,
+    options: dict[str, object] = OPTIONS,
 ) -> None:
     """Kill a conversion at random, and every resumption but the last one.
 
     The last one reads nothing of what is in the journal then.
     """
     for _ in range(chance.randint(1, 3)):
-        pid, wait = start(source, out, OPTIONS | {"resume": True})
+        pid, wait = start(source, out, options | {"resume": True})
         if chance.random() < 0.8:  # else it may not even have begun
             await_beginning(out)
         time.sleep(chance.random() * longest_s)
@@ -143,19 +144,19 @@ def kill_and_resume(
             assert shown == set(whole)  # it looks finished, and is
         for name in shown:
             assert (out / name).read_bytes() == whole[name]
-    plan = quiet(source, out.with_name("nowhere"), **OPTIONS, dry_run=True).plan
-    tensors = [t.info for file in plan.files for t in file.tensors]
-    finished = [tensors[index] for index in journaled(out)]
+    plan = quiet(source, out.with_name("nowhere"), **options, dry_run=True).plan
+    tensors = [t for file in plan.files for t in file.tensors]
+    finished = [tensors[index].info for index in journaled(out)]
     with recorded(source) as disk:
-        report = quiet(source, out, **OPTIONS, resume=True)
+        report = quiet(source, out, **options, resume=True)
     assert not read_again(disk.reads, finished)
     assert files_of(out) == whole
-    assert report.digests.keys() == {info.name for info in tensors}
+    assert report.digests.keys() == {t.name for t in tensors}
 
 
-def duration(start: Start, source: Path, out: Path) -> float:
+def duration(start: Start, source: Path, out: Path, options: dict[str, object] = OPTIONS) -> float:
     """Seconds of a conversion that nothing disturbs, from its journal's first line on."""
-    _, wait = start(source, out, OPTIONS)
+    _, wait = start(source, out, options)
     await_beginning(out)
     begun = time.perf_counter()
     assert wait() == 0
@@ -179,6 +180,45 @@ def test_killed_at_many_random_points(
     chance, longest_s = random.Random(50), duration(start, source, tmp_path / "first")
     for i in range(50):
         kill_and_resume(start, source, tmp_path / f"out{i}", whole, chance, longest_s)
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(40, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_killed_while_it_quantises(start: Start, tmp_path: Path, kills: int) -> None:
+    """Weights whose parts are not all there are begun again, with the bytes of a whole run."""
+    options: dict[str, object] = {"quant": "nf4-nested", "max_shard_size": "2MB"}
+    path = tmp_path / "in"
+    make_checkpoint(path, shape_of_size(24_000_000, BF16), shards=3)
+    chance, longest_s = random.Random(7), duration(start, path, tmp_path / "first", options)
+    whole = files_of(tmp_path / "first")
+    for i in range(kills):
+        kill_and_resume(start, path, tmp_path / f"out{i}", whole, chance, longest_s, options)
+
+
+def test_a_weight_is_whole_in_the_journal_or_begun_again(tmp_path: Path) -> None:
+    """A journal that lost the end of a weight's lines: its codes are quantised again."""
+    path, out, options = tmp_path / "in", tmp_path / "out", {"quant": "nf4"}
+    make_checkpoint(path, shape_of_size(2_000_000, BF16))
+    quiet(path, tmp_path / "whole", **options)
+    with pytest.raises(_StopError):
+        quiet(path, out, **options, progress=stop_later)
+    plan = quiet(path, tmp_path / "nowhere", **options, dry_run=True).plan
+    journal = out / WORK / "journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    tensors = [t for _, _, t in plan.tensors()]
+    at, codes = next(
+        (i, tensors[index])
+        for i, line in enumerate(lines[1:], 1)
+        for index in [json.loads(line)["tensor"][0]]
+        if tensors[index].coding is not None and not tensors[index].is_beside
+    )
+    journal.write_text("".join(lines[: at + 2]))
+    with recorded(path) as disk:
+        report = quiet(path, out, **options, resume=True)
+    assert read_again(disk.reads, [codes.info]) == [codes.info.name]
+    assert report.resumed == at - 1
+    assert files_of(out) == files_of(tmp_path / "whole")
 
 
 class _StopError(Exception):

@@ -19,7 +19,7 @@ import streamload
 from streamload._system import sync as real_sync
 from streamload.conversion import convert as module
 from streamload.conversion import disk
-from streamload.conversion.planning import RenamePatterns
+from streamload.conversion.renaming import RenamePatterns
 from streamload.errors import CheckpointError
 
 

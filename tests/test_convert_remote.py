@@ -62,6 +62,14 @@ def test_it_is_the_same_as_from_the_folder(folder: Path, site: Site, tmp_path: P
     site.wait_until_left()
 
 
+def test_weights_are_quantised_on_the_way(folder: Path, site: Site, tmp_path: Path) -> None:
+    """The same as from the folder, to the configuration."""
+    convert(site.url, tmp_path / "far", quant="nf4-nested", progress=False)
+    quiet(folder, tmp_path / "near", quant="nf4-nested")
+    assert shown(tmp_path / "far") == shown(tmp_path / "near")
+    site.wait_until_left()
+
+
 @pytest.mark.parametrize(
     "fault",
     [Answer(500, ranges=False), Answer(cut=1000, reset=True), Answer(ranges=False)],

@@ -23,6 +23,23 @@ BecameOption = Annotated[
         "--dtype",
     ),
 ]
+QuantOption = Annotated[
+    list[str] | None,
+    flags.option(
+        "FORMAT",
+        "Quantise the weights of layers: nf4, fp4, int8, bitsandbytes-int8, q8_0, q4_0, or "
+        "PATTERN=FORMAT (or =none) by tensor name; repeatable.",
+    ),
+]
+QuantisedOption = Annotated[
+    list[str] | None,
+    flags.option(
+        "FORMAT",
+        "What weights of the first are quantised to before they are compared, as --quant of "
+        "convert; repeatable.",
+        "--quant",
+    ),
+]
 RenamedOption = Annotated[
     list[str] | None,
     flags.option(
@@ -46,6 +63,7 @@ def verify(
     ] = None,
     variant: flags.VariantOption = None,
     dtype: BecameOption = None,
+    quant: QuantisedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     rename: RenamedOption = None,
     select: flags.SelectOption = None,
@@ -65,14 +83,15 @@ def verify(
             checkpoint,
             converted,
             dtype=flags.read_rules(dtype),
+            quant=flags.read_quant(quant),
             out_of_range=out_of_range,
             rename=flags.read_renames(rename),
             select=select or (),
             exclude=exclude or (),
             progress=progress,
         )
-    elif dtype or rename or out_of_range != "inf":
-        raise typer.BadParameter("--dtype, --out-of-range and --rename need CONVERTED")
+    elif dtype or quant or rename or out_of_range != "inf":
+        raise typer.BadParameter("--dtype, --quant, --out-of-range and --rename need CONVERTED")
     else:
         found = verify_checkpoint(
             checkpoint, select=select or (), exclude=exclude or (), progress=progress
@@ -91,6 +110,7 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as PATH of inspect.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     dtype: BecameOption = None,
+    quant: QuantisedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     rename: RenamedOption = None,
     select: flags.SelectOption = None,
@@ -107,6 +127,7 @@ def diff(
         first,
         second,
         dtype=flags.read_rules(dtype),
+        quant=flags.read_quant(quant),
         out_of_range=out_of_range,
         rename=flags.read_renames(rename),
         select=select or (),
@@ -136,6 +157,7 @@ def convert(
             "Default: nothing is cast.",
         ),
     ] = None,
+    quant: QuantOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     max_shard_size: Annotated[
         str, flags.option("SIZE", "Most bytes of a file, unless one tensor is larger.")
@@ -198,6 +220,7 @@ def convert(
         flags.read_path(path, variant),
         destination,
         dtype=flags.read_rules(dtype),
+        quant=flags.read_quant(quant),
         out_of_range=out_of_range,
         max_shard_size=max_shard_size,
         nodes=flags.read_nodes(nodes, budget, None),

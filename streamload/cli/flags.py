@@ -11,7 +11,7 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import CheckpointLike, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
-from streamload.conversion.planning import RenamePatterns
+from streamload.conversion.renaming import RenamePatterns
 from streamload.mapping import MAPPINGS, Rename
 from streamload.options import CastArgument
 from streamload.planning.partition import Node

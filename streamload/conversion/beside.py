@@ -16,12 +16,12 @@ from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, read_json_file
 from streamload.checkpoint.header import unreadable
 from streamload.checkpoint.url import Location, Url
+from streamload.dequantise import all_dequantised
 from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.nesting import parse_json
-from streamload.quant.group import CONFIG_KEYS, Packed
-from streamload.quant.stored import groups
+from streamload.quant.group import CONFIG_KEYS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -263,23 +263,36 @@ def _is_json(head: bytes, *, whole: bool) -> bool:
     return True
 
 
-def followed_config(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> bytes | None:
-    """config.json with the dtypes that the tensors will have, or None where none changes.
+def main_dtype(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> str:
+    """The dtype that most bytes of floats have; "" without floats."""
+    overall: Counter[str] = Counter()
+    for name, dtype in dtypes.items():
+        if dtype.kind == "float":
+            overall[dtype.name] += dtype.nbytes(checkpoint.tensors[name].numel)
+    return next((name for name, _ in overall.most_common(1)), "")
+
+
+def followed_config(
+    checkpoint: Checkpoint, dtypes: Mapping[str, DType], said: Mapping[str, Any]
+) -> bytes | None:
+    """config.json with the dtypes that the tensors will have, or None where nothing changes.
 
     Where all quantised weights are dequantised, it says no more how they were quantised.
+
+    Args:
+        checkpoint: the source.
+        dtypes: by tensor, its dtype when it is written.
+        said: what is added.
     """
-    packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
-    is_plain = packed and not groups(checkpoint)
+    is_plain = all_dequantised(checkpoint)
     became: dict[str, Counter[str]] = {}
-    overall: Counter[str] = Counter()
     for name, dtype in dtypes.items():
         info = checkpoint.tensors[name]
         if dtype.kind == "float":
             became.setdefault(info.dtype.name, Counter())[dtype.name] += dtype.nbytes(info.numel)
-            overall[dtype.name] += dtype.nbytes(info.numel)
-    if all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes.items()):
+    if not said and all(checkpoint.tensors[name].dtype is dtype for name, dtype in dtypes.items()):
         return None
-    (main, _), *_ = overall.most_common(1)
+    main = main_dtype(checkpoint, dtypes)
 
     def follow(value: object) -> object:
         try:
@@ -300,6 +313,7 @@ def followed_config(checkpoint: Checkpoint, dtypes: Mapping[str, DType]) -> byte
         # the parts of a model with several: text_config, vision_config; not how it is quantised
         if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
             config[key] = section(value)
+    config |= said
     if config == dict(checkpoint.config):
         return None
     return json.dumps(config, indent=2).encode() + b"\n"

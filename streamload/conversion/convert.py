@@ -33,8 +33,10 @@ from streamload.conversion.planning import (
     folder_of,
     in_folder,
     plan_conversion,
+    quantised_weights,
 )
-from streamload.conversion.writing import Way, Writer, check_written, choose_way
+from streamload.conversion.way import Way, choose_way
+from streamload.conversion.writing import Writer, check_written
 from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
@@ -43,8 +45,10 @@ from streamload.mapping import Rename
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
+from streamload.quant.base import QuantCounts
 from streamload.quant.group import Packed
-from streamload.report import Clock, warn_of_overflow
+from streamload.quantise import QuantArgument, QuantPolicy
+from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
 
@@ -63,6 +67,8 @@ class ConvertReport:
         seconds: wall time of the whole call.
         read_nbytes: bytes of the source's data that this call read.
         counts: of each tensor whose cast changed a value, by its name in the output.
+        errors: of each weight that was quantised, how far its codes are from it, to six digits; by
+            the name of its codes in the output.
         digests: of each tensor's bytes, by its name in the output ("node/name" with nodes).
         resumed: how many tensors had been finished before.
         verified: the files were read back and compared.
@@ -73,6 +79,7 @@ class ConvertReport:
     seconds: float
     read_nbytes: int = 0
     counts: Mapping[str, CastCounts] = field(default_factory=dict)
+    errors: Mapping[str, QuantCounts] = field(default_factory=dict, repr=False)
     digests: Mapping[str, str] = field(default_factory=dict, repr=False)
     resumed: int = 0
     verified: bool = False
@@ -96,6 +103,7 @@ class ConvertReport:
                 "resumed": self.resumed,
                 "verified": self.verified,
                 "counts": {name: asdict(count) for name, count in self.counts.items()},
+                "errors": {name: asdict(count) for name, count in self.errors.items()},
                 "digests": dict(self.digests),
             }
         )
@@ -128,6 +136,8 @@ class ConvertReport:
                     f"{total.flushed} flushed to zero, {total.rounded} rounded",
                 )
             )
+        if self.errors:
+            rows.append(("quantised", quantised_text(self.errors)))
         if self.verified:
             rows.append(("verified", f"{tensors} tensors, read back"))
         rows += [("note", note) for note in self.plan.notes]
@@ -141,6 +151,7 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     dtype: DTypeArgument = None,
+    quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
     max_shard_size: float | str = DEFAULT_SHARD_SIZE,
     nodes: Sequence[Node] | None = None,
@@ -179,6 +190,11 @@ def convert(
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
             Weights that are stored quantised are dequantised, as by `load_state_dict`.
+        quant: quantise the weights of layers: a format, or patterns by name, as in
+            `load_state_dict`; not "auto". They are made of what the checkpoint has, whatever
+            ``dtype`` says; what ``dtype`` dequantises cannot be quantised in the same call.
+            config.json gets the ``quantization_config`` by which transformers opens them (nf4,
+            fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
             ("inf"), the largest finite value ("clamp"), or an error ("error").
         max_shard_size: most bytes of a file, unless one tensor alone is larger.
@@ -217,12 +233,15 @@ def convert(
     if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
+    formats = QuantPolicy.named(quant)
     options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename
+        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats
     )
     checkpoint = opened(source)
     checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
-    way = choose_way(checkpoint, [wanted for _, wanted in policy.rules], nodes=bool(nodes))
+    dtypes = [wanted for _, wanted in policy.rules]
+    weights = quantised_weights(checkpoint, options)
+    way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
@@ -294,7 +313,8 @@ class _Conversion:
                 return None
             for name, digest in found.tensors.items():
                 counts = CastCounts(*found.counts.get(name, ()))
-                finished[in_folder(folder, name)] = Finished(digest.hex, counts)
+                errors = QuantCounts.of(found.errors[name]) if name in found.errors else None
+                finished[in_folder(folder, name)] = Finished(digest.hex, counts, errors)
         sizes = {file.path: file.nbytes for file in self._plan.files}
         for path in self._plan.paths:
             found_nbytes = _length(self._plan.destination / path)
@@ -330,6 +350,7 @@ class _Conversion:
             clock.seconds,
             read_nbytes,
             _changed(finished),
+            {key: one.errors for key, one in finished.items() if one.errors is not None},
             digests={key: one.digest for key, one in finished.items()},
             resumed=resumed,
             verified=verify,
@@ -387,16 +408,21 @@ class _Conversion:
     def _forget_lost(self, journal: Journal) -> None:
         """Do tensors again whose file is not there any more, or has become shorter.
 
-        The journal says so before anything is written: the file will be long enough again.
+        And quantised weights, where parts of them are not finished. The journal says so before
+        anything is written: the file will be long enough again.
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
-        journal.forget(
-            [
-                i
-                for i, (_, file, t) in enumerate(self._plan.tensors())
-                if (found[file.path] or 0) < t.stop and i in journal.finished
-            ]
-        )
+        lost: set[int] = set()
+        weights: dict[tuple[str, str], set[int]] = {}  # by file, and tensor of the source
+        for i, (_, file, t) in enumerate(self._plan.tensors()):
+            if i not in journal.finished or (found[file.path] or 0) < t.stop:
+                lost.add(i)
+            if t.coding is not None:
+                weights.setdefault((file.path, t.info.name), set()).add(i)
+        for parts in weights.values():
+            if parts & lost:
+                lost |= parts
+        journal.forget(sorted(lost & journal.finished.keys()))
 
     def _write(self, journal: Journal, progress: Progress) -> int:
         writer = Writer(self._plan, self._checkpoint, self.destination, journal, self._way)
@@ -457,6 +483,7 @@ class _Conversion:
             options=dict(self._plan.options),
             files=self._plan.below(folder),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
+            errors={t.name: astuple(e) for t, one in mine if (e := one.errors) is not None},
         ).write(self.destination.out / folder / SIDECAR)
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:

@@ -19,6 +19,7 @@ from streamload.cast.table import CastCounts
 from streamload.digests import HEX
 from streamload.errors import CheckpointError
 from streamload.nesting import parse_json
+from streamload.quant.base import QuantCounts
 
 #: In each first line.
 FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
@@ -32,6 +33,12 @@ class Finished:
 
     digest: str  # of its bytes, in hexadecimal
     counts: CastCounts  # what its cast did not keep
+    errors: QuantCounts | None = None  # of codes, what quantising did not keep
+
+    def to_json(self, index: int) -> dict[str, Any]:
+        """A line of the journal, for the tensor of that place in the plan."""
+        line: dict[str, Any] = {"tensor": [index, self.digest, *astuple(self.counts)]}
+        return line if self.errors is None else line | {"errors": astuple(self.errors)}
 
 
 def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | None:
@@ -122,9 +129,7 @@ class Journal:
 
     def add(self, finished: Mapping[int, Finished]) -> None:
         """Write tensors whose bytes are on the disk; an OSError leaves the journal as it was."""
-        self._write(
-            {"tensor": [i, one.digest, *astuple(one.counts)]} for i, one in finished.items()
-        )
+        self._write(one.to_json(i) for i, one in finished.items())
         self.finished.update(finished)
 
     def forget(self, indices: Sequence[int]) -> None:
@@ -154,7 +159,8 @@ class Journal:
                 and HEX.fullmatch(digest)
             ):
                 raise ValueError(f"not a finished tensor: {line}")
-            self.finished[index] = Finished(digest, CastCounts(*counts))
+            errors = QuantCounts.of(line["errors"]) if "errors" in line else None
+            self.finished[index] = Finished(digest, CastCounts(*counts), errors)
         for index in line.get("lost", ()):
             self.finished.pop(index, None)
         if "publish" in line:

@@ -11,11 +11,12 @@ their element at least.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -35,19 +36,25 @@ from streamload.conversion.beside import (
     document,
     files_beside,
     followed_config,
+    main_dtype,
 )
+from streamload.conversion.quantising import Wanted, becomes, described, weights_of
+from streamload.conversion.renaming import check_rename, rules_of
 from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.load import split
-from streamload.mapping import Rename, sources
+from streamload.mapping import Rename, Source, sources
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
+from streamload.planning.parts import Coding
+from streamload.quant.base import Quantised
 from streamload.quant.dequant import check_target
-from streamload.quant.group import Packed, shape_in_models
+from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
-from streamload.selection import Selection, check_names, check_patterns
+from streamload.quantise import NO_QUANT, QuantPolicy
+from streamload.selection import Selection, check_patterns
 from streamload.units import format_bytes, format_table, round_up
 
 _ALIGNMENT = 64
@@ -66,46 +73,6 @@ def folder_of(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RenamePatterns:
-    """Renames by patterns: the first that matches a whole name decides; others keep theirs.
-
-    A ``*`` in a pattern stands for any text, and each ``*`` in what it becomes for the text of
-    the ``*`` at the same place: ``model.*`` to ``*`` takes a prefix away.
-    """
-
-    rules: tuple[tuple[str, str], ...]  # (pattern, what it becomes), in order
-
-    @classmethod
-    def parse(cls, texts: Iterable[str]) -> RenamePatterns:
-        """Read ``FROM=TO`` texts; raises ValueError for another, or one with more ``*`` behind."""
-        rules = []
-        for text in texts:
-            before, equals, after = text.partition("=")
-            if not equals or not before or not after:
-                raise ValueError(f"expected FROM=TO, found {text!r}")
-            if after.count("*") > before.count("*"):
-                raise ValueError(f"{text!r} has more * in what names become than in the pattern")
-            rules.append((before, after))
-        return cls(tuple(rules))
-
-    @staticmethod
-    def match(before: str, name: str) -> re.Match[str] | None:
-        """How a name matches what stands before a "="; a group for each ``*``."""
-        pattern = "(.*)".join(re.escape(part) for part in before.split("*"))
-        return re.fullmatch(pattern, name, re.DOTALL)
-
-    def __call__(self, name: str) -> str:
-        """What a name becomes."""
-        for before, after in self.rules:
-            match = self.match(before, name)
-            if match:
-                first, *rest = after.split("*")
-                texts = zip(match.groups(), rest, strict=False)
-                return first + "".join(text + part for text, part in texts)
-        return name
-
-
-@dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """What was asked for, see `streamload.convert`."""
 
@@ -115,12 +82,16 @@ class ConvertOptions:
     nodes: tuple[Node, ...] = ()
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
+    quant: QuantPolicy = NO_QUANT
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
-        rules = _rules(self.rename)
+        rules = rules_of(self.rename)
         rename = "by a function" if self.rename is not None else None
+        # unfinished conversions of earlier versions go on: these have no such option
+        quant = {"quant": [list(rule) for rule in self.quant.rules]} if self.quant else {}
         return {
+            **quant,
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
             "out_of_range": self.out_of_range,
             "max_shard_nbytes": self.max_shard_nbytes,
@@ -138,6 +109,8 @@ class OutTensor:
     name: str  # in the output
     info: TensorInfo  # what it is read from
     dtype: DType  # in the output
+    shape: tuple[int, ...]  # in the output
+    coding: Coding | None  # what it is of a weight that is quantised
     start: int  # first byte, counted from the start of its file
     stop: int  # last byte, exclusive
 
@@ -147,9 +120,19 @@ class OutTensor:
         return self.stop - self.start
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape in the output."""
-        return shape_in_models(self.info)
+    def is_beside(self) -> bool:
+        """Whether it is made when the codes of its weight are there, without reading."""
+        return self.coding is not None and bool(self.coding.part)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for it."""
+        return 0 if self.is_beside else self.info.nbytes
+
+    @property
+    def became(self) -> str:
+        """Its dtype, or its format."""
+        return self.dtype.name if self.coding is None else self.coding.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +170,7 @@ class ConvertPlan:
     @property
     def read_nbytes(self) -> int:
         """Bytes of data that are read."""
-        return sum(t.info.nbytes for file in self.files for t in file.tensors)
+        return sum(t.read_nbytes for file in self.files for t in file.tensors)
 
     @property
     def written_nbytes(self) -> int:
@@ -262,7 +245,9 @@ class ConvertPlan:
             digest.update(memoryview(file.header))
             for t in file.tensors:
                 info = t.info
-                read = (t.name, info.name, info.dtype.code, info.shard.name, info.start, t.start)
+                read = [t.name, info.name, info.dtype.code, info.shard.name, info.start, t.start]
+                if t.coding is not None:
+                    read += [t.coding.format, t.coding.part]
                 digest.update(memoryview(json.dumps(read).encode()))
         return digest.hexdigest()
 
@@ -289,6 +274,7 @@ class ConvertPlan:
                                 "src": t.info.dtype.name,
                                 "dtype": t.dtype.name,
                                 "shape": list(t.shape),
+                                **({"quant": t.became} if t.coding is not None else {}),
                                 "start": t.start,
                                 "stop": t.stop,
                             }
@@ -309,10 +295,10 @@ class ConvertPlan:
             (file.path, str(len(file.tensors)), format_bytes(file.nbytes)) for file in self.files
         ]
         casts = Counter(
-            (t.info.dtype.name, t.dtype.name)
+            (t.info.dtype.name, t.became)
             for file in self.files
             for t in file.tensors
-            if t.info.dtype is not t.dtype
+            if t.info.dtype is not t.dtype and not t.is_beside
         )
         others = [file.path for file in (*self.indexes, *self.small)]
         return "\n".join(
@@ -341,8 +327,8 @@ def plan_conversion(
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
-    chosen, wanted = _chosen(checkpoint, options)
-    dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
+    chosen, fill, dtypes = _chosen(checkpoint, options)
+    made = becomes(chosen, fill, dtypes, options.quant)
     notes = [
         f"__metadata__ {key!r} is left out: the files do not agree on it"
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
@@ -361,21 +347,23 @@ def plan_conversion(
     if groups(checkpoint) and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
         still = ", ".join(list(groups(checkpoint))[:8])
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
-    if (config := followed_config(checkpoint, dtypes)) is not None:
+    said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes))
+    notes += quant_notes
+    if (config := followed_config(checkpoint, dtypes, said)) is not None:
         mode = beside[CONFIG].mode if CONFIG in beside else None
         beside[CONFIG] = document(CONFIG, config, mode)
-    parts, node_plans = _parts(chosen, options, wanted)
+    parts, node_plans = _parts(chosen, options, made)
     files: list[OutFile] = []
     small: list[SmallFile] = []
     indexes: list[SmallFile] = []
     metadata = {"format": "pt", **checkpoint.metadata}
-    for folder, names in parts.items():
-        if not names:
+    for folder, tensors in parts.items():
+        if not tensors:
             notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
             continue
-        rows = ((t, (name, checkpoint.tensors[t], dtypes[t])) for name, t in names.items())
-        infos = together(checkpoint, rows)
-        mine = _files(folder, infos, metadata, options.max_shard_nbytes)
+        listed = together(checkpoint, ((parts[0].info.name, parts) for parts in tensors))
+        wanted = [[each for parts in one for each in parts] for one in listed]
+        mine = _files(folder, wanted, metadata, options.max_shard_nbytes)
         files += mine
         if len(mine) > 1:
             indexes.append(_index(folder, mine))
@@ -396,16 +384,27 @@ def plan_conversion(
 # --- which tensors, as what -----------------------------------------------------------------------
 
 
-def _chosen(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint, dict[str, str]]:
-    """The tensors that were asked for, and by their names in the output the names there."""
-    options.selection.check(all_names(checkpoint))
+def quantised_weights(checkpoint: Checkpoint, options: ConvertOptions) -> list[Quantised]:
+    """The weights that are quantised; raises as `plan_conversion`."""
+    if not options.quant:
+        return []
+    chosen, fill, dtypes = _chosen(checkpoint, options)
+    return weights_of(becomes(chosen, fill, dtypes, options.quant))
+
+
+def _chosen(
+    checkpoint: Checkpoint, options: ConvertOptions
+) -> tuple[Checkpoint, Mapping[str, Source], dict[str, DType]]:
+    """The tensors that were asked for: by their names in the output, and their dtypes there."""
+    names = all_names(checkpoint)
+    options.selection.check(names)
     tensors = {n: info for n, info in checkpoint.tensors.items() if n in options.selection}
     chosen = replace(checkpoint, tensors=MappingProxyType(tensors))
-    names = all_names(checkpoint)
     check_patterns("dtype", (pattern for pattern, _ in options.policy.rules), names)
-    _check_rename(options.rename, checkpoint.tensors)
-    renamed, _, _ = sources(chosen, None, options.rename)
-    wanted = {name: source.rows[0].tensor for name, source in renamed.items()}
+    check_patterns("quant", (pattern for pattern, _ in options.quant.rules), names)
+    check_rename(options.rename, checkpoint.tensors)
+    fill, _, _ = sources(chosen, None, options.rename)
+    wanted = {name: source.rows[0].tensor for name, source in fill.items()}
     if not wanted:
         raise ValueError("no tensor is left to be converted")
     for name, tensor in wanted.items():
@@ -413,24 +412,8 @@ def _chosen(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[Checkpoint
             raise CheckpointError(
                 checkpoint.path, f"{name!r} cannot be a tensor's name", tensor=tensor
             )
-    return chosen, wanted
-
-
-def _rules(rename: Rename | None) -> Iterable[tuple[str, str]] | None:
-    """The rules of renames, where they are known."""
-    if isinstance(rename, RenamePatterns):
-        return rename.rules
-    return rename.items() if isinstance(rename, Mapping) else None
-
-
-def _check_rename(rename: Rename | None, names: Collection[str]) -> None:
-    """Raise ValueError for the first rule that renames nothing, as far as rules are known."""
-    if isinstance(rename, Mapping):
-        check_names("rename", rename, names)
-    if isinstance(rename, RenamePatterns):
-        for before, _ in rename.rules:
-            if not any(rename.match(before, name) for name in names):
-                raise ValueError(f"rename: no tensor's name matches {before!r}")
+    dtypes = {tensor: _dtype(checkpoint, tensor, options.policy) for tensor in wanted.values()}
+    return chosen, fill, dtypes
 
 
 def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
@@ -451,26 +434,32 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 
 
 def _parts(
-    chosen: Checkpoint, options: ConvertOptions, wanted: Mapping[str, str]
-) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
-    """By folder: the tensors to be written, name to source; and of nodes, what they hold."""
+    chosen: Checkpoint, options: ConvertOptions, made: Mapping[str, Sequence[Wanted]]
+) -> tuple[dict[str, list[Sequence[Wanted]]], dict[str, Any]]:
+    """By folder, what each tensor becomes there; and of nodes, what they hold."""
     if not options.nodes:
-        return {"": dict(wanted)}, {}
+        return {"": list(made.values())}, {}
     for node in options.nodes:
         if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
             raise ValueError(f"the node {node.name!r} cannot have a folder of that name")
     rules = {pattern: dtype or "checkpoint" for pattern, dtype in options.policy.rules}
-    made = split(
+    plan = split(
         chosen,
         nodes=options.nodes,
+        quant=dict(options.quant.rules) or None,
         dtype=rules | {"*": rules.get("*", "checkpoint")},
         out_of_range=options.out_of_range,
         rename=options.rename,
     )
-    parts: dict[str, dict[str, str]] = {node.name: {} for node in options.nodes}
-    for p in made.placements:
-        parts[p.device][p.name] = p.source[0].tensor
-    return parts, {device.device: device for device in made.devices}
+    parts: dict[str, list[Sequence[Wanted]]] = {node.name: [] for node in options.nodes}
+    for p in plan.placements:
+        as_made = made[p.source[0].tensor]
+        if p.coding is None:  # a head that shares the embedding's weight has a name of its own
+            parts[p.device].append([as_made[0]._replace(name=p.name)])
+        elif not p.coding.part:
+            parts[p.device].append(as_made)
+    held = {device.device: device for device in plan.devices}
+    return parts, held
 
 
 def _node_plan(
@@ -491,14 +480,12 @@ def _node_plan(
 
 # --- files ----------------------------------------------------------------------------------------
 
-_Wanted = tuple[str, TensorInfo, DType]
-
 
 def _files(
-    folder: str, tensors: Sequence[list[_Wanted]], metadata: Mapping[str, str], max_nbytes: int
+    folder: str, tensors: Sequence[list[Wanted]], metadata: Mapping[str, str], max_nbytes: int
 ) -> list[OutFile]:
     """Fill files one after the other, in the order given; what is in one list stays in one file."""
-    shards: list[Sequence[_Wanted]] = []
+    shards: list[Sequence[Wanted]] = []
     first = 0
     while first < len(tensors):
         count = _most(tensors, first, metadata, max_nbytes)
@@ -514,7 +501,7 @@ def _files(
 
 
 def _most(
-    tensors: Sequence[list[_Wanted]], first: int, metadata: Mapping[str, str], max_nbytes: int
+    tensors: Sequence[list[Wanted]], first: int, metadata: Mapping[str, str], max_nbytes: int
 ) -> int:
     """How many lists of tensors from one on go into a file; one does in any case.
 
@@ -525,10 +512,10 @@ def _most(
     data_nbytes = sure = count = 0
     number = 0  # of tensors
     for i in range(first, len(tensors)):
-        for name, info, dtype in tensors[i]:
+        for each in tensors[i]:
             # with offsets of one digit; where tensors are few the padding decides
-            header_nbytes += len(_entry(name, dtype, shape_in_models(info), 0, 0)) + 1
-            data_nbytes += dtype.nbytes(info.numel)
+            header_nbytes += len(_entry(each, 0, 0)) + 1
+            data_nbytes += _nbytes(each)
             number += 1
         least = header_nbytes - _ALIGNMENT + 1
         if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
@@ -546,14 +533,14 @@ def _most(
     return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
 
 
-def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) -> OutFile:
+def _file(path: str, tensors: Sequence[Wanted], metadata: Mapping[str, str]) -> OutFile:
     """A file with these tensors, one after the other."""
     # stable: but for the few of odd lengths, in the order in which they are read
-    ordered = sorted(tensors, key=lambda t: -_divisor(t[2].nbytes(t[1].numel)))
-    stops = list(accumulate((d.nbytes(info.numel) for _, info, d in ordered), initial=0))
+    ordered = sorted(tensors, key=lambda each: -_divisor(_nbytes(each)))
+    stops = list(accumulate(map(_nbytes, ordered), initial=0))
     places = list(zip(ordered, pairwise(stops), strict=True))
     entries = [b'"__metadata__":' + _json(dict(metadata))]
-    entries += [_entry(name, d, shape_in_models(info), *place) for (name, info, d), place in places]
+    entries += [_entry(each, *place) for each, place in places]
     text = b"{" + b",".join(entries) + b"}"
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
@@ -562,10 +549,14 @@ def _file(path: str, tensors: Sequence[_Wanted], metadata: Mapping[str, str]) ->
     return OutFile(path, header, at + stops[-1], tuple(out))
 
 
-def _entry(name: str, dtype: DType, shape: Sequence[int], start: int, stop: int) -> bytes:
+def _entry(each: Wanted, start: int, stop: int) -> bytes:
     """What a header says of a tensor."""
-    said = {"dtype": dtype.code, "shape": list(shape), "data_offsets": [start, stop]}
-    return _json(name) + b":" + _json(said)
+    said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
+    return _json(each.name) + b":" + _json(said)
+
+
+def _nbytes(each: Wanted) -> int:
+    return each.dtype.nbytes(math.prod(each.shape))
 
 
 def _divisor(nbytes: int) -> int:

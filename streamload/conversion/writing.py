@@ -23,21 +23,23 @@ from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
-from streamload.checkpoint.readers import BOUNCE_NBYTES
-from streamload.checkpoint.url import Location, Url
+from streamload.checkpoint.url import Location
 from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
 from streamload.conversion.turned import turned
+from streamload.conversion.way import Way
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.interrupt import deferred_interrupt
-from streamload.planning.budget import available_cpus, first_that_fits
-from streamload.quant.dequant import Decoders, held_nbytes
+from streamload.planning.parts import Coding
+from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.dequant import Decoders
 from streamload.quant.group import Packed
-from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut, file_kind, page_cache
+from streamload.quantise import encoder_of
+from streamload.reading import Room, Shards, cut, file_kind, page_cache
 
 # Of the time that a conversion takes, the part that goes into making finished tensors last: the
 # next time comes after what the last one took, divided by this.
@@ -45,83 +47,7 @@ _COMMIT_SHARE = 0.05
 _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
-
-# --- memory --------------------------------------------------------------------------------------
-
-# What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
-# the process, pages that are being read, and pages that are written and not yet on the disk.
-
-# More threads wait for the disk, or take memory; one would not read while it writes.
-_THREADS = range(2, 5)
-_REMOTE_THREADS = 8  # each waits for a server most of the time
-
-# Each is a little more than was measured in memory cgroups, by their own counters.
-_RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
-_CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
-_THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
-_TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
-_NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
-_TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How the bytes are moved."""
-
-    threads: int
-    block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
-    behind: int = 6  # blocks that the disk is busy with before one is waited for
-    direct: bool = False  # files are read past the page cache: nothing is read ahead
-
-    @property
-    def nbytes(self) -> int:
-        """Most memory that it takes."""
-        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
-        mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
-        dirty = (self.threads + self.behind) * self.block_nbytes
-        return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%
-
-
-def choose_way(checkpoint: Checkpoint, dtypes: Sequence[DType | None], *, nodes: bool) -> Way:
-    """The fastest way that free memory is enough for, or PlanInfeasibleError.
-
-    ``dtypes`` are what floats become; None stands for what they are.
-    """
-    threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
-    remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
-    if remote:
-        threads = _REMOTE_THREADS
-    ways = [
-        Way(threads, direct=remote),
-        Way(2, direct=remote),
-        Way(threads, 2**20, 2, direct=True),
-        Way(2, 2**20, 2, direct=True),
-        Way(1, 2**20, 1, direct=True),
-        Way(1, 2**18, 1, direct=True),
-    ]
-    each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
-    tensors_nbytes = each_nbytes * len(checkpoint.tensors)
-    tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
-    floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
-    casts_nbytes = _CAST_NBYTES * any(d is not None and floats - {d} for d in dtypes)
-    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
-    scales_nbytes = 2 * max((held_nbytes(info.group) for info in packed), default=0)
-    turned_blocks = 3 * any(info.lies_turned for info in packed)
-    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + scales_nbytes
-    largest = [
-        ("names and places of tensors", tensors_nbytes),
-        ("casts", casts_nbytes),
-        ("scales of quantised weights", scales_nbytes),
-        ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
-    ]
-    return first_that_fits(
-        [
-            (way, always_nbytes + way.nbytes + turned_blocks * way.threads * way.block_nbytes)
-            for way in ways
-        ],
-        sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
-    )
-
+_NO_ERRORS = QuantCounts()
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -148,6 +74,20 @@ class _Tensor:
     hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
     digest: str = ""
     counts: CastCounts = ZERO
+    beside: list[_Tensor] = field(default_factory=list)  # of codes, the other parts
+    encoder: Encoder | None = None  # of codes, from the first block to the last
+    errors: QuantCounts | None = None  # of codes
+
+    @property
+    def coding(self) -> Coding | None:
+        """How codes are made of the weight; of other parts, too."""
+        return self.out.coding
+
+    @property
+    def finished(self) -> Finished:
+        """What the journal keeps."""
+        errors = None if self.errors is None else self.errors.rounded()
+        return Finished(self.digest, self.counts, errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +106,7 @@ class Block:
     """What is written at once: within a multiple of a block's length."""
 
     file: _File
-    start: int  # of the block in the file, a multiple of a block's length
+    start: int  # of the block in the file: of codes any byte, else a multiple of its length
     # (first byte, last byte exclusive) of what is written of it
     runs: list[tuple[int, int]] = field(default_factory=list)
     # what is read for it: each is parts that follow each other in one shard
@@ -186,9 +126,13 @@ class Block:
             return
         # where nothing is cast bytes are bytes, also of dtypes below one
         src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
+        if (coding := tensor.coding) is not None:
+            src, dst = coding.src_unit_nbytes, coding.dst_unit_nbytes
         for first, last in cut(start, stop, block_nbytes // src * dst):
             read = info.start + (first - tensor.out.start) // dst * src
-            part = Part(tensor, read, read + (last - first) // dst * src, first, last)
+            read_stop = info.start + -(-(last - tensor.out.start) // dst) * src
+            # the last unit of a weight may be short
+            part = Part(tensor, read, min(read_stop, info.stop), first, last)
             window = self.windows[-1] if self.windows else [part]
             before = window[-1].tensor.out.info
             if (
@@ -239,24 +183,36 @@ class Writer:
         self._journal = journal
         self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
-        pairs = dict.fromkeys((t.info.dtype, t.dtype) for f in plan.files for t in f.tensors)
+        tensors = [t for f in plan.files for t in f.tensors]
+        pairs = dict.fromkeys((t.info.dtype, t.dtype) for t in tensors if t.coding is None)
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=self._out_of_range)
             for pair in pairs
             if not pair[0].is_packed
         }
         self._decoders = Decoders(self._out_of_range)
+        kinds = {(t.coding.format, t.info.dtype): t for t in tensors if t.coding is not None}
+        for t in kinds.values():
+            assert t.coding is not None
+            encoder_of(t.coding, t.info.dtype)  # it is compiled before anything is under way
         self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
         self._written: list[_Tensor] = []
-        tensors = ((file, t) for file in self._files for t in file.out.tensors)
-        for index, (file, t) in enumerate(tensors):
+        numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
+        beside: dict[tuple[str, str], list[_Tensor]] = {}  # by file, and tensor of the source
+        for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
             tensor = _Tensor(index, file, t, t.start, t.nbytes)
-            file.tensors.append(tensor)
             file.left_nbytes += t.nbytes
-            self._unread[t.info.shard] += t.info.nbytes
+            self._unread[t.info.shard] += t.read_nbytes
+            if t.coding is not None:
+                of_weight = beside.setdefault((file.out.path, t.info.name), [])
+                if t.is_beside:
+                    of_weight.append(tensor)
+                    continue
+                tensor.beside = of_weight
+            file.tensors.append(tensor)
             if not t.nbytes:
                 tensor.digest = hasher().hexdigest()
                 self._written.append(tensor)
@@ -285,11 +241,29 @@ class Writer:
             tensors, file.tensors = file.tensors, []  # they go as they are written
             ranges = ((t, t.out.start, t.out.stop) for t in tensors)
             for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
+                if tensor is not None and tensor.coding is not None:
+                    if block.runs:
+                        yield block
+                    yield from self._cut_codes(tensor, tensor.coding)
+                    block = Block(file, stop // nbytes * nbytes)
+                    continue
                 for first, last in cut(start, stop, nbytes, base=0):
                     if first >= block.start + nbytes:
                         yield block
                         block = Block(file, first // nbytes * nbytes)
                     block.add(tensor, first, last, nbytes)
+            if block.runs:
+                yield block
+
+    def _cut_codes(self, tensor: _Tensor, coding: Coding) -> Iterator[Block]:
+        """Cut codes into blocks of whole units."""
+        tensor.encoder = encoder_of(coding, tensor.out.info.dtype)
+        tensor.errors = QuantCounts()
+        nbytes = self._way.block_nbytes
+        step = nbytes // coding.dst_unit_nbytes * coding.dst_unit_nbytes
+        for first, last in cut(tensor.out.start, tensor.out.stop, step):
+            block = Block(tensor.file, first)
+            block.add(tensor, first, last, nbytes)
             yield block
 
     def run(self, tell: Callable[[int], None]) -> None:
@@ -364,7 +338,7 @@ class Writer:
                 if file.output is not None:  # not where its tensors have no bytes
                     file.output.sync()
             with writing_to(self._destination.path):
-                self._journal.add({t.index: Finished(t.digest, t.counts) for t in batch})
+                self._journal.add({t.index: t.finished for t in batch})
         except BaseException:
             with self._changed:
                 self._written += batch  # there may be room for it later
@@ -407,12 +381,14 @@ class Writer:
         header = block.file.out.header
         piece = header[block.start : block.start + self._way.block_nbytes]
         memory[: len(piece)] = piece
+        errors: list[QuantCounts] = []
         for window in block.windows:
             info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
             if isinstance(info, Packed):
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
                     self._dequantise(part, info, out, room)
+                errors.append(_NO_ERRORS)
                 self._has_read(info, stop - start)
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
@@ -421,12 +397,11 @@ class Writer:
                         view[part.read - start : part.read_stop - start] as data,
                         memory[part.start - block.start : part.stop - block.start] as out,
                     ):
-                        self._cast(part.tensor, data, out)
+                        errors.append(self._make(part, data, out))
             self._has_read(info, stop - start)
-        for window in block.windows:
-            for part in window:
-                with memory[part.start - block.start : part.stop - block.start] as out:
-                    self._digest(part, out)
+        for part, found in zip(chain.from_iterable(block.windows), errors, strict=True):
+            with memory[part.start - block.start : part.stop - block.start] as out:
+                self._digest(part, out, found)
 
     def _has_read(self, info: TensorInfo, nbytes: int) -> None:
         """Close a file of which nothing is left to be read."""
@@ -450,24 +425,34 @@ class Writer:
         with self._shards.block(info.shard, begin, end, room, info.name) as data:
             self._counted(tensor, decoder.decode(data, out, first))
 
-    def _cast(self, tensor: _Tensor, data: memoryview, out: memoryview) -> None:
-        info, dtype = tensor.out.info, tensor.out.dtype
-        self._counted(tensor, self._casts[info.dtype, dtype](data, out))
+    def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
+        """Cast, or quantise; gives what quantising did not keep."""
+        tensor, info = part.tensor, part.tensor.out.info
+        if tensor.encoder is None:
+            self._counted(tensor, self._casts[info.dtype, tensor.out.dtype](data, out))
+            return _NO_ERRORS
+        first = (part.read - info.start) // info.dtype.itemsize
+        errors = tensor.encoder.encode(data, out, first)
+        self._check_range(tensor, errors.overflowed)
+        return errors
 
     def _counted(self, tensor: _Tensor, counts: CastCounts) -> None:
         """Add to what a cast did not keep."""
-        info, dtype = tensor.out.info, tensor.out.dtype
         if counts is ZERO:
             return
-        if counts.overflowed and self._out_of_range == "error":
-            raise OutOfRangeError(
-                info.name, info.shard, info.dtype.name, dtype.name, counts.overflowed
-            )
+        self._check_range(tensor, counts.overflowed)
         with self._changed:
             tensor.counts += counts
 
-    def _digest(self, part: Part, out: memoryview) -> None:
-        """Add to a tensor's digest when what comes before was added.
+    def _check_range(self, tensor: _Tensor, overflowed: int) -> None:
+        """Raise OutOfRangeError for values that do not fit, where that is an error."""
+        info = tensor.out.info
+        if overflowed and self._out_of_range == "error":
+            became = tensor.out.became
+            raise OutOfRangeError(info.name, info.shard, info.dtype.name, became, overflowed)
+
+    def _digest(self, part: Part, out: memoryview, errors: QuantCounts = _NO_ERRORS) -> None:
+        """Add to a tensor's digest, and its errors, when what comes before was added.
 
         Blocks are handed out in order, so the thread that has it does not wait for this one.
         """
@@ -480,6 +465,8 @@ class Writer:
                     self._changed.wait()
         running = tensor.hasher = tensor.hasher or hasher()
         running.update(out)
+        if tensor.errors is not None:
+            tensor.errors += errors
         last = part.stop == tensor.out.stop
         if last:
             tensor.digest, tensor.hasher = running.hexdigest(), None
@@ -492,19 +479,40 @@ class Writer:
         for start, stop in block.runs:
             with memory[start - block.start : stop - block.start] as data:
                 self._write(block.file, start, data)
+        done: list[_Tensor] = []
         with self._changed:
             for window in block.windows:
                 self.read_nbytes += window[-1].read_stop - window[0].read
                 for part in window:
                     part.tensor.left_nbytes -= part.stop - part.start
                     if not part.tensor.left_nbytes:
-                        self._written.append(part.tensor)
+                        done.append(part.tensor)
                         self._decoders.drop(part.tensor.out.info.name, part.tensor.out.dtype)
+        beside = [part for tensor in done for part in self._put_beside(tensor)]
+        with self._changed:
+            # all of a weight at once: the journal has all of it, or begins it again
+            self._written += done + beside
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
+            block.file.left_nbytes -= sum(tensor.out.nbytes for tensor in beside)
             if not block.file.left_nbytes:
                 self._whole.append(block.file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
+
+    def _put_beside(self, codes: _Tensor) -> list[_Tensor]:
+        """Write the other parts of a weight that has all of its codes; gives what is written."""
+        if codes.encoder is None:
+            return []
+        made, codes.encoder = codes.encoder.finish(), None
+        for part in codes.beside:
+            out = part.out
+            assert out.coding is not None, out.name
+            data = made[out.coding.part]
+            part.digest = digest_of([data])
+            for first, last in cut(0, data.nbytes, self._way.block_nbytes):
+                with data[first:last] as piece:
+                    self._write(codes.file, out.start + first, piece)
+        return codes.beside
 
     def _write(self, file: _File, start: int, data: memoryview) -> None:
         with self._changed:

@@ -29,7 +29,7 @@ from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
-from streamload.quant.dequant import check_target, held_nbytes
+from streamload.quant.dequant import check_target, scales_nbytes
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, together
 from streamload.units import round_up
@@ -209,7 +209,7 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
     if not wants.any_packed:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
-    return [sum(held_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
+    return [sum(scales_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
 
 
 def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Sequence[DType]:

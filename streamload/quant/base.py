@@ -14,8 +14,8 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -99,6 +99,32 @@ class QuantCounts:
             self.nan + other.nan,
             self.inf + other.inf,
             self.overflowed + other.overflowed,
+        )
+
+    @classmethod
+    def of(cls, values: object) -> QuantCounts:
+        """Read what `dataclasses.astuple` made of one, from JSON.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if (
+            not isinstance(values, list | tuple)
+            or len(values) != len(fields(cls))
+            or not all(type(value) in (int, float) and value >= 0 for value in values)
+            or not all(type(value) is int for value in values[4:])
+        ):
+            raise ValueError(f"not what quantising did: {values!r}")
+        return cls(*values)
+
+    def rounded(self) -> QuantCounts:
+        """With six digits: the last ones of sums depend on where a tensor was cut."""
+        return replace(
+            self,
+            largest_error=float(f"{self.largest_error:.6g}"),
+            squared_error=float(f"{self.squared_error:.6g}"),
+            squared=float(f"{self.squared:.6g}"),
+            largest=float(f"{self.largest:.6g}"),
         )
 
     @property
@@ -226,6 +252,17 @@ class Format(Protocol):
 
         Raises:
             ValueError: the format cannot hold such a tensor; the message says why.
+        """
+
+    def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:
+        """What config.json says of a checkpoint in this format, as its ``quantization_config``.
+
+        Args:
+            left: the modules with matrices that are left as they are.
+            dtype: what most other tensors are, and what is computed in.
+
+        Returns:
+            None where transformers has no such format.
         """
 
 

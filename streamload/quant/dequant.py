@@ -226,7 +226,7 @@ def layout_of(kind: str) -> Layout | None:
     return _registered.get(kind)
 
 
-def held_nbytes(group: Group) -> int:
+def scales_nbytes(group: Group) -> int:
     """What the host holds while the values of a weight stream: scales as stored, and as floats."""
     others = [info for info in group.members.values() if info is not group.values]
     return sum(info.nbytes + 4 * info.numel for info in others)

@@ -15,6 +15,7 @@ from streamload.quant.base import Arithmetic, Array, flushed
 
 BLOCK = 256
 _STEPS = 65536
+_AT_ONCE = 2**16  # values, of whole blocks: temporaries of a few MB
 
 
 @cache
@@ -52,6 +53,13 @@ def quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
         arithmetic: whose. CUDA's takes 1/scale from an approximation that is within a unit in the
             last place of what is used here.
     """
+    starts = range(0, x.size, _AT_ONCE)
+    some = [_quantised(x[start : start + _AT_ONCE], arithmetic) for start in starts]
+    codes, scales = zip(*some, strict=True)
+    return np.concatenate(codes), np.concatenate(scales)
+
+
+def _quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     count = -(-x.size // BLOCK)
     padded = np.zeros(count * BLOCK, np.float32)
     padded[: x.size] = x

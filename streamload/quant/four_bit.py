@@ -377,5 +377,18 @@ class FourBit:
             self.name, shape, src, self.kind, self.block, self.nested, self.arithmetic
         )
 
+    def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
+        """See `Format.config`: `BitsAndBytesConfig.to_dict` in transformers 5.23."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": self.kind,
+            "bnb_4bit_use_double_quant": self.nested,
+            "bnb_4bit_compute_dtype": dtype,
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": list(left),
+        }
+
 
 register(*(FourBit(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)))

@@ -246,5 +246,26 @@ class Int8:
             raise ValueError(f"{self.name} is of matrices, and shape {shape} is none")
         return BitsandbytesRows(self.name, shape, src)
 
+    def config(self, left: Sequence[str], dtype: str) -> dict[str, Any]:
+        """See `Format.config`: of transformers 5.23, and of compressed-tensors 0.20."""
+        if self.layout == "bitsandbytes":
+            return {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": False,
+                "load_in_8bit": True,
+                "llm_int8_threshold": 6.0,
+                "llm_int8_has_fp16_weight": False,
+                "llm_int8_skip_modules": list(left),
+            }
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+        group = {"targets": ["Linear"], "weights": weights, "format": "int-quantized"}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(left),
+        }
+
 
 register(Int8("int8", "rows"), Int8("bitsandbytes-int8", "bitsandbytes"))

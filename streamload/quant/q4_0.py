@@ -25,7 +25,15 @@ from streamload.cast.kernels import Vector
 from streamload.dtypes import DType
 from streamload.quant.base import Array, register
 from streamload.quant.kernels import Packing, Scalars, minimum
-from streamload.quant.q8_0 import BLOCK, GGUFBlocks, check_blocks, half_scale, inverted, stored
+from streamload.quant.q8_0 import (
+    BLOCK,
+    GGUFBlocks,
+    GGUFFormat,
+    check_blocks,
+    half_scale,
+    inverted,
+    stored,
+)
 from streamload.quant.units import Encoded
 
 
@@ -92,7 +100,7 @@ class Q40Blocks(GGUFBlocks):
 
 
 @dataclass(frozen=True)
-class Q40:
+class Q40(GGUFFormat):
     """The format."""
 
     name: str = "q4_0"

@@ -162,8 +162,15 @@ class Q80Blocks(GGUFBlocks):
         return self.shaped(d * (0.5 + 128 * 2.0**-11 + 2.0**-10) + 128 * 2.0**-25)
 
 
+class GGUFFormat:
+    """What both formats share: transformers reads them from GGUF files alone."""
+
+    def config(self, left: Sequence[str], dtype: str) -> None:
+        """See `Format.config`."""
+
+
 @dataclass(frozen=True)
-class Q80:
+class Q80(GGUFFormat):
     """The format."""
 
     name: str = "q8_0"

@@ -1,0 +1,156 @@
+"""What a conversion quantises: the parts of each weight, and what config.json says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.decide import wants_of
+from streamload.dequantise import all_dequantised
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.mapping import Source
+from streamload.planning.parts import Coding
+from streamload.quant.base import FORMATS, Quantised
+from streamload.quant.group import config_key, shape_in_models
+from streamload.quantise import QuantPolicy, coded, quantised
+
+_WEIGHT = ".weight"
+#: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
+_NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
+#: Models whose layers transformers stores transposed, as its ``Conv1D``, and these layers.
+_TRANSPOSED_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+_TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
+#: A head that shares the embedding's weight has no tensor: transformers would quantise it.
+_HEAD = "lm_head"
+
+
+class Wanted(NamedTuple):
+    """A tensor that is to be written: one of the source, or a part of what a weight becomes."""
+
+    name: str  # in the output
+    info: TensorInfo  # what it is made of
+    dtype: DType
+    shape: tuple[int, ...]
+    coding: Coding | None = None
+
+
+def becomes(
+    chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
+) -> dict[str, list[Wanted]]:
+    """What each tensor becomes, by its name in the source.
+
+    Args:
+        chosen: what is converted.
+        fill: by the name in the output, the tensor.
+        dtypes: by tensor, what it is cast to where it is not quantised.
+        policy: what is quantised.
+
+    Raises:
+        UnsupportedCastError: a tensor cannot be in its format.
+        ValueError: parts of two tensors would have one name.
+    """
+    if not policy:  # what is chosen may be a part of a quantised weight, without the others
+        found = ((name, chosen.tensors[source.rows[0].tensor]) for name, source in fill.items())
+        return {i.name: [Wanted(n, i, dtypes[i.name], shape_in_models(i))] for n, i in found}
+    wants = wants_of(chosen, fill)
+    wants = quantised(chosen, wants, policy.formats(chosen, wants))
+    out: dict[str, list[Wanted]] = {}
+    columns = (wants.names, wants.infos, wants.shapes, wants.dtypes, wants.codings)
+    for name, info, shape, asked, coding in zip(*columns, strict=True):
+        if coding is None:
+            dtype = dtypes[info.name]
+        else:
+            assert asked is not None, name
+            dtype = asked
+        out.setdefault(info.name, []).append(Wanted(name, info, dtype, shape, coding))
+    return out
+
+
+def weights_of(made: Mapping[str, Sequence[Wanted]]) -> list[Quantised]:
+    """The weights that are quantised."""
+    codes = (parts[0] for parts in made.values())
+    return [coded(each.coding, each.info.dtype) for each in codes if each.coding is not None]
+
+
+def described(
+    checkpoint: Checkpoint, made: Mapping[str, Sequence[Wanted]], main: str
+) -> tuple[dict[str, Any], list[str]]:
+    """What is quantised, for config.json, and in sentences for users.
+
+    Args:
+        checkpoint: the source.
+        made: what each tensor becomes.
+        main: the dtype that most of the floats would have otherwise.
+
+    Raises:
+        CheckpointError: config.json says already how weights are quantised that stay so.
+        UnsupportedCastError: transformers would read a weight as another one.
+    """
+    codes = {p[0].name: p[0] for p in made.values() if p[0].coding is not None}
+    if not codes:
+        return {}, []
+    names = sorted({each.coding.format for each in codes.values() if each.coding is not None})
+    left = _left(parts[0] for parts in made.values())
+    if _HEAD not in left and _HEAD + _WEIGHT not in codes:
+        left.append(_HEAD)
+    found = [FORMATS[name].config(left, main) for name in names]
+    config = found[0]
+    if config is None or any(other != config for other in found):
+        why = "no quantization_config says both" if config else "transformers has no such weights"
+        return {}, [
+            f"the weights are {' and '.join(names)}, and {why}: only streamload reads them, for "
+            "tinygrad into the modules of streamload.nn"
+        ]
+    key = config_key(checkpoint.config)
+    if key is not None and not all_dequantised(checkpoint):
+        raise CheckpointError(
+            checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
+        )
+    if checkpoint.config.get("model_type") in _TRANSPOSED_MODELS:
+        _check_transposed(codes)
+    if not checkpoint.config:
+        return {}, ["there is no config.json to say how the weights are quantised"]
+    others = [
+        name
+        for name, each in codes.items()
+        if len(each.info.shape) != 2 or not name.endswith(_WEIGHT) or _NOT_LINEAR.search(name)
+    ]
+    notes = []
+    if others:
+        notes.append(
+            f"{len(others)} quantised tensors are no weights of Linear layers, such as "
+            f"{others[0]}: transformers cannot open them"
+        )
+    return {"quantization_config": config}, notes
+
+
+def _left(tensors: Iterable[Wanted]) -> list[str]:
+    """The modules with matrices that are left as they are."""
+    return [
+        each.name.removesuffix(_WEIGHT)
+        for each in tensors
+        if each.coding is None
+        and len(each.shape) == 2
+        and each.dtype.kind == "float"
+        and each.name.endswith(_WEIGHT)
+    ]
+
+
+def _check_transposed(codes: Mapping[str, Wanted]) -> None:
+    """Refuse weights that transformers has transposed: it quantises them the other way round."""
+    for name, each in codes.items():
+        if each.coding is not None and _TRANSPOSED.search(name):
+            tensor = each.info.name
+            raise UnsupportedCastError(
+                each.info.dtype.name,
+                each.coding.format,
+                reason="its model stores it transposed (Conv1D), and transformers reads its "
+                "transpose alone as quantised; q8_0 takes it as it is, or leave it: "
+                f'quant={{"{tensor}": None, "*": "{each.coding.format}"}}',
+                tensor=tensor,
+                path=each.info.shard,
+            )

@@ -1,0 +1,121 @@
+"""How much memory a conversion takes, and how it moves bytes within what is free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.readers import BOUNCE_NBYTES
+from streamload.checkpoint.url import Url
+from streamload.dtypes import DType
+from streamload.planning.budget import available_cpus, first_that_fits
+from streamload.quant.base import Quantised
+from streamload.quant.dequant import scales_nbytes
+from streamload.quant.group import Packed
+from streamload.quantise import held_nbytes
+from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES
+from streamload.units import round_up
+
+_PAGE = 4096
+
+# What counts is all that a memory cgroup charges and the kernel cannot take back at once: memory of
+# the process, pages that are being read, and pages that are written and not yet on the disk.
+
+# More threads wait for the disk, or take memory; one would not read while it writes.
+_THREADS = range(2, 5)
+_REMOTE_THREADS = 8  # each waits for a server most of the time
+
+# Each is a little more than was measured in memory cgroups, by their own counters.
+_RUN_NBYTES = 2 * 2**20  # the journal, and what the kernel keeps for open files: 1.5 MB
+_CAST_NBYTES = 7 * 2**20  # LLVM compiles the first kernel in 6.3 MB; numpy casts in 2 MB a thread
+_THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with a connection 0.2
+_TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
+_NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
+_QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
+_TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the bytes are moved."""
+
+    threads: int
+    block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
+    behind: int = 6  # blocks that the disk is busy with before one is waited for
+    direct: bool = False  # files are read past the page cache: nothing is read ahead
+
+    @property
+    def nbytes(self) -> int:
+        """Most memory that it takes."""
+        reading = BOUNCE_NBYTES if self.direct else AHEAD_NBYTES
+        mine = self.threads * (2 * self.block_nbytes + _THREAD_NBYTES + reading)
+        dirty = (self.threads + self.behind) * self.block_nbytes
+        return mine + dirty * 9 // 8  # what the kernel keeps for each dirty page: 2 to 10%
+
+
+def choose_way(
+    checkpoint: Checkpoint,
+    dtypes: Sequence[DType | None],
+    weights: Sequence[Quantised] = (),
+    *,
+    nodes: bool,
+) -> Way:
+    """The fastest way that free memory is enough for, or PlanInfeasibleError.
+
+    Args:
+        checkpoint: the source.
+        dtypes: what floats become; None stands for what they are.
+        weights: what is quantised.
+        nodes: whether it is split over nodes.
+    """
+    threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
+    remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
+    if remote:
+        threads = _REMOTE_THREADS
+    ways = [
+        Way(threads, direct=remote),
+        Way(2, direct=remote),
+        Way(threads, 2**20, 2, direct=True),
+        Way(2, 2**20, 2, direct=True),
+        Way(1, 2**20, 1, direct=True),
+        Way(1, 2**18, 1, direct=True),
+    ]
+    # a unit is read and quantised at once
+    unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
+    ways = [
+        replace(way, block_nbytes=max(way.block_nbytes, round_up(unit_nbytes, _PAGE)))
+        for way in ways
+    ]
+    under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
+    each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
+    count = len(checkpoint.tensors) + sum(len(weight.parts) - 1 for weight in weights)
+    tensors_nbytes = each_nbytes * count
+    tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
+    floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
+    is_cast = any(d is not None and floats - {d} for d in dtypes)
+    casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights)) + _QUANT_NBYTES * bool(weights)
+    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
+    decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
+    turned_blocks = 3 * any(info.lies_turned for info in packed)
+    always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
+    largest = [
+        ("names and places of tensors", tensors_nbytes),
+        ("casts", casts_nbytes),
+        ("scales of quantised weights", decoding_nbytes),
+        ("statistics of weights that are quantised", sum(under_way[: ways[-1].threads])),
+        ("threads and their blocks", _RUN_NBYTES + ways[-1].nbytes),
+    ]
+    return first_that_fits(
+        [
+            (
+                way,
+                always_nbytes
+                + way.nbytes
+                + sum(under_way[: way.threads])
+                + turned_blocks * way.threads * way.block_nbytes,
+            )
+            for way in ways
+        ],
+        sorted((one for one in largest if one[1]), key=lambda one: -one[1]),
+    )
