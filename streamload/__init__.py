@@ -37,12 +37,19 @@ __version__ = "0.1.0"
 
 #: Modules that are imported when they are asked for: they need more than is always installed.
 _LATER = ("diffusers", "distributed", "nn", "transformers")
+#: Names of modules that are imported when they are asked for.
+_FROM_LATER = {
+    "Offloaded": "offloading.entrance",
+    "offload": "offloading.entrance",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a module that not everyone needs."""
     if name in _LATER:
         return importlib.import_module(f"streamload.{name}")
+    if name in _FROM_LATER:
+        return getattr(importlib.import_module(f"streamload.{_FROM_LATER[name]}"), name)
     raise AttributeError(f"module 'streamload' has no attribute {name!r}")
 
 

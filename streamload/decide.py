@@ -285,6 +285,29 @@ class Place:
         coded = {name: Coded(*each) for name, each in found.items()}
         return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded, model)
 
+    def match(
+        self,
+        checkpoint: Checkpoint,
+        options: Options,
+        found: Found,
+        strictness: Strictness,
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+    ) -> Match:
+        """Match the model to a checkpoint, by name and shape; the arguments are `Decision.make`'s.
+
+        Raises:
+            StateDictMismatchError: they do not match.
+        """
+        fill, skipped, tied = found
+        match = match_parameters(
+            *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
+            *(self.reusable, self.coded),
+        )
+        match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
+        if fill or skipped:  # a rank may have nothing to load
+            match.warn_of_little(checkpoint.path, suggest)
+        return match
+
     def specs(
         self, options: Options, bf16_undecided: bool, devices: Devices | None = None
     ) -> list[DeviceSpec]:
@@ -374,22 +397,10 @@ class Decision:
             strictness: whether model and checkpoint must have the same names and shapes.
             suggest: says what to write where they have not.
         """
-        fill, skipped, tied = found
+        fill, _, tied = found
         match = None
         if place.owner is not None:
-            match = match_parameters(
-                checkpoint,
-                place.parameters,
-                fill,
-                tied,
-                place.keep,
-                options.policy,
-                place.reusable,
-                place.coded,
-            )
-            match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
-            if fill or skipped:  # a rank may have nothing to load
-                match.warn_of_little(checkpoint.path, suggest)
+            match = place.match(checkpoint, options, found, strictness, suggest)
             tied = {}  # the model says what is tied
 
         def demanded(quant: QuantPolicy) -> _Demand:

@@ -500,6 +500,19 @@ class OutOfRangeError(CastError):
         )
 
 
+class OffloadError(StreamloadError, RuntimeError):
+    """A model whose layers stream through slots was used in a way that it cannot be.
+
+    Attributes:
+        problem: why, and what to do instead.
+    """
+
+    problem: str
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, problem=problem)
+
+
 class DeviceError(StreamloadError, RuntimeError):
     """A device that failed, or cannot do what was asked.
 

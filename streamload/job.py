@@ -6,7 +6,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
-from streamload.devices.base import Addressed, Buffer, Device
+from streamload.devices.base import Addressed, Buffer, Device, Ticket
 from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
@@ -97,7 +97,24 @@ class Job:
         opener: Opener,
         headroom: Headroom | None,
         changes: Changes,
+        sent: Callable[[Unit, Sequence[Ticket]], None] = lambda unit, tickets: None,
     ) -> None:
+        """Look at a plan.
+
+        Args:
+            plan: what to do.
+            checkpoint: the headers that it was made from.
+            target: what is filled.
+            devices: by name, every device of the plan.
+            progress: told the file bytes read so far.
+            opener: opens the shards.
+            headroom: looks whether there still is what was promised; None looks nowhere.
+            changes: what changes values on the way.
+            sent: told by a worker's thread of a unit whose copies have been begun, with tickets of
+                those that may not have ended. An error may come still: `Target.finish` says when
+                all is well.
+        """
+        self.sent = sent
         self.plan = plan
         self.changes = changes
         self.devices = devices
@@ -154,10 +171,22 @@ class Job:
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
         self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
 
-    def units(self) -> Iterator[Unit]:
-        """Cut the plan into units, made one by one in the order in which they are read."""
-        pieces = self._cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
-        return _units(pieces, self)
+    def units(self, some: range | None = None) -> Iterator[Unit]:
+        """Cut the plan into units, made one by one in the order in which they are read.
+
+        Args:
+            some: numbers of placements that follow each other, in the order of the files, for
+                units of these alone; None for all.
+        """
+        cut, first = self._cut, 0
+        if some is not None:
+            placements = self.plan.placements[some.start : some.stop]
+            cut, first = (
+                Cut(replace(self.plan, placements=placements), self._checkpoint),
+                some.start,
+            )
+        pieces = cut.packs_and_chunks(self._chunk_nbytes, self.unit_nbytes, _MAX_UNIT_CHUNKS)
+        return _units((piece.moved(first) for piece in pieces) if first else pieces, self)
 
     def open(self, shard: int) -> Reader:
         """Open a shard's file."""

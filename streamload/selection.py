@@ -12,6 +12,11 @@ from typing import Self
 Patterns = str | Sequence[str]
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of some patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
     """Raise ValueError for a pattern that matches no name, as a slip does. "*" may match none."""
     for pattern in patterns:
@@ -52,8 +57,8 @@ class Selection:
 
     def __contains__(self, name: str) -> bool:
         """Whether the tensor of this name is meant."""
-        selected = not self.select or any(fnmatchcase(name, p) for p in self.select)
-        return selected and not any(fnmatchcase(name, p) for p in self.exclude)
+        selected = not self.select or matches(name, self.select)
+        return selected and not matches(name, self.exclude)
 
 
 def _patterns(given: Patterns) -> tuple[str, ...]:

@@ -87,13 +87,13 @@ def stream(
             casts = DeviceCasts(name, devices[name], plan)
             job.casts[name] = stack.enter_context(closing(casts))
         units = job.units()
-        crew = _Crew(job, plan.threads, interrupt)
+        crew = Crew(job, plan.threads, interrupt)
         stack.callback(crew.join)
         opened: deque[int] = deque()  # shards
         submitted: Counter[int] = Counter()  # units, by shard
         try:
-            batches = _batches(units, job, plan.threads)
-            for shard, of_shard in groupby(batches, lambda batch: batch[0][0].shard):
+            together = batches(units, job, plan.threads)
+            for shard, of_shard in groupby(together, lambda batch: batch[0][0].shard):
                 while len(opened) >= _OPEN_SHARDS and (
                     len(opened) >= _MOST_OPEN_SHARDS
                     or crew.is_enough(sum(submitted[other] for other in opened))
@@ -131,7 +131,7 @@ def stream(
         return job.stats
 
 
-def _batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[Unit]]:
+def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[Unit]]:
     """Hand out units that go as they are several at a time, fewer towards the end of the load.
 
     A worker then goes from one to the next by itself: waking threads costs more than reading.
@@ -164,7 +164,7 @@ def _go_together(a: Unit, b: Unit, job: Job) -> bool:
     return one.shard == other.shard and bulk
 
 
-class _Crew:
+class Crew:
     """The workers, and the two queues between them and the streaming thread."""
 
     def __init__(self, job: Job, threads: int, interrupt: Interrupt) -> None:
@@ -184,7 +184,7 @@ class _Crew:
         self._threads: list[threading.Thread] = []
         self._to_start = threads
         self._failures: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
-        interrupt.wake = self._wake
+        interrupt.wake = self.wake
 
     def submit(self, reader: Reader, batch: Sequence[Unit]) -> None:
         """Hand out units; waits while enough are under way. Raises what a worker met."""
@@ -257,15 +257,32 @@ class _Crew:
         if failure is not None:
             self._failures.put(failure)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Wake the streaming thread; called between any two instructions."""
         self._done.put(None)
         # the thread itself may wait for a server, and hold locks of that
         if self._inline is not None and self._interrupt.will_raise:
             threading.Thread(target=self._job.stop, name="streamload-stop").start()
 
-    def _receive(self) -> None:
-        outcomes = self._done.get()
+    def wait(self, seconds: float) -> bool:
+        """Wait for what a worker has done, or for `wake`. Raises what a worker met.
+
+        Args:
+            seconds: the longest wait.
+
+        Returns:
+            Whether there was either.
+        """
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        try:
+            self._receive(seconds)
+        except queue.Empty:
+            return False
+        return True
+
+    def _receive(self, seconds: float | None = None) -> None:
+        outcomes = self._done.get(timeout=seconds)
         if outcomes is None:  # woken by Ctrl-C
             self._interrupt.check()
             return

@@ -123,7 +123,7 @@ class Worker:
                 with suppress(Exception):
                     ticket.wait()
         if failure is None:  # first: whoever is given an outcome may want no more
-            self._under_way.append(_UnderWay(unit, counts, tickets))
+            self._has_begun(unit, counts, tickets)
         yield from self._take_finished()
         if failure is not None or not tickets:
             yield from self.settle()  # slots are filled in turn, and this unit is out of turn
@@ -231,7 +231,7 @@ class Worker:
             last = range(max(begins[index], done - len(slots)), begins[index + 1])
             stagings = [slots[at % len(slots)].staging for at in last]
             tickets = [_SlotTicket(staging, bulk.ticket(staging)) for staging in stagings]
-            self._under_way.append(_UnderWay(unit, [NO_COUNTS] * len(unit), tickets))
+            self._has_begun(unit, [NO_COUNTS] * len(unit), tickets)
         self._refilled(())
         self._slots[name].rotate(-done)
         yield from self._take_finished()
@@ -246,6 +246,11 @@ class Worker:
         problem = f"a copy failed: status {failure.code}"
         yield whole[begun], [], DeviceError(name, problem)
         return begun + 1, None
+
+    def _has_begun(self, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]) -> None:
+        """All bytes of a unit have been read, and their copies begun."""
+        self._under_way.append(_UnderWay(unit, counts, tickets))
+        self._job.sent(unit, [ticket for _, ticket in tickets])
 
     def _goes_in_bulk(self, unit: Unit, device: str) -> bool:
         """Whether all bytes of a unit go as they are, one after the other: a gap is not read."""

@@ -27,7 +27,17 @@ LAYERS = (
         "computed",
     ),
     # their __init__.py: a docstring
-    ("bench", "cast", "checkpoint", "conversion", "devices", "nodes", "planning", "quant"),
+    (
+        "bench",
+        "cast",
+        "checkpoint",
+        "conversion",
+        "devices",
+        "nodes",
+        "offloading",
+        "planning",
+        "quant",
+    ),
     ("nodes.group",),
     ("nodes.store",),
     ("nodes.mpi", "nodes.torch"),
@@ -59,6 +69,7 @@ LAYERS = (
     ("quant.dequant_fp8", "quant.dequant_four_bit", "quant.dequant_int8", "quant.dequant_mxfp4"),
     ("quant.q4_0",),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache", "planning.parts"),
+    ("planning.activations", "planning.residency"),
     ("planning.partition",),
     ("planning.plan",),
     ("nodes.gather",),
@@ -76,7 +87,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
-    ("devices.torch_modules", "nn"),
+    ("devices.torch_modules", "devices.torch_streamed", "nn"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -101,7 +112,9 @@ LAYERS = (
     ("hints",),
     ("decide",),
     ("load",),
-    ("iterate",),
+    ("iterate", "offloading.deciding", "offloading.rounds", "offloading.rows"),
+    ("offloading.report", "offloading.torch_model"),
+    ("offloading.entrance",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
     ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
     ("transformers.adapter", "transformers.arguments"),
@@ -141,7 +154,8 @@ _TRANSFORMERS = tuple(
 FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
     "torch": (
-        *("devices.torch", "devices.torch_modules", "devices.torch_tensors"),
+        *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
+        *("devices.torch_tensors", "offloading.torch_model"),
         *("nodes.torch", "bench.loaders"),
         *_TRANSFORMERS,
         "diffusers",
@@ -161,6 +175,7 @@ READ_ENVIRONMENT = (
 START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+    "offloading.rounds",  # what brings layers while the caller computes
     "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load
 )

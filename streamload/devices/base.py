@@ -328,6 +328,15 @@ class Device(HostVisible, Staged, Protocol):
         """Wait for all work on the device."""
         return None
 
+    def follow(self, ticket: Ticket) -> None:
+        """Let what the calling thread queues from now on come after a copy of this device."""
+        ticket.wait()
+
+    def mark(self) -> Ticket | None:
+        """The end of what the calling thread has queued so far; None where it has ended."""
+        self.synchronize()
+        return None
+
     def allocated_nbytes(self) -> int | None:
         """What the framework's own counter says is allocated; None where it has none."""
         return None

@@ -68,6 +68,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuStreamDestroy_v2": (_pointer,),
     "cuStreamQuery": (_pointer,),
     "cuStreamSynchronize": (_pointer,),
+    "cuStreamWaitEvent": (_pointer, _pointer, _uint),
 }
 
 
@@ -157,6 +158,13 @@ class Context:
             status = _driver().slow.cuStreamSynchronize(stream)
         self._pop(self._popped)
         self.check(status, "earlier work on the device")
+
+    def order(self, stream: int, slot: PinnedStaging) -> None:
+        """Let a stream wait for the copies that were begun from a slot last."""
+        self.check(self._push(self.handle), "cuCtxPushCurrent")
+        status = _driver().quick.cuStreamWaitEvent(stream, slot.event, 0)
+        self._pop(self._popped)
+        self.check(status, "cuStreamWaitEvent")
 
     def copy(self, staging: PinnedStaging, start: int, nbytes: int, address: int) -> None:
         """Begin to copy bytes of staging to a device address; `PinnedStaging.wait` ends it."""

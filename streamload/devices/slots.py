@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -47,6 +47,11 @@ class SlotParameter(EntryParameter):
             container, key = self._entries[0]
             return [container[key]]
         return list({id(c[k]): c[k] for c, k in self._entries}.values())
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """Where the model has it."""
+        return self._entries
 
     def _swap(self, new: Callable[[Any], Any]) -> None:
         """Put ``new(object)`` in the place of each object."""

@@ -316,6 +316,18 @@ def _cpu_multiplies(dtype: str) -> bool:
     return False
 
 
+class _Event:
+    """The ticket of what was queued on a stream."""
+
+    def __init__(self, device: ROCmDevice, event: torch.cuda.Event) -> None:
+        self._device, self._event = device, event
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        with self._device._translated("what a model computed"):
+            self._event.synchronize()
+
+
 class ROCmDevice(TorchDevice):
     """What torch calls CUDA too: its caching allocator, and torch's own copies."""
 
@@ -345,6 +357,12 @@ class ROCmDevice(TorchDevice):
         """Wait for the device."""
         with self._translated("earlier work on the device"):
             torch.cuda.synchronize(self.torch_device)
+
+    def mark(self) -> Ticket | None:
+        """An event on the current stream; a wait for it sleeps."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return _Event(self, event)
 
     def allocated_nbytes(self) -> int | None:
         """What the caching allocator has handed out."""
@@ -393,6 +411,11 @@ class CUDADevice(cuda.Copies, ROCmDevice):
         tensors = super().allocate_all(kinds)
         self.context.finish(_raw_stream(self._index))
         return tensors
+
+    def follow(self, ticket: Ticket) -> None:
+        """Let the current stream wait for the copy; the host does not."""
+        assert isinstance(ticket, cuda.PinnedStaging), ticket
+        self.context.order(_raw_stream(self._index), ticket)
 
     def _brought_up(self, staging: Staging, start: int, nbytes: int) -> torch.Tensor:
         raw = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,8 @@ _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its seg
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
 #: On a module: by the leaf of a parameter's name, what it holds the codes of, as in `Swap.coded`.
 CODED = "_streamload_coded"
+#: On what stands in a module for a weight that streams: its name.
+STREAMED = "_streamload_streamed"
 # on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
 _INVALID = "_streamload_invalid"
 
@@ -60,7 +62,9 @@ class _Raises:
         """Answer questions about the tensor; raise for what would compute with its values."""
         if func.__name__ not in _ASKED:
             raise DeviceError(
-                "torch", f"a load failed and left this tensor without values ({func.__name__})"
+                "torch",
+                "this tensor has no values: a load failed, or its offload was closed "
+                f"({func.__name__})",
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
@@ -268,6 +272,8 @@ def _why_refused(tensor: torch.Tensor) -> str:
     """Why a tensor cannot be written as a block of bytes, or ""."""
     if isinstance(tensor, _Raises):
         return ""
+    if hasattr(tensor, STREAMED):
+        return "it is offloaded: close() the model first"
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         return "it has no shape yet: run its lazy module once"
     if type(tensor) not in _PLAIN and type(tensor.data) is not torch.Tensor:
@@ -436,6 +442,11 @@ def _unwrapped(name: str, wrappers: Sequence[tuple[str, str]]) -> str:
         if name.startswith(before):
             name = after + name.removeprefix(before)
     return name
+
+
+def unwrapped_names(model: nn.Module) -> Callable[[str], str]:
+    """What gives a name inside a model without what its wrappers put into it."""
+    return partial(_unwrapped, wrappers=_wrappers(model))
 
 
 def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
 from operator import attrgetter
 from typing import Any, NamedTuple, overload
@@ -89,6 +89,10 @@ class Chunk:
         """Bytes that it takes in a staging slot: raw ones where the device casts."""
         return self.read_nbytes if placement.cast == "device" else self.stop - self.start
 
+    def moved(self, places: int) -> Chunk:
+        """The same of the placement so many places on."""
+        return replace(self, placement=self.placement + places)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack(Sequence[Chunk]):
@@ -111,6 +115,10 @@ class Pack(Sequence[Chunk]):
     def placements(self) -> range:
         """Indices in ``Plan.placements``."""
         return range(self.first, self.first + len(self))
+
+    def moved(self, places: int) -> Pack:
+        """The same of the placements so many places on."""
+        return replace(self, first=self.first + places)
 
     @property
     def start(self) -> int:

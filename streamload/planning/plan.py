@@ -288,7 +288,10 @@ class Placements(Sequence[Placement]):
         """Those on one device."""
         if all(kind.device == device for kind, _ in self.counted):
             return self
-        places = [at for at, kind in enumerate(self.kinds) if kind.device == device]
+        return self.chosen([at for at, kind in enumerate(self.kinds) if kind.device == device])
+
+    def chosen(self, places: Sequence[int]) -> Placements:
+        """Those of these numbers, in this order."""
         return Placements(*([column[at] for at in places] for column in self._columns))
 
     @property

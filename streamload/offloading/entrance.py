@@ -1,0 +1,234 @@
+"""`offload`: what fits stays on the device, the rest streams through it at every pass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, Unpack
+
+from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
+from streamload.decide import Decision, Options, Place
+from streamload.devices.base import Device
+from streamload.errors import OffloadError
+from streamload.load import read_call, run, uncollected
+from streamload.offloading.deciding import OffloadPlan, decide
+from streamload.offloading.report import OffloadReport
+from streamload.offloading.rounds import Layer, Rounds
+from streamload.options import NO_TRANSFER, LoadOptions, Strictness, takes
+from streamload.planning.demand import DeviceSpec, Wants
+from streamload.planning.planner import CastChoice
+from streamload.report import Clock, LoadReport
+from streamload.selection import Patterns, Selection, check_patterns
+
+#: By framework, the module that knows its models.
+_MODELS: Mapping[str, tuple[str, str]] = {
+    "torch": ("streamload.offloading.torch_model", "TorchModel"),
+}
+
+
+class Offloaded:
+    """A model that is offloaded, until `close` or the end of a ``with`` block.
+
+    Attributes:
+        plan: what stays on the device, and what streams.
+        load: what loading that which stays did.
+    """
+
+    def __init__(
+        self, plan: OffloadPlan, load: LoadReport, model: Any, rounds: Rounds | None
+    ) -> None:
+        self.plan, self.load = plan, load
+        self._model, self._rounds = model, rounds
+
+    @property
+    def report(self) -> OffloadReport:
+        """What it did so far."""
+        timed, rounds = self._model.timed, self._rounds
+        names = self.plan.residency.streams
+        stats = rounds.stats if rounds is not None else None
+        return OffloadReport(
+            plan=self.plan,
+            load=self.load,
+            passes=timed.passes,
+            read_nbytes=stats.read_nbytes if stats else 0,
+            seconds=timed.seconds,
+            stalls=dict(zip(names, stats.stalls, strict=True)) if stats else {},
+            misses=stats.misses if stats else 0,
+            wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats and stats.busy_s else 0.0,
+        )
+
+    def close(self) -> None:
+        """End the streaming and give the slots back.
+
+        What stayed on the device stays there. What streamed holds nothing any more, and raises when
+        it is used, until the model is loaded or offloaded again. Nothing where it was closed.
+
+        Raises:
+            OffloadError: a pass is under way.
+        """
+        if self._rounds is not None:
+            self._rounds.close("the model's offload was closed: offload or load it again")
+        self._model.take_out()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+@takes(transfer=NO_TRANSFER)
+def offload(
+    model: Any,
+    path: CheckpointLike,
+    *,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    **options: Unpack[LoadOptions],
+) -> Offloaded:
+    """Let a model run that is larger than its budget.
+
+    What fits stays on the device. The layers that do not fit stream through slots of it at every
+    pass, while the layer before computes, straight from the checkpoint: nothing is copied back, and
+    the budget holds. A model that fits is loaded, and its passes cost nothing more.
+
+        with streamload.offload(model, "Llama-3-8B/", budget="3GB") as offloaded:
+            model.generate(...)
+        print(offloaded.report)
+
+    The weights of a layer are there while its module computes, for one thread at a time. The model
+    cannot be trained, saved, moved or copied; its checkpoint is what it is.
+
+    Args:
+        model: a torch module; on the meta device to start with, or wherever it is.
+        path: as in `load_state_dict`.
+        tokens: leave room for what a pass of so many tokens (of all sequences together) computes
+            beside weights and cache, as ``config.json`` tells, so that all of it stays under the
+            budget. None leaves none: what passes compute is beside the budget.
+        stay: patterns of names of parameters that stay on the device.
+        device: one device; see `load_state_dict`.
+        **options: see `LoadOptions`.
+
+    Returns:
+        What streams it; its ``report`` says what passes did.
+
+    Raises:
+        PlanInfeasibleError: not even the largest layer and what must stay fit; before any data is
+            read or any memory is allocated.
+        OffloadError: the model cannot be offloaded.
+        StateDictMismatchError: model and checkpoint do not match; before any data is read.
+        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        DeviceError: the device is not there, does not work, or failed.
+        ValueError: an argument is invalid.
+
+    A pass raises what its layers meet: FileChangedError where a file is not what it was,
+    OffloadError where two threads run the model at once. The model can run again after it.
+    """
+    clock = Clock()
+    strictness = Strictness.read(options)
+    kept = Selection.parse(stay).select
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
+    if options["quant"] is not None:
+        raise ValueError(
+            "quant: layers stream as they are stored: quantise the checkpoint once, with "
+            "streamload convert IN OUT --quant FORMAT, and offload that"
+        )
+    if options["residence"] != "memory":
+        raise ValueError('residence: layers stream through memory: leave it out (it is "memory")')
+    with uncollected():
+        checkpoint, read, found = read_call(path, model, **options)
+        place = Place.look(model, checkpoint, read, options["device"])
+        if place.owner is None or place.owner.name not in _MODELS:
+            raise OffloadError(f"models of {type(model).__module__} are not offloaded here")
+        if len(place.devices.opened) != 1:
+            names = ", ".join(place.devices.opened)
+            raise OffloadError(f"a model is offloaded to one device, not to {names}")
+        ((name, device),) = place.devices.opened.items()
+        match = place.match(checkpoint, read, found, strictness)
+        wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
+        spec, cast = _described(place, read, wants)
+        dsts = wants.dsts(read.policy, spec.native_bf16)
+        module, kind = _MODELS[place.owner.name]
+        adapter = getattr(importlib.import_module(module), kind)(model, match.parameters)
+        check_patterns("stay", kept, [n for p in match.parameters.values() for n in p.names])
+        sizes = wants.nbytes(read.policy, spec.native_bf16)
+        groups = adapter.groups(checkpoint, wants, sizes, kept, read.changes.by_tensor)
+        made = decide(
+            *(read, checkpoint, wants, spec, groups, cast),
+            tokens=tokens,
+            held_nbytes=place.held.get(name, 0),
+        )
+        stays = {*made.residency.stays}
+        kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
+        decided = _loaded(made, place, checkpoint, read, found, kept_names, strictness)
+    adapter.empty(made, wants)
+    rounds = None
+    try:
+        report = run(decided, options["progress"], clock)
+        if made.stream is not None:
+            rounds = _rounds(made, checkpoint, device, adapter, read)
+        knobs = read.knobs
+        if made.residency.streams or made.residency.gathers:
+            adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
+    except BaseException:
+        if rounds is not None:
+            rounds.close("it could not be offloaded")
+        adapter.take_out()
+        raise
+    return Offloaded(made, report, adapter, rounds)
+
+
+def _described(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
+    """The device, and the cast engine."""
+    policy, knobs = read.policy, read.knobs
+    specs = place.specs(read, wants.needs_native_bf16(policy))
+    clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
+    (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
+    return spec, "llvm" if knobs.cast == "auto" else knobs.cast
+
+
+def _loaded(
+    made: OffloadPlan,
+    place: Place,
+    checkpoint: Checkpoint,
+    read: Options,
+    found: Any,
+    names: Sequence[str],
+    strictness: Strictness,
+) -> Decision:
+    """Decide the load of what stays."""
+    fill, _, tied = found
+    chosen = set(names)
+    kept = [p for p in place.parameters if chosen.intersection(p.names)]
+    theirs = {each for p in kept for each in p.names}
+    part = replace(place, parameters=kept, reusable={}, held=dict.fromkeys(place.held, 0))
+    rest = {name: source for name, source in fill.items() if name in theirs}
+    ties = {name: other for name, other in tied.items() if name in theirs}
+    room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
+    options = replace(read, room=replace(read.room, reserve_nbytes=room, cache=None))
+    return Decision.make(part, checkpoint, options, (rest, [], ties), strictness)
+
+
+def _rounds(
+    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: Any, read: Options
+) -> Rounds:
+    """Allocate the slots."""
+    assert made.stream is not None
+    slot_nbytes = made.residency.slot_nbytes
+    sizes = {layer.name: layer.nbytes for layer in made.sizes}
+    layers = [
+        Layer(
+            name,
+            placements,
+            -(-sizes[name] // slot_nbytes),
+            sum(made.stream.placements[at].src_nbytes for at in placements),
+        )
+        for name, placements in zip(made.residency.streams, made.layer_placements, strict=True)
+    ]
+    memory = adapter.slots(made, device)
+    return Rounds(
+        *(made.stream, checkpoint, device, layers, memory, made.residency.slots, read.changes)
+    )

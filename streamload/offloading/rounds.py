@@ -1,0 +1,460 @@
+"""Layers that take turns in slots of a device, pass after pass.
+
+`Rounds` is a load that goes round: the workers of `stream.Crew` fill slots with the layers that are
+needed next, while the thread that runs the model computes with those that are there. Layers are
+asked for by that thread, in an order that is learned from it: where it asks for another than was
+expected, that one is brought at once. A slot is filled again when the device has computed with what
+it holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+from streamload.changes import NO_CHANGES, Changes
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.device_casts import DeviceCasts
+from streamload.devices.base import Buffer, Device, Ticket
+from streamload.errors import OffloadError
+from streamload.interrupt import Interrupt
+from streamload.job import Job, Unit, written_nbytes
+from streamload.planning.budget import STAGING, Ledger
+from streamload.planning.plan import UNREAD, Plan
+from streamload.reading import Opener, open_shard
+from streamload.stream import Crew, batches
+
+# After so long without a pass, threads end, and staging and files are given back until the next.
+_IDLE_S = 2.0
+_LOOK_S = 0.1  # whether that is so, or the program ends
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What streams together.
+
+    Attributes:
+        name: its name.
+        placements: numbers of its placements in the plan, which follow each other.
+        slots: how many slots it takes, side by side.
+        read_nbytes: what is read of the files for it.
+    """
+
+    name: str
+    placements: range
+    slots: int
+    read_nbytes: int
+
+
+class SlotMemory(Protocol):
+    """The slots of a device: memory at addresses that stay."""
+
+    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """A buffer for each placement of a layer that begins at a slot."""
+
+    def close(self) -> None:
+        """Give the memory back, when nothing uses it any more."""
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """What passes did, so far.
+
+    Attributes:
+        read_nbytes: file bytes read.
+        used: how often each layer was asked for.
+        stalls: seconds that each was waited for.
+        misses: how often a layer was asked for that was not expected next.
+        busy_s: seconds in which layers were on their way.
+    """
+
+    read_nbytes: int = 0
+    used: list[int] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    misses: int = 0
+    busy_s: float = 0.0
+
+
+class Rounds:
+    """The layers that stream, the slots, and what is in them.
+
+    One thread at a time runs the model: it calls `acquire` before it computes with a layer, and
+    `release` when it has queued that. All else is done by threads that are started when a layer
+    is asked for, and end when none is for a while.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        device: Device,
+        layers: Sequence[Layer],
+        memory: SlotMemory,
+        slots: int,
+        changes: Changes = NO_CHANGES,
+        opener: Opener = open_shard,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            plan: of the placements of all layers, on one device.
+            checkpoint: the headers that it was made from.
+            device: where they go.
+            layers: in the order in which passes are expected to ask for them.
+            memory: the slots.
+            slots: how many there are.
+            changes: what changes values on the way.
+            opener: opens the files.
+        """
+        self.stats = RoundStats(used=[0] * len(layers), stalls=[0.0] * len(layers))
+        self._plan, self._checkpoint, self._device = plan, checkpoint, device
+        self._layers, self._memory = layers, memory
+        self._changes, self._opener = changes, opener
+        placements = plan.placements
+        self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
+        self._nbytes = [
+            sum(placements[p].nbytes for p in layer.placements if placements[p].cast not in UNREAD)
+            for layer in layers
+        ]
+        self._next = [(number + 1) % len(layers) for number in range(len(layers))]
+        self._holds: list[int | None] = [None] * slots
+        self._at: dict[int, int] = {}  # first slots, by layer that is there or being filled
+        self._filling: set[int] = set()
+        self._busy_since = 0.0
+        self._left: dict[int, int] = {}  # bytes that are still to be sent, by layer
+        self._tickets: dict[int, list[Ticket]] = {}  # of copies that may not have ended, by layer
+        self._computing: dict[int, int] = {}  # by layer, uses that the device has not ended
+        self._user: tuple[int, int] | None = None  # layer, and the thread that computes with it
+        self._last: int | None = None  # the layer that was asked for last
+        self._wanted: int | None = None  # the layer that is waited for
+        self._error: BaseException | None = None
+        self._closed = ""
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        self._crew: Crew | None = None
+        self._ended: SimpleQueue[tuple[int, Ticket] | None] = SimpleQueue()
+        self._reaper: threading.Thread | None = None
+
+    # --- the thread that runs the model -------------------------------------------------------
+
+    def acquire(self, number: int) -> Sequence[Buffer]:
+        """Wait until a layer is in its slots; it stays until `release`.
+
+        Returns:
+            A buffer for each of its placements.
+
+        Raises:
+            OffloadError: it is closed, or another thread computes with a layer now.
+            StreamloadError: the layer could not be brought. It is tried again when it is asked for
+                again.
+        """
+        me, begun = threading.get_ident(), time.perf_counter()
+        with self._changed:
+            self._check_usable(me)
+            self._follow(number)
+            self._wanted = number
+            try:
+                while number not in self._at or number in self._filling:
+                    self._start()
+                    self._wake()
+                    self._changed.wait()
+                    self._check_usable(me)
+                    if self._error is not None:
+                        error, self._error = self._error, None
+                        raise error
+            finally:
+                self._wanted = None
+            for ticket in self._tickets.pop(number, ()):
+                self._device.follow(ticket)
+            self._user = number, me
+            self.stats.used[number] += 1
+            self.stats.stalls[number] += time.perf_counter() - begun
+            self._wake()  # the next may go where the one before was
+            return self._memory.buffers(number, self._at[number])
+
+    def release(self, number: int, ticket: Ticket | None) -> None:
+        """All is queued that computes with a layer.
+
+        Args:
+            number: of the layer.
+            ticket: of what was queued; None where it has ended.
+        """
+        with self._changed:
+            self._user = None
+            if ticket is not None:
+                self._computing[number] = self._computing.get(number, 0) + 1
+                if self._reaper is None:
+                    self._reaper = _started(self._reap, "streamload-reaper")
+                self._ended.put((number, ticket))
+            self._wake()
+
+    def close(self, why: str) -> None:
+        """End all threads and give the slots back; later calls of `acquire` say why.
+
+        Raises:
+            OffloadError: a thread computes with a layer now.
+        """
+        with self._changed:
+            if self._user is not None:
+                raise OffloadError("it cannot be closed while a pass computes with a layer")
+            if self._closed:
+                return
+            self._closed = why
+            self._changed.notify_all()
+            self._wake()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._device.synchronize()  # what computes with the slots
+        self._memory.close()
+
+    def _check_usable(self, me: int) -> None:
+        if self._closed:
+            raise OffloadError(self._closed)
+        if self._user is not None and self._user[1] != me:
+            name = self._layers[self._user[0]].name
+            raise OffloadError(
+                f"two threads run the model at once, one in {name}: its layers take turns in the "
+                "same memory, so let one thread run it, or offload a copy for each"
+            )
+
+    def _follow(self, number: int) -> None:
+        """Learn the order: this layer came after the last."""
+        if self._last is not None and self._next[self._last] != number:
+            self._next[self._last] = number
+            self.stats.misses += 1
+        self._last = number
+
+    # --- what is brought next -----------------------------------------------------------------
+
+    def _order(self) -> list[int]:
+        """The layers in the order in which they are needed from now on."""
+        if self._last is None:
+            return [*range(len(self._layers))]
+        first = self._wanted
+        if first is None:
+            first = self._next[self._last]
+        order = dict.fromkeys([first])
+        at = self._next[first]
+        while at not in order:
+            order[at] = None
+            at = self._next[at]
+        return list(order)
+
+    def _pick(self) -> tuple[int, int] | None:
+        """The layer to be brought next, and its first slot; None where there is none for now."""
+        order = self._order()
+        distance = {number: at for at, number in enumerate(order)}
+        for at, number in enumerate(order):
+            if number not in self._at:
+                first = self._room_for(number, at, distance)
+                return None if first is None else (number, first)
+        return None
+
+    def _room_for(self, number: int, at: int, distance: Mapping[int, int]) -> int | None:
+        """The first of the slots whose layers are needed last, and later than this one."""
+        best, best_distance = None, at
+        slots = self._layers[number].slots
+        for first in range(len(self._holds) - slots + 1):
+            held = {each for each in self._holds[first : first + slots] if each is not None}
+            if any(each in self._filling or self._is_used(each) for each in held):
+                continue
+            nearest = min(
+                (distance.get(each, len(self._layers)) for each in held),
+                default=len(self._layers) + 1,
+            )
+            if nearest > best_distance:
+                best, best_distance = first, nearest
+        return best
+
+    def _is_used(self, number: int) -> bool:
+        in_use = self._user is not None and self._user[0] == number
+        return in_use or bool(self._computing.get(number))
+
+    def _take(self, number: int, first: int) -> None:
+        """Let a layer have its slots."""
+        for at in range(first, first + self._layers[number].slots):
+            self._drop(self._holds[at])
+            self._holds[at] = number
+        self._at[number] = first
+        self._left[number] = self._nbytes[number]
+        self._tickets[number] = []
+        if not self._filling:
+            self._busy_since = time.perf_counter()
+        self._filling.add(number)
+
+    def _drop(self, number: int | None) -> None:
+        if number is None:
+            return
+        self._at.pop(number, None)
+        self._tickets.pop(number, None)
+        self._filling.discard(number)
+        self._holds = [None if held == number else held for held in self._holds]
+
+    # --- the thread that brings layers --------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = _started(self._serve, "streamload-rounds")
+
+    def _wake(self) -> None:
+        if self._crew is not None:
+            self._crew.wake()
+
+    def _serve(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._bring()
+        except BaseException as failure:
+            error = failure
+        with self._changed:
+            self._crew = self._thread = None
+            self._forget(everything=error is not None)
+            if self._reaper is not None:  # it ends when it has waited for what was queued
+                self._ended.put(None)
+                self._reaper = None
+            self._error = error if self._wanted is not None else None
+            self._changed.notify_all()
+
+    def _forget(self, *, everything: bool) -> None:
+        """Forget what is being brought, or all that nothing computes with: it may be wrong too."""
+        for number in [*self._at] if everything else [*self._filling]:
+            if not self._is_used(number):
+                self._drop(number)
+        self._filling.clear()
+        self._tickets.clear()
+
+    def _bring(self) -> None:
+        """Bring layers until nobody has asked for one for a while."""
+        plan, device = self._plan, self._device
+        target = _SlotTarget(self._layers)
+        ledger = Ledger(
+            {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
+        )
+        devices = {d.device: device for d in plan.devices}
+        with ExitStack() as stack:
+            for d in plan.devices:
+                stack.enter_context(ledger.lease(d.device, d.scratch_nbytes))
+            stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
+            job = Job(
+                *(plan, self._checkpoint, target, devices, lambda nbytes: None),
+                *(self._opener, None, self._changes, self._sent),
+            )
+            for name in job.casting:
+                casts = DeviceCasts(name, device, plan)
+                job.casts[name] = stack.enter_context(closing(casts))
+            work = [
+                list(batches(job.units(layer.placements), job, plan.threads))
+                for layer in self._layers
+            ]
+            crew = Crew(job, plan.threads, Interrupt(None))
+            stack.callback(job.close_all)
+            stack.callback(crew.join)
+            try:
+                self._go_round(job, crew, target, work)
+            except BaseException as error:
+                with self._changed:
+                    self._forget(everything=True)  # before staging goes, and with it its tickets
+                job.fail(error)
+                raise
+            with self._changed:
+                self._tickets.clear()
+            crew.end()
+
+    def _go_round(
+        self, job: Job, crew: Crew, target: _SlotTarget, work: Sequence[Sequence[Sequence[Unit]]]
+    ) -> None:
+        idle_since = time.monotonic()
+        with self._changed:
+            self._crew = crew
+        while True:
+            with self._changed:
+                if self._closed:
+                    break
+                picked = self._pick()
+                if picked is not None:
+                    self._take(*picked)
+                elif self._is_idle(idle_since):
+                    self._crew = None
+                    break
+            if picked is None:
+                if crew.wait(_LOOK_S):
+                    idle_since = time.monotonic()
+                continue
+            number, first = picked
+            target.place(number, self._memory.buffers(number, first))
+            if not work[number]:
+                self._filled(number)
+            for batch in work[number]:
+                job.begin(batch)
+                crew.submit(job.open(batch[0][0].shard), batch)
+            self.stats.read_nbytes += self._layers[number].read_nbytes
+            idle_since = time.monotonic()
+        crew.drain()
+
+    def _is_idle(self, since: float) -> bool:
+        if not threading.main_thread().is_alive():
+            return True
+        busy = self._wanted is not None or self._user is not None
+        busy = busy or bool(self._filling) or any(self._computing.values())
+        return not busy and time.monotonic() - since >= _IDLE_S
+
+    def _sent(self, unit: Unit, tickets: Sequence[Ticket]) -> None:
+        """The copies of a unit have been begun."""
+        number = self._layer_of[unit[0].placement]
+        with self._changed:
+            self._tickets[number] = [*self._tickets.get(number, ()), *tickets]
+            self._left[number] -= written_nbytes(unit)
+            if not self._left[number]:
+                self._filled(number)
+
+    def _filled(self, number: int) -> None:
+        """All of a layer is in its slots, or on its way there."""
+        with self._changed:
+            self._filling.discard(number)
+            if not self._filling:
+                self.stats.busy_s += time.perf_counter() - self._busy_since
+            self._changed.notify_all()
+
+    def _reap(self) -> None:
+        """Wait for what computes with slots; they can be filled when it has ended."""
+        while (item := self._ended.get()) is not None:
+            number, ticket = item
+            with suppress(BaseException):  # the thread that computes meets it too
+                ticket.wait()
+            with self._changed:
+                self._computing[number] -= 1
+                self._wake()
+
+
+class _SlotTarget:
+    """The slots as a stream fills them."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._buffers: dict[int, Buffer] = {}
+        self._layers = layers
+
+    def place(self, number: int, buffers: Sequence[Buffer]) -> None:
+        """A layer is going to be filled, into these buffers."""
+        self._buffers.update(zip(self._layers[number].placements, buffers, strict=True))
+
+    def begin(self, indices: Sequence[int]) -> list[Buffer]:
+        """The buffers of placements."""
+        return [self._buffers[index] for index in indices]
+
+    def finish(self, indices: Sequence[int]) -> None:
+        """All bytes of these are there: `Rounds` knew when they were sent."""
+
+    def revoke(self, indices: Iterable[int]) -> None:
+        """The round ends with an error, and forgets all that it has brought."""
+
+
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread

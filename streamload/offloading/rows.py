@@ -1,0 +1,73 @@
+"""Rows of one tensor, read from its file when they are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from streamload.cast.table import OutOfRange, make_cast
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError
+from streamload.reading import file_kind, open_shard
+
+
+class RowReader:
+    """Reads rows of a tensor, and casts them. It holds no memory and no file between two calls."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, info: TensorInfo, dst: DType, out_of_range: OutOfRange
+    ) -> None:
+        """Take a tensor of whole bytes, with at least one axis; ``dst`` is what it becomes."""
+        self.row_shape, self.dst = info.shape[1:], dst
+        self._info = info
+        self._header = checkpoint.headers[info.shard]
+        self._nbytes = info.dtype.nbytes(math.prod(self.row_shape))
+        self._numel = math.prod(self.row_shape)
+        self._cast = make_cast(info.dtype, dst, out_of_range=out_of_range)
+
+    def read(self, rows: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+        """The bytes of rows, one after the other, in the dtype that they become.
+
+        Args:
+            rows: their numbers, ascending.
+
+        Raises:
+            CheckpointError: they cannot be read, or the file has changed.
+            IndexError: the tensor has no such row.
+        """
+        count = self._info.shape[0]
+        if rows and not 0 <= rows[0] <= rows[-1] < count:
+            wrong = next(row for row in rows if not 0 <= row < count)
+            raise IndexError(f"{self._info.name} has {count} rows, and not row {wrong}")
+        data = np.empty(len(rows) * self._nbytes, np.uint8)
+        view = memoryview(data.data)
+        reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
+        try:
+            for at, stop in _runs(rows):
+                start = self._info.start + rows[at] * self._nbytes
+                reader.read_into(start, view[at * self._nbytes : stop * self._nbytes])
+        except CheckpointError as error:
+            raise error.of_tensor(self._info.name) from error
+        finally:
+            reader.close()
+        if self.dst is self._info.dtype:
+            return data
+        out = np.empty(self.dst.nbytes(len(rows) * self._numel), np.uint8)
+        if len(rows):
+            self._cast(view, memoryview(out.data))
+        return out
+
+
+def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Places of numbers that follow each other: first, and last exclusive."""
+    found: list[tuple[int, int]] = []
+    for at, row in enumerate(rows):
+        if found and rows[at - 1] + 1 == row:
+            found[-1] = found[-1][0], at + 1
+        else:
+            found.append((at, at + 1))
+    return found

@@ -1,0 +1,78 @@
+"""What a pass of a language model takes beside weights and cache, from its ``config.json``.
+
+For T tokens at once, with the hidden size H, the intermediate size I, n heads (n_kv of keys and
+values) of d elements, a vocabulary V, and a dtype of b bytes, these stand in memory together at
+most, beside two states of T x H x b between the layers:
+
+    normalisation     2 x T x H x 4          (transformers' norms compute in float32)
+    attention         T x (4 x n + 4 x n_kv) x d x b, and the mask of T x T x b
+    feed-forward      3 x T x I x b          (of each expert that a token chooses)
+    head              T x V x b
+
+The largest of attention with its normalisation, feed-forward and head counts. Attention that holds
+its scores ("eager") takes n x T x T x 4 more, which is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streamload.errors import CheckpointError
+
+#: cuBLAS takes as much of torch's allocator for products on Hopper: 32 MiB.
+CUDA_WORKSPACE_NBYTES = 2**25
+
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocabulary": ("vocab_size",),
+    "experts": ("num_experts_per_tok", "num_experts_per_token"),
+    "expert_inner": ("moe_intermediate_size",),
+}
+
+
+def activation_nbytes(
+    config: Mapping[str, Any], tokens: int, itemsize: int, *, path: object
+) -> int:
+    """Bytes that a pass of so many tokens takes at most.
+
+    Args:
+        config: the checkpoint's ``config.json``; empty where there is none.
+        tokens: of all sequences together.
+        itemsize: bytes of an element of the dtype that the model computes in.
+        path: of the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: the configuration does not tell.
+    """
+    values = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
+    found = {
+        name: next((values[key] for key in keys if type(values.get(key)) is int), None)
+        for name, keys in _NAMES.items()
+    }
+    hidden, vocabulary, heads = found["hidden"], found["vocabulary"], found["heads"]
+    if not hidden or not vocabulary or not heads:
+        raise CheckpointError(
+            str(path),
+            "how much a pass of so many tokens takes, config.json tells",
+            expected="hidden_size, vocab_size and num_attention_heads in config.json, or the bytes "
+            "as reserve=",
+            found="none of them" if not any(found.values()) else "some of them",
+        )
+    head_dim = found["head_dim"] or hidden // heads
+    kv_heads = found["kv_heads"] or heads
+    inner = found["inner"] or 4 * hidden
+    if found["experts"]:
+        inner = max(inner, (found["expert_inner"] or inner) * found["experts"])
+    norm = 2 * tokens * hidden * 4
+    attention = tokens * (4 * heads + 4 * kv_heads) * head_dim * itemsize
+    attention += tokens * tokens * itemsize
+    feed_forward = 3 * tokens * inner * itemsize
+    head = tokens * vocabulary * itemsize
+    states = 2 * tokens * hidden * itemsize
+    return int(states + max(norm + attention, norm + feed_forward, head))

@@ -1,0 +1,237 @@
+"""Which layers of a model stay on a device, and which stream through slots at every pass.
+
+Pure: names and sizes in, a decision out. Passes go round and round in one order, where keeping what
+was used last keeps what is needed latest. So a fixed set stays, spread evenly between the layers
+that stream, whose transfers hide behind what computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+#: "layer": it streams through a slot where it does not stay. "rows": where it does not stay, the
+#: rows that a pass asks for are read from the file. "fixed": it stays.
+LayerKind = Literal["layer", "rows", "fixed"]
+
+# Slots that take turns: one is computed with while another is filled.
+_SLOTS = 2
+_MOST_SLOTS = 8
+# What a byte costs that nothing hides: the device waits for it, and then it for the device.
+_EXPOSED = 1.5
+_MOST_TRIALS = 4096
+# Smaller than this share of the largest, a layer costs more in waits than it takes.
+_WORTH_STREAMING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """What a layer takes, in bytes.
+
+    Attributes:
+        name: its name.
+        kind: whether it can stream.
+        nbytes: in a slot.
+        resident_nbytes: where it stays, as the allocator rounds.
+        read_nbytes: what is read of the files for it.
+    """
+
+    name: str
+    kind: LayerKind
+    nbytes: int
+    resident_nbytes: int
+    read_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """What stays, and what streams.
+
+    Attributes:
+        stays: names of the layers that stay, in the order in which they run.
+        streams: names of those that stream through the slots.
+        gathers: names of those of which a pass reads the rows that it asks for.
+        slots: how many slots there are; 0 where nothing streams.
+        slot_nbytes: bytes of a slot. A larger layer takes several, side by side.
+        resident_nbytes: what stays takes.
+        pass_nbytes: what a pass reads, without gathered rows.
+    """
+
+    stays: tuple[str, ...]
+    streams: tuple[str, ...]
+    gathers: tuple[str, ...]
+    slots: int
+    slot_nbytes: int
+    resident_nbytes: int
+    pass_nbytes: int
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of all slots, which lie side by side."""
+        return self.slots * self.slot_nbytes
+
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of what stays, and of the slots."""
+        return self.resident_nbytes + self.arena_nbytes
+
+
+def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
+    """Decide what stays so that passes take as little time as the room allows.
+
+    Args:
+        layers: in the order in which they run.
+        room_nbytes: what layers and slots may take together.
+
+    Returns:
+        The decision; None where not even the least fits, see `least`.
+    """
+    everything = sum(layer.resident_nbytes for layer in layers)
+    if everything <= room_nbytes:
+        names = tuple(layer.name for layer in layers)
+        return Residency(names, (), (), 0, 0, everything, 0)
+    needed = [layer for layer in layers if layer.kind != "rows"]
+    left = room_nbytes - sum(layer.resident_nbytes for layer in needed)
+    if left >= 0:  # nothing streams: rows of embeddings are read
+        stay = {layer.name for layer in (*needed, *_rows_within(layers, left))}
+        return _decided(layers, stay, [], 0, 0)
+    best: tuple[tuple[float, int], Residency] | None = None
+    for slots, slot_nbytes in _arenas(layers):
+        for most in {slots, max(slots - 1, 1)}:  # layers of all slots are exposed, or stay
+            found = _filled(layers, room_nbytes, slots, slot_nbytes, most * slot_nbytes)
+            if found is not None:
+                key = _cost(layers, found), found.taken_nbytes
+                if best is None or key < best[0]:
+                    best = key, found
+    return best[1] if best else None
+
+
+def least(layers: Sequence[LayerSize]) -> int:
+    """Bytes of the least room in which `choose` finds a way."""
+    sizes = []
+    for slots, slot_nbytes in _arenas(layers):
+        must, _, _ = _sorted_out(layers, slots * slot_nbytes)
+        sizes.append(sum(layer.resident_nbytes for layer in must) + slots * slot_nbytes)
+    return min(sizes, default=sum(layer.resident_nbytes for layer in layers))
+
+
+def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
+    """Slots that might do: how many, of how many bytes."""
+    sizes = sorted({layer.nbytes for layer in layers if layer.kind == "layer" and layer.nbytes})
+    for slot_nbytes in sizes:
+        for slots in range(1, _MOST_SLOTS + 1):
+            yield slots, slot_nbytes
+            if slots > _SLOTS and slots * slot_nbytes >= sizes[-1]:
+                break
+
+
+def _sorted_out(
+    layers: Sequence[LayerSize], most_nbytes: int
+) -> tuple[list[LayerSize], list[LayerSize], list[LayerSize]]:
+    """Layers that must stay, that may stream if they have at most so many bytes, and of rows."""
+    largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
+    may = [
+        layer
+        for layer in layers
+        if layer.kind == "layer" and largest // _WORTH_STREAMING < layer.nbytes <= most_nbytes
+    ]
+    rows = [layer for layer in layers if layer.kind == "rows"]
+    names = {layer.name for layer in (*may, *rows)}
+    return [layer for layer in layers if layer.name not in names], may, rows
+
+
+def _filled(
+    layers: Sequence[LayerSize], room_nbytes: int, slots: int, slot_nbytes: int, most_nbytes: int
+) -> Residency | None:
+    """The decision with these slots: as many bytes stay as there is room for."""
+    must, may, rows = _sorted_out(layers, most_nbytes)
+    room = room_nbytes - slots * slot_nbytes - sum(layer.resident_nbytes for layer in must)
+    if room < 0 or not may:
+        return None
+    chosen = _kept(may, room)
+    if len(chosen) == len(may):
+        return None  # slots for nothing: the caller has seen that all together does not fit
+    stay = {layer.name for layer in (*must, *chosen)}
+    room -= sum(layer.resident_nbytes for layer in chosen)
+    stay.update(layer.name for layer in _rows_within(rows, room))
+    streams = [layer for layer in may if layer.name not in stay]
+    return _decided(layers, stay, streams, slots, slot_nbytes)
+
+
+def _rows_within(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
+    """The embeddings that stay where there is so much room."""
+    rows = [layer for layer in layers if layer.kind == "rows"]
+    return _greedy(sorted(rows, key=lambda each: -each.resident_nbytes), room_nbytes)
+
+
+def _decided(
+    layers: Sequence[LayerSize],
+    stay: Collection[str],
+    streams: Sequence[LayerSize],
+    slots: int,
+    slot_nbytes: int,
+) -> Residency:
+    return Residency(
+        tuple(layer.name for layer in layers if layer.name in stay),
+        tuple(layer.name for layer in streams),
+        tuple(each.name for each in layers if each.kind == "rows" and each.name not in stay),
+        slots,
+        slot_nbytes,
+        sum(layer.resident_nbytes for layer in layers if layer.name in stay),
+        sum(layer.read_nbytes for layer in streams),
+    )
+
+
+def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
+    """What a pass costs, in bytes that something hides."""
+    streams = set(found.streams)
+    cost = 0.0
+    for layer in layers:
+        if layer.name in streams:
+            taken = -(-layer.nbytes // found.slot_nbytes)
+            cost += layer.read_nbytes * (_EXPOSED if taken >= found.slots else 1.0)
+    return cost
+
+
+def _kept(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
+    """Those that stay of layers that may stream: the most bytes, spread evenly."""
+    alike: dict[tuple[int, int], list[LayerSize]] = {}
+    for layer in layers:
+        alike.setdefault((layer.resident_nbytes, layer.read_nbytes), []).append(layer)
+    groups = sorted(alike.values(), key=len)
+    *few, many = groups
+    trials = math.prod(len(group) + 1 for group in few)
+    counts: Sequence[Sequence[int]] = [
+        [*range(len(group) + 1)] if trials <= _MOST_TRIALS else [0, len(group)] for group in few
+    ]
+    if math.prod(map(len, counts)) > _MOST_TRIALS:
+        return _greedy(layers, room_nbytes)
+    best, best_nbytes = [0] * len(groups), -1
+    for trial in product(*counts):
+        left = room_nbytes - sum(
+            n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True)
+        )
+        if left < 0:
+            continue
+        n = min(left // max(many[0].resident_nbytes, 1), len(many))
+        saved = sum(k * g[0].read_nbytes for k, g in zip((*trial, n), groups, strict=True))
+        if saved > best_nbytes:
+            best, best_nbytes = [*trial, n], saved
+    return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]
+
+
+def _greedy(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
+    kept = []
+    for layer in sorted(layers, key=lambda each: -each.read_nbytes):
+        if layer.resident_nbytes <= room_nbytes:
+            kept.append(layer)
+            room_nbytes -= layer.resident_nbytes
+    return kept
+
+
+def _spread(layers: Sequence[LayerSize], count: int) -> list[LayerSize]:
+    """So many of some layers, evenly over their order."""
+    return [layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)]
