@@ -41,6 +41,7 @@ _LATER = ("diffusers", "distributed", "nn", "transformers")
 _FROM_LATER = {
     "Offloaded": "offloading.entrance",
     "offload": "offloading.entrance",
+    "plan_offload": "offloading.entrance",
 }
 
 

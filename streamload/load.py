@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from streamload.adapters import changes_of
@@ -145,27 +146,32 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
         DeviceNotFoundError: a device had to be looked at and does not work.
         ValueError: an argument is invalid.
     """
-    device = options["device"]
     checkpoint, read, found = read_call(path, **options)
+    return _planned(checkpoint, read, found, partial(described, read, options["device"]))
+
+
+def described(
+    read: Options, device: str | Sequence[str] | None, bf16_undecided: bool
+) -> Sequence[DeviceSpec]:
+    """Describe the devices of a plan without a model; looked at where that is needed.
+
+    Args:
+        read: the options.
+        device: as in `plan`.
+        bf16_undecided: whether some dtype depends on what a device computes in natively.
+    """
     names = [device or "device"] if isinstance(device, str) or device is None else list(device)
     read.check_names(names, device)
     _check_distinct(names)
-
-    def specs(bf16_undecided: bool) -> Sequence[DeviceSpec]:
-        cast, reserved = read.knobs.cast, read.room.reserve_nbytes
-        if all(map(read.budget.is_stated, names)) and cast != "device" and not bf16_undecided:
-            unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
-            return _less_reserve(unseen, reserved)
-        return open_devices(device, None, {}).specs(
-            read.budget,
-            read.policy,
-            cast,
-            {},
-            bf16_undecided=bf16_undecided,
-            reserve_nbytes=reserved,
-        )
-
-    return _planned(checkpoint, read, found, specs)
+    cast, reserved = read.knobs.cast, read.room.reserve_nbytes
+    if all(map(read.budget.is_stated, names)) and cast != "device" and not bf16_undecided:
+        unseen = [unseen_spec(name, read.budget.resolve(name, None)) for name in names]
+        return _less_reserve(unseen, reserved)
+    return open_devices(device, None, {}).specs(
+        *(read.budget, read.policy, cast, {}),
+        bf16_undecided=bf16_undecided,
+        reserve_nbytes=reserved,
+    )
 
 
 @takes()

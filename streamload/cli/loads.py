@@ -24,11 +24,12 @@ from streamload.errors import DeviceNotFoundError
 from streamload.load import load_state_dict, split
 from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch
+from streamload.offloading.entrance import plan_offload
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
 from streamload.planning.plan import PARTS, Plan
 from streamload.quant.stored import Group, groups, members, read_states
-from streamload.units import format_bytes, format_table
+from streamload.units import format_bytes, format_table, parse_bytes
 
 
 def inspect(
@@ -138,11 +139,43 @@ def plan(
         ),
     ] = None,
     plot: Annotated[str | None, flags.option("FILE", "Draw an SVG chart there.")] = None,
+    offload: Annotated[
+        bool,
+        flags.switch(
+            "--offload", "Show what would stay on the device, and what would stream at every pass."
+        ),
+    ] = False,
+    tokens: Annotated[
+        int | None,
+        flags.option("N", "With --offload: leave room for what a pass of so many computes."),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        flags.option(
+            "SIZE",
+            "With --offload: bytes a second that reach the device, such as 40GB, to say how long "
+            "a pass takes.",
+        ),
+    ] = None,
     as_json: flags.JsonOption = False,
     **given: Unpack[flags.LoadFlags],
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
+    if offload:
+        found = plan_offload(
+            flags.read_path(path, variant), tokens=tokens, **flags.read_place(given), **asked
+        )
+        if as_json:
+            print_lines(found.to_json())
+            return
+        print_lines(*str(found).splitlines())
+        if rate is not None:
+            seconds = found.seconds(parse_bytes(rate))
+            print_lines(f"{seconds:.3g} s a pass for transfers, at {rate} a second")
+        return
+    if tokens is not None or rate is not None:
+        raise typer.BadParameter("--tokens and --rate are for --offload")
     over = flags.read_nodes(nodes, given["budget"], given["device"])
     checkpoint = flags.read_path(path, variant)
     if over is not None:

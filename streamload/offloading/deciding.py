@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import Options
@@ -17,6 +18,7 @@ from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.residency import LayerKind, LayerSize, Residency, choose, least
+from streamload.selection import matches
 from streamload.units import format_bytes, format_table, round_up
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
@@ -100,6 +102,18 @@ class OffloadPlan:
         """How long the transfers of a pass take at a rate of bytes a second."""
         return self.residency.pass_nbytes / rate
 
+    def to_json(self) -> str:
+        """Write the numbers as JSON."""
+        found = {name: getattr(self, name) for name in ("device", "budget_nbytes")}
+        found |= {
+            name: getattr(self, name)
+            for name in (
+                *("peak_nbytes", "scratch_nbytes", "cache_nbytes", "activation_nbytes"),
+                *("reserve_nbytes", "needed_nbytes"),
+            )
+        }
+        return json.dumps(found | asdict(self.residency), separators=(",", ":"))
+
     def __str__(self) -> str:
         """A table of what stays and what streams."""
         found = self.residency
@@ -166,15 +180,27 @@ def groups_by_name(
 
 
 def groups_of_checkpoint(
-    wants: Wants, nbytes: Sequence[int], tied: Mapping[str, str]
+    wants: Wants, nbytes: Sequence[int], tied: Mapping[str, str], stay: Sequence[str] = ()
 ) -> list[Group]:
     """The groups of a checkpoint without a model: what its names tell.
 
     A weight with "emb" in the name of its module, and two axes, is an embedding.
+
+    Args:
+        wants: all tensors.
+        nbytes: of each on the device.
+        tied: names that are not stored, and whose tensor they share.
+        stay: patterns of names of tensors that stay.
     """
     groups = []
     for name, numbers, in_layer in groups_by_name(wants.names, nbytes):
         kind: LayerKind = "layer"
+        fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
+        if fixed:
+            groups.append(Group(f"{name} (stays)", fixed, "fixed"))
+            numbers = [at for at in numbers if at not in fixed]
+            if not numbers:
+                continue
         leaf = name.rpartition(".")[2]
         if not in_layer and len(numbers) == 1 and ("emb" in leaf or leaf in ("wte", "shared")):
             weight = wants.names[numbers[0]]

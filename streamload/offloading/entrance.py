@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from streamload.decide import Decision, Options, Place
+from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.errors import OffloadError
-from streamload.load import read_call, run, uncollected
-from streamload.offloading.deciding import OffloadPlan, decide
+from streamload.load import described, read_call, run, uncollected
+from streamload.offloading.deciding import OffloadPlan, decide, groups_of_checkpoint
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Layer, Rounds
-from streamload.options import NO_TRANSFER, LoadOptions, Strictness, takes
+from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
 from streamload.report import Clock, LoadReport
@@ -128,16 +128,7 @@ def offload(
     """
     clock = Clock()
     strictness = Strictness.read(options)
-    kept = Selection.parse(stay).select
-    if tokens is not None and (type(tokens) is not int or tokens < 1):
-        raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
-    if options["quant"] is not None:
-        raise ValueError(
-            "quant: layers stream as they are stored: quantise the checkpoint once, with "
-            "streamload convert IN OUT --quant FORMAT, and offload that"
-        )
-    if options["residence"] != "memory":
-        raise ValueError('residence: layers stream through memory: leave it out (it is "memory")')
+    kept = _checked(tokens, stay, options)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
@@ -181,13 +172,73 @@ def offload(
     return Offloaded(made, report, adapter, rounds)
 
 
+@takes(devices='device="cuda:0"')
+@uncollected()
+def plan_offload(
+    path: CheckpointLike,
+    *,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    **options: Unpack[PlanOptions],
+) -> OffloadPlan:
+    """Plan to offload a model, from its checkpoint alone, without reading any data.
+
+    What is a layer, and what an embedding whose rows are read, the names of the tensors tell. With
+    a budget in bytes and a dtype, no device is looked at.
+
+    Args:
+        path: as in `streamload.load_state_dict`, or an open checkpoint.
+        tokens: as in `offload`; so is ``stay``.
+        stay: see ``tokens``.
+        device: one device.
+        **options: see `streamload.plan`.
+
+    Raises:
+        PlanInfeasibleError: not even the largest layer and what must stay fit.
+        CheckpointError: the checkpoint is invalid, or does not tell how much ``tokens`` take.
+        UnsupportedCastError: a dtype cannot be cast or held.
+        DeviceNotFoundError: a device had to be looked at and does not work.
+        ValueError: an argument is invalid.
+    """
+    kept = _checked(tokens, stay, options)
+    checkpoint, read, (fill, _, tied) = read_call(path, **options)
+    wants = wants_of(checkpoint, fill)
+    specs = described(read, options["device"], wants.needs_native_bf16(read.policy))
+    (spec,) = read.casting(specs)
+    check_patterns("stay", kept, wants.names)
+    sizes = wants.nbytes(read.policy, spec.native_bf16)
+    groups = groups_of_checkpoint(wants, sizes, tied, kept)
+    return decide(*(read, checkpoint, wants, spec, groups, _engine(read)), tokens=tokens)
+
+
+def _checked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The patterns of what stays; raises ValueError for an argument that is invalid."""
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
+    if options["quant"] is not None:
+        raise ValueError(
+            "quant: layers stream as they are stored: quantise the checkpoint once, with "
+            "streamload convert IN OUT --quant FORMAT, and offload that"
+        )
+    if options["residence"] != "memory":
+        raise ValueError('residence: layers stream through memory: leave it out (it is "memory")')
+    device = options["device"]
+    if device is not None and not isinstance(device, str) and isinstance(device, Sequence):
+        raise ValueError(f"a model is offloaded to one device, not to {device!r}")
+    return Selection.parse(stay).select
+
+
+def _engine(read: Options) -> CastChoice:
+    return "llvm" if read.knobs.cast == "auto" else read.knobs.cast
+
+
 def _described(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
     """The device, and the cast engine."""
     policy, knobs = read.policy, read.knobs
     specs = place.specs(read, wants.needs_native_bf16(policy))
     clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
-    return spec, "llvm" if knobs.cast == "auto" else knobs.cast
+    return spec, _engine(read)
 
 
 def _loaded(
