@@ -18,7 +18,7 @@ from streamload.headroom import Headroom
 from streamload.hints import Wanted, call_of_library
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
-from streamload.lookup import open_devices, unseen_spec
+from streamload.lookup import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
 from streamload.mapping import Found, sources
 from streamload.options import (
     DEFAULTS,
@@ -196,7 +196,11 @@ def split(
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     checkpoint, read, found = read_call(path, **options)
     _check_distinct([node.name for node in nodes])
-    specs = [DeviceSpec(node.name, node.budget, own_host=True) for node in nodes]
+    granularity = UNSEEN_GRANULARITY_NBYTES
+    specs = [
+        DeviceSpec(node.name, node.budget, own_host=True, granularity_nbytes=granularity)
+        for node in nodes
+    ]
     specs = _less_reserve(specs, read.room.reserve_nbytes)
     return _planned(checkpoint, read, found, lambda _: specs)
 
