@@ -88,7 +88,10 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
-        wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
+        wanted = Wanted(
+            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
+            strict=strictness.strict,
+        )
         try:
             decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
         except StateDictMismatchError as error:
