@@ -13,7 +13,12 @@ from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
 from streamload.dequantise import all_names, asked, asked_by_model, dequantised
 from streamload.devices.names import default_framework, framework, framework_of
-from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
+from streamload.errors import (
+    LoadState,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    StreamloadError,
+)
 from streamload.headroom import Headroom
 from streamload.hints import Wanted, call_of_library
 from streamload.interrupt import deferred_interrupt
@@ -239,7 +244,10 @@ def _planned(
         casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
         return read.plan(checkpoint, wants, casting, tied, engine)
 
-    made, notes = read.quant.least_loss(planned)
+    try:
+        made, notes = read.quant.least_loss(planned)
+    except PlanInfeasibleError as error:
+        raise error.suggesting([] if read.quant else QuantPolicy.that_fits(planned)) from None
     return replace(made, notes=(*made.notes, *notes))
 
 
