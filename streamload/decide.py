@@ -43,7 +43,14 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
-from streamload.quantise import NO_QUANT, Coded, QuantPolicy, compile_encoders, quantised
+from streamload.quantise import (
+    NO_QUANT,
+    Coded,
+    QuantPolicy,
+    compile_encoders,
+    quantised,
+    said_of_dense,
+)
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -402,6 +409,9 @@ class Decision:
                 asked = match.formats(checkpoint, quant, place.coded)
                 swap = place.owner.swap(place.model, asked)
                 notes = match.not_swapped(checkpoint, asked, swap, place.coded)
+                if swap.dense_nbytes:
+                    said = said_of_dense(swap.dense_nbytes)
+                    notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **{name: Coded(*each) for name, each in swap.coded.items()}}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
             return _Demand(place, checkpoint, options, wants, tied, swap, notes)

@@ -302,6 +302,16 @@ def encoder_of(coding: Coding, src: DType) -> Encoder:
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
 
 
+def said_of_dense(nbytes: int) -> str:
+    """What a forward takes that no plan counts, since weights are dequantised for it.
+
+    Args:
+        nbytes: of the largest weight that a module dequantises at once.
+    """
+    size = format_bytes(nbytes, up=True)
+    return f"the largest takes {size} meanwhile, which the plan does not count: reserve= keeps them"
+
+
 def held_nbytes(weight: Quantised) -> int:
     """What the host holds of a weight until it is written: statistics, and what they become."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
