@@ -309,7 +309,7 @@ def said_of_dense(nbytes: int) -> str:
         nbytes: of the largest weight that a module dequantises at once.
     """
     size = format_bytes(nbytes, up=True)
-    return f"the largest takes {size} meanwhile, which the plan does not count: reserve= keeps them"
+    return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
 def held_nbytes(weight: Quantised) -> int:

@@ -47,8 +47,9 @@ def suggested(call: Callable[..., Any], budget: Any) -> tuple[str, list[str]]:
     (line,) = lines
     found = re.fullmatch(r'quant="([a-z0-9_-]+)" \((.+)\)', line)
     assert found is not None, line
-    return found[1], [need.rpartition(" ")[0].split()[-1] + need.split()[-1] for need in
-                      found[2].split(", ")]
+    return found[1], [
+        need.rpartition(" ")[0].split()[-1] + need.split()[-1] for need in found[2].split(", ")
+    ]
 
 
 def into_arrays(path: Path, **options: Any) -> Any:

@@ -323,8 +323,9 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             continue  # an embedding shares it: it needs the weight as it is
         coded |= {other: first for other, _ in holders.values()} | {name: first}
         groups.append([(place, first) for _, place in holders.values()])
-        itemsize = module._parameters[leaf].itemsize  # type: ignore[union-attr]
-        dense_nbytes = max(dense_nbytes, math.prod(first[1][-2:]) * itemsize)  # one expert at a time
+        itemsize = module._parameters[leaf].itemsize
+        one_nbytes = math.prod(first[1][-2:]) * itemsize  # of experts, one at a time
+        dense_nbytes = max(dense_nbytes, one_nbytes)
     return Swap(coded, lambda: _put(groups), dense_nbytes)
 
 

@@ -197,7 +197,8 @@ class Quantised:
     def _largest_nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the largest stored weight in a dtype; of fused experts, of one of them."""
         shapes = (group.shape or () for group in read_states(self.checkpoint).values())
-        return max((math.prod(shape[-2:]) for shape in shapes), default=0) * dtype.itemsize
+        itemsize: int = dtype.itemsize
+        return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
 
     def _stage(self, model: Any, renames: Renames) -> None:
         """Put the stored tensors of each weight into its module as buffers.
