@@ -806,7 +806,9 @@ def test_llama_3_8b_over_14_nodes(tmp_path: Path) -> None:
     assert all(d.peak_nbytes <= 3 * 10**9 for d in split(6).devices)
     with pytest.raises(PlanInfeasibleError) as caught:
         split(5)
-    assert caught.value.would_fit == ("6 devices or nodes of 3.00 GB",)
+    nodes, quant = caught.value.would_fit
+    assert nodes == "6 devices or nodes of 3.00 GB"
+    assert quant.startswith('quant="q8_0" (n0 1.98 GB, n1 1.86 GB, ')
 
 
 def test_unequal_devices_take_their_share() -> None:
