@@ -341,7 +341,7 @@ class Agreement:
         def suggest() -> tuple[Suggestion, ...]:
             return (*self._local_layers(place.parameters), *asked.suggestions())
 
-        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest)
+        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest, ())
 
     def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
         """What to write where a model numbers its own layers from 0, and is filled better so."""

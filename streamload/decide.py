@@ -5,7 +5,7 @@ Nothing is moved, and nothing of the model is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,6 @@ from streamload.errors import (
     ResidenceError,
     StateDictMismatchError,
     Suggestion,
-    UnsupportedCastError,
 )
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
@@ -44,7 +43,14 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
-from streamload.quantise import NO_QUANT, Coded, QuantPolicy, compile_encoders, quantised
+from streamload.quantise import (
+    NO_QUANT,
+    Coded,
+    QuantPolicy,
+    compile_encoders,
+    quantised,
+    said_of_dense,
+)
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -386,6 +392,7 @@ class Decision:
         found: Found,
         strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
+        offers: Collection[str] = ("quant", "residence", "device"),
     ) -> Decision:
         """Match and plan.
 
@@ -396,6 +403,7 @@ class Decision:
             found: what fills each parameter; see `sources`.
             strictness: whether model and checkpoint must have the same names and shapes.
             suggest: says what to write where they have not.
+            offers: what the entrance takes of the options that may make a load fit.
         """
         fill, _, tied = found
         match = None
@@ -412,6 +420,9 @@ class Decision:
                 asked = match.formats(checkpoint, quant, place.coded)
                 swap = place.owner.swap(place.model, asked)
                 notes = match.not_swapped(checkpoint, asked, swap, place.coded)
+                if swap.dense_nbytes:
+                    said = said_of_dense(swap.dense_nbytes)
+                    notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **{name: Coded(*each) for name, each in swap.coded.items()}}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
             return _Demand(place, checkpoint, options, wants, tied, swap, notes)
@@ -427,10 +438,12 @@ class Decision:
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
-            instead = [demand.mapped(), demand.wider()]
-            if match is None and not options.quant:
-                instead.insert(0, _coded(demanded, place.devices))
-            raise error.suggesting([line for line in instead if line is not None]) from None
+            instead = []
+            if "quant" in offers and not options.quant and not place.coded and demand.may_try():
+                instead = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
+            instead += demand.mapped() if "residence" in offers else []
+            instead += demand.wider() if "device" in offers else []
+            raise error.suggesting(instead) from None
         place.devices.check_buffers(made)
         if options.changes.by_tensor:
             _check_changes(made)
@@ -527,47 +540,39 @@ class _Demand:
         made = options.plan(self.checkpoint, self.wants, specs, self.tied, engine, free)
         return replace(made, notes=(*made.notes, *refused, *notes)), begun
 
-    def mapped(self) -> str | None:
+    def may_try(self) -> bool:
+        """Whether the host has the memory to plan all parameters again, and to compile for it."""
+        try:
+            free = host_room_nbytes(len(self.wants))
+        except PlanInfeasibleError:
+            return False
+        return free is None or free >= _WIDER_NBYTES
+
+    def mapped(self) -> list[str]:
         """What to ask for so that it fits, with weights that stay in their files."""
         maps = any(device.info.maps for device in self.place.devices.opened.values())
         if not maps or self.options.residence != "memory":
-            return None
+            return []
         for residence in ("mapped", "auto"):
             with suppress(PlanInfeasibleError, ResidenceError):
                 options = replace(self.options, residence=residence)
                 replace(self, options=options).planned(self.place.devices)
-                return f'residence="{residence}"'
-        return None
+                return [f'residence="{residence}"']
+        return []
 
-    def wider(self) -> str | None:
+    def wider(self) -> list[str]:
         """What to ask for so that it fits, with more of this machine's devices.
 
         Nothing where the host has too little memory to open them and to plan all parameters again.
         """
-        try:
-            free = host_room_nbytes(len(self.wants))
-        except PlanInfeasibleError:
-            return None
-        if free is not None and free < _WIDER_NBYTES:
-            return None
+        if not self.may_try():
+            return []
         for more in self.place.devices.widened():
             with suppress(PlanInfeasibleError):
                 made, _ = self.planned(more)
                 parts = (f"{d.device} {format_bytes(d.peak_nbytes)}" for d in made.devices)
-                return f"device={list(more.opened)} ({', '.join(parts)})"
-        return None
-
-
-def _coded(demanded: Callable[[QuantPolicy], _Demand], devices: Devices) -> str | None:
-    """What to ask for so that it fits, with quantised weights."""
-
-    def tried(quant: QuantPolicy) -> str:
-        demanded(quant).planned(devices)
-        return quant.tried
-
-    with suppress(PlanInfeasibleError, UnsupportedCastError, ValueError):
-        return f'quant="{QuantPolicy.parse("auto").least_loss(tried)[0]}"'
-    return None
+                return [f"device={list(more.opened)} ({', '.join(parts)})"]
+        return []
 
 
 def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:

@@ -35,6 +35,7 @@ from streamload.devices.names import framework
 from streamload.dtypes import DTypeArgument
 from streamload.errors import (
     CheckpointError,
+    PlanInfeasibleError,
     ShapeMismatch,
     ShardNotFoundError,
     StateDictMismatchError,
@@ -403,7 +404,10 @@ def _load(
             "strict": False,  # each has been matched
             "reserve": parse_bytes(options["reserve"]) + beside_nbytes,
         }
-        return load_state_dict(model, checkpoint, **asked)
+        try:
+            return load_state_dict(model, checkpoint, **asked)
+        except PlanInfeasibleError as error:  # what is no option here would not help
+            raise error.without("quant=", "device=") from None
 
     return without_stale_notes(load_untied(load, *parts.values()), model)
 

@@ -348,6 +348,11 @@ class PlanInfeasibleError(BudgetError):
             reason=reason,
         )
 
+    def without(self, *beginnings: str) -> PlanInfeasibleError:
+        """The same error without what would fit and begins so."""
+        kept = [line for line in self.would_fit if not line.startswith(beginnings)]
+        return PlanInfeasibleError(**{**self._facts, "would_fit": kept})
+
     def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
         """The same error with more that would fit, and with another reason if one is given."""
         return PlanInfeasibleError(

@@ -54,6 +54,7 @@ class Wanted:
         mapping: as it was given.
         rename: as it was given.
         is_part: whether other ranks load what is in no parameter here.
+        strict: as it was given.
     """
 
     checkpoint: Checkpoint
@@ -61,6 +62,7 @@ class Wanted:
     mapping: MappingArgument | None
     rename: Rename | None
     is_part: bool = False
+    strict: bool = True
 
     def suggestions(self) -> tuple[Suggestion, ...]:
         """The arguments that fill most parameters, where they fill more than those given.
@@ -77,7 +79,7 @@ class Wanted:
             if mapping == self.mapping:
                 best, unexpected = model.judge(stored, self._given)
                 if best == needed:  # what is left over is all that is wrong
-                    lines = ["strict=False"] * bool(unexpected and not self.is_part)
+                    lines = ["strict=False"] * bool(unexpected and self._may_loosen)
                     break
             found = [
                 self._judged(mapping, model, stored, pairs) for pairs in _orders(model, stored)
@@ -92,7 +94,12 @@ class Wanted:
             most, line = self._turned(model)
             if most > best:
                 best, lines = most, [line]
-        return tuple(Suggestion(line, best, needed) for line in dict.fromkeys(lines))
+        return tuple(Suggestion(line, best, needed) for line in dict.fromkeys(lines) if line)
+
+    @property
+    def _may_loosen(self) -> bool:
+        """Whether strict=False changes anything: it was not given, and all is loaded here."""
+        return self.strict and not self.is_part
 
     def _judged(
         self,
@@ -115,7 +122,7 @@ class Wanted:
             arguments.append(f"mapping={'None' if mapping is None else json.dumps(mapping)}")
         if found or self.rename is not None:
             arguments.append(f"rename={found}")
-        if (unexpected or filled < len(model.needed)) and not self.is_part:
+        if (unexpected or filled < len(model.needed)) and self._may_loosen:
             arguments.append("strict=False")
         return filled, ", ".join(arguments)
 

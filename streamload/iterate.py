@@ -101,7 +101,7 @@ def _decided(
     shards = {checkpoint.tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
     headers = tuple(header for header in checkpoint.shards if header.path in shards)
     part = replace(checkpoint, shards=headers)
-    return Decision.make(place, part, read, (chosen, [], {}), Strictness())
+    return Decision.make(place, part, read, (chosen, [], {}), Strictness(), offers=("quant",))
 
 
 def _tensors(

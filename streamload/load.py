@@ -14,12 +14,17 @@ from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
 from streamload.dequantise import all_names, asked, asked_by_model, dequantised
 from streamload.devices.names import default_framework, framework, framework_of
-from streamload.errors import LoadState, StateDictMismatchError, StreamloadError
+from streamload.errors import (
+    LoadState,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    StreamloadError,
+)
 from streamload.headroom import Headroom
 from streamload.hints import Wanted, call_of_library
 from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
-from streamload.lookup import open_devices, unseen_spec
+from streamload.lookup import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
 from streamload.mapping import Found, sources
 from streamload.options import (
     DEFAULTS,
@@ -89,7 +94,10 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
-        wanted = Wanted(checkpoint, place.parameters, options["mapping"], options["rename"])
+        wanted = Wanted(
+            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
+            strict=strictness.strict,
+        )
         try:
             decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
         except StateDictMismatchError as error:
@@ -202,7 +210,11 @@ def split(
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
     checkpoint, read, found = read_call(path, **options)
     _check_distinct([node.name for node in nodes])
-    specs = [DeviceSpec(node.name, node.budget, own_host=True) for node in nodes]
+    granularity = UNSEEN_GRANULARITY_NBYTES
+    specs = [
+        DeviceSpec(node.name, node.budget, own_host=True, granularity_nbytes=granularity)
+        for node in nodes
+    ]
     specs = _less_reserve(specs, read.room.reserve_nbytes)
     return _planned(checkpoint, read, found, lambda _: specs)
 
@@ -238,7 +250,10 @@ def _planned(
         casting = read.casting(specs(wants.needs_native_bf16(read.policy)))
         return read.plan(checkpoint, wants, casting, tied, engine)
 
-    made, notes = read.quant.least_loss(planned)
+    try:
+        made, notes = read.quant.least_loss(planned)
+    except PlanInfeasibleError as error:
+        raise error.suggesting([] if read.quant else QuantPolicy.that_fits(planned)) from None
     return replace(made, notes=(*made.notes, *notes))
 
 

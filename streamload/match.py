@@ -462,6 +462,7 @@ def match(
             Want(
                 *(name, parameter.shape if form is None else wanted, filled.rows, filled.transpose),
                 *(where, held, dtype, there),
+                fixed=parameter.fixed,
             )
         )
         out.parameters[name] = parameter

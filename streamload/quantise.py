@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,7 +21,7 @@ from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
-from streamload.planning.plan import Placement
+from streamload.planning.plan import Placement, Plan
 from streamload.quant.base import FORMATS, Encoder, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
@@ -131,6 +132,22 @@ class QuantPolicy:
                 why = f", for {', '.join(told)}" if told else ", for all fits"
                 return made, [f'quant="auto" took {tried}{why}']
         raise AssertionError("the last one fits or raises")
+
+    @classmethod
+    def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[str]:
+        """What to write where weights do not fit as they are, and what it takes; [] for nothing.
+
+        Args:
+            attempt: plans with a policy.
+        """
+        for name in _TRIED:
+            with suppress(PlanInfeasibleError, UnsupportedCastError, ValueError):
+                devices = attempt(cls.parse(name)).devices
+                need = [format_bytes(d.needed_nbytes + d.reserve_nbytes, up=True) for d in devices]
+                if len(need) > 1:
+                    need = [f"{d.device} {n}" for d, n in zip(devices, need, strict=True)]
+                return [f'quant="{name}" ({", ".join(need)})']
+        return []
 
     def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
         """The format of each tensor.
@@ -283,6 +300,16 @@ def compile_encoders(wants: Wants) -> None:
 def encoder_of(coding: Coding, src: DType) -> Encoder:
     """What quantises a weight of a dtype, or what functions made of it."""
     return coded(coding, src).encoder(F32 if coding.of_rows else src)
+
+
+def said_of_dense(nbytes: int) -> str:
+    """What a forward takes that no plan counts, since weights are dequantised for it.
+
+    Args:
+        nbytes: of the largest weight that a module dequantises at once.
+    """
+    size = format_bytes(nbytes, up=True)
+    return f"the largest takes {size} meanwhile, which no plan counts: reserve= keeps it free"
 
 
 def held_nbytes(weight: Quantised) -> int:

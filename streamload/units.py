@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -57,12 +58,20 @@ def parse_bytes(text: str | float) -> int:
     return int(Fraction(match[1].rstrip(".")) * _UNITS[match[2].upper()])
 
 
-def format_bytes(nbytes: float) -> str:
-    """Write a size for people, in powers of 1000 with three significant digits."""
+def format_bytes(nbytes: float, *, up: bool = False) -> str:
+    """Write a size for people, in powers of 1000 with three significant digits.
+
+    Args:
+        nbytes: the size.
+        up: round up, so that what is read back is enough.
+    """
     for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= size:
             value = nbytes / size
-            return f"{value:.2f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+            digits = 2 if value < 100 else 0
+            if up:
+                value = math.ceil(Fraction(nbytes) / Fraction(size) * 10**digits) / 10**digits
+            return f"{value:.{digits}f} {unit}"
     return f"{nbytes:.0f} B"
 
 

@@ -19,10 +19,11 @@ import numpy as np
 
 from streamload._system import populate, scatter
 from streamload.cast.table import Cast, CastCounts
+from streamload.changes import Rows
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
-from streamload.dtypes import F32
-from streamload.errors import CheckpointError, DeviceError
+from streamload.dtypes import F32, DType
+from streamload.errors import CheckpointError, DeviceError, UnsupportedCastError
 from streamload.job import NO_COUNTS, NO_ERRORS, Counts, Job, Unit
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
@@ -507,9 +508,7 @@ class Worker:
         self, src: memoryview, run: Run, chunk: Chunk, p: Placement, out: memoryview
     ) -> CastCounts:
         """Let functions change the rows of a run, and cast what they return to its place."""
-        info, first = self._job.rows_at(chunk, run.start)
-        rows, dtype = self._job.changes.apply(info, src, first)
-        cast = self._job.cast_of(dtype, p.dst)
+        rows, dtype, cast = self._applied(src, run, chunk, p.dst)
         given, n = rows.data, len(rows) // run.rows
         width = n // dtype.itemsize * p.dst.itemsize
         counts = NO_COUNTS
@@ -591,11 +590,25 @@ class Worker:
 
     def _changed(self, src: memoryview, run: Run, chunk: Chunk) -> memoryview:
         """The rows of a run as functions change them, in float32."""
+        rows, dtype, cast = self._applied(src, run, chunk, F32)
+        out = memoryview(bytearray(len(rows) // dtype.itemsize * F32.itemsize))
+        cast(rows.data, out)
+        return out
+
+    def _applied(
+        self, src: memoryview, run: Run, chunk: Chunk, dst: DType
+    ) -> tuple[Rows, DType, Cast]:
+        """The bytes of a run's rows as functions change them, their dtype, and the cast of it."""
         info, first = self._job.rows_at(chunk, run.start)
         rows, dtype = self._job.changes.apply(info, src, first)
-        out = memoryview(bytearray(len(rows) // dtype.itemsize * F32.itemsize))
-        self._job.cast_of(dtype, F32)(rows.data, out)
-        return out
+        try:
+            return rows, dtype, self._job.cast_of(dtype, dst)
+        except UnsupportedCastError as error:
+            reason = f"its transform returned {dtype}: return {info.dtype}, as was given"
+            path = info.shard
+            raise UnsupportedCastError(
+                error.src, error.dst, reason=reason, tensor=info.name, path=path
+            ) from error
 
     def _encode(
         self,

@@ -171,3 +171,17 @@ def test_bad_transforms(tmp_path: Path, transform: Any, error: Any, message: str
     if isinstance(caught.value, TypeError):
         assert any("a.weight" in note for note in caught.value.__notes__)
     assert not [t for t in threading.enumerate() if t.name.startswith("streamload")]
+
+
+@pytest.mark.parametrize("quant", [None, {"a.weight": "nf4"}, {"a.weight": "int8"}])
+def test_dtypes_that_cannot_be_cast_are_named(tmp_path: Path, quant: Any) -> None:
+    """Functions that return integers for floats, quantised or not: with the tensor and the file."""
+    path = tmp_path / "x.safetensors"
+    write(path)
+    with pytest.raises(UnsupportedCastError, match="returned int32: return float32") as caught:
+        load(path, transform={"a.*": lambda rows: rows.astype(np.int32)}, quant=quant)
+    assert caught.value.tensor in ("a.weight", "a.bias")
+    assert caught.value.path == str(path)
+    changed = {"a.weight": lambda rows: rows.astype(np.int32)}
+    with pytest.raises(UnsupportedCastError, match=r"tensor 'a\.weight'"):
+        load(path, transform=changed, quant=quant)

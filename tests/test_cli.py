@@ -91,9 +91,9 @@ def test_a_variant_of_a_folder(
     """Each command that opens a folder takes one; nodes are given its file."""
     folder, out, fp16 = tmp_path / "in", tmp_path / "out", ("--variant", "fp16")
     folder.mkdir()
-    write_safetensors(folder / "model.safetensors", {"w": ("F32", (3,), bytes(12))})
-    write_safetensors(folder / "model.fp16.safetensors", {"w": ("F16", (3,), bytes(6))})
-    for variant, nbytes in (((), 12), (fp16, 6)):
+    write_safetensors(folder / "model.safetensors", {"w": ("F32", (48,), bytes(192))})
+    write_safetensors(folder / "model.fp16.safetensors", {"w": ("F16", (48,), bytes(96))})
+    for variant, nbytes in (((), 192), (fp16, 96)):
         assert json.loads(here("inspect", folder, "--json", *variant)[0])["nbytes"] == nbytes
         place = ("--device", "host", "--budget", "1GB")
         made = json.loads(here("plan", folder, "--json", *place, *variant)[0])

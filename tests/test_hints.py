@@ -367,6 +367,23 @@ def test_transposed_matrices(tmp_path: Path) -> None:
         torch.nn.init.zeros_(model.h[0].mlp.c_fc.weight)
 
 
+def test_what_was_given_is_not_suggested(tmp_path: Path) -> None:
+    """Beside a transposed matrix and a view that cannot be filled, strict=False stands already."""
+    path = save(tmp_path, {"a": torch.ones(4, 16), "b": torch.ones(8), "z": torch.ones(8)})
+    columns = torch.zeros(64, 2)[:, 0].unflatten(0, (4, 16))
+    for a, others, line in (
+        (torch.zeros(16, 4), {"c": torch.zeros(8)}, 'transpose=True) for name in ["a"]}'),
+        (columns, {}, ""),
+    ):
+        model = {"a": a, "b": torch.zeros(8), **others}
+        found = suggested(model, path, strict=False)
+        assert [each.arguments[-len(line) :] for each in found] == [line] * bool(line)
+        for each in found:
+            follow(each, model, path, strict=False)
+        (strictly,) = suggested(model, path)
+        assert strictly.arguments.endswith("strict=False")
+
+
 #: Models of transformers whose tensors have other names in files, or others' rows.
 RENAMED = {
     "GPTNeoXForCausalLM": {**SMALL, "max_position_embeddings": 20},

@@ -148,6 +148,24 @@ def test_auto_loads_what_cannot_be_mapped(saved: tuple[Path, dict[str, torch.Ten
     assert torch.equal(both["rows"], state["1.weight"][2:7])
 
 
+def test_auto_writes_views_of_larger_tensors_in_place(
+    saved: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    """A view of a larger tensor cannot become a view on a file: "mapped" refuses it by name."""
+    path, state = saved
+    model = {name: torch.zeros_like(t) for name, t in state.items()}
+    whole = torch.zeros(2, 256, 256)
+    model["0.weight"] = whole[1]
+    with pytest.raises(ResidenceError, match=r"'0.weight'.*it is a view of a larger tensor"):
+        load_state_dict(model, path, residence="mapped")
+    report = load_state_dict(model, path, residence="auto")
+    assert torch.equal(whole[1], state["0.weight"])
+    assert not whole[0].any()
+    placed = {p.name: (p.action, p.cast) for p in report.plan.placements}
+    assert placed.pop("0.weight") == ("in_place", "copy")
+    assert set(placed.values()) == {("replace", "mapped")}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -22,12 +22,14 @@ from streamload.errors import (
     StateDictMismatchError,
     UnsupportedCastError,
 )
+from streamload.units import format_bytes
 from streamload.verify import verify
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
 import safetensors.torch as st  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import streamload.transformers as ours  # noqa: E402
 from streamload.transformers import quantised  # noqa: E402
@@ -201,6 +203,39 @@ def test_packed_weights_stay_packed(tmp_path: Path, name: str) -> None:
         assert torch.equal(found, logits(reference(tmp_path)))
     assert found.isfinite().all()
     assert {n: raw(t) for n, t in model.state_dict().items()} == stored(tmp_path)
+
+
+class _Made(TorchDispatchMode):  # type: ignore[misc]
+    """The bytes of the largest tensor of a dtype that operators allocate."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.dtype, self.most = model.dtype, 0
+        self.known = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype is self.dtype and out.dim() > 1:
+            is_new = out.untyped_storage().data_ptr() not in self.known
+            self.most = max(self.most, out.nbytes * is_new)
+        return out
+
+
+def dense_nbytes(model: Any) -> int:
+    """The bytes of the largest weight that a forward holds dequantised."""
+    with torch.no_grad(), _Made(model) as made:
+        model(torch.tensor([[1]]))
+    return int(made.most)
+
+
+@pytest.mark.parametrize("name", [*OWN, "quant"])
+def test_what_a_forward_takes_is_said(tmp_path: Path, name: str) -> None:
+    """The size of the largest weight that is dequantised at a time."""
+    plain(tmp_path) if name == "quant" else OWN[name](tmp_path)
+    model = load(tmp_path, **({"quant": "nf4"} if name == "quant" else {}))
+    (note,) = (n for n in model.streamload_report.notes if "no plan counts" in n)
+    expected = format_bytes(dense_nbytes(model), up=True)
+    assert f"the largest takes {expected} meanwhile" in note
 
 
 def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:

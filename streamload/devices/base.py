@@ -492,10 +492,12 @@ class Swap:
             transposed.
         put: puts the modules in place, without values, and returns what lets the model be as it
             was. A codes' parameter goes on holding the memory of the weight until that is released.
+        dense_nbytes: of the largest weight that these modules dequantise at once, to compute.
     """
 
     coded: Mapping[str, tuple[str, tuple[int, ...], bool]]
     put: Callable[[], Callable[[], None]]
+    dense_nbytes: int = 0
 
 
 def nothing() -> None:

@@ -311,6 +311,7 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             holders.setdefault((id(module), leaf), (name, (module, leaf)))
     coded: dict[str, _Said] = {}
     groups: list[list[tuple[_Place, _Said]]] = []
+    dense_nbytes = 0
     for name, format in formats.items():
         if name not in by_name:
             continue
@@ -322,7 +323,10 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             continue  # an embedding shares it: it needs the weight as it is
         coded |= {other: first for other, _ in holders.values()} | {name: first}
         groups.append([(place, first) for _, place in holders.values()])
-    return Swap(coded, lambda: _put(groups))
+        itemsize = module._parameters[leaf].itemsize
+        one_nbytes = math.prod(first[1][-2:]) * itemsize  # of experts, one at a time
+        dense_nbytes = max(dense_nbytes, one_nbytes)
+    return Swap(coded, lambda: _put(groups), dense_nbytes)
 
 
 def _put(groups: Iterable[list[tuple[_Place, _Said]]]) -> Callable[[], None]:

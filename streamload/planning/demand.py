@@ -154,6 +154,7 @@ class Want:
         dtype: the dtype it must have; None asks the policy.
         reusable_nbytes: of what it holds, for `Placement.reusable_nbytes`; None for all.
         coding: what it is of a quantised tensor, in whose place it comes; None of any other.
+        fixed: why it can only be written in place, or "".
     """
 
     name: str
@@ -165,6 +166,7 @@ class Want:
     dtype: DType | None = None
     reusable_nbytes: int | None = None
     coding: Coding | None = None
+    fixed: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +188,7 @@ class Wants(Sequence[Want]):
     dtypes: Sequence[DType | None]
     reusable_nbytes: Sequence[int | None]
     codings: Sequence[Coding | None]
+    fixed: Sequence[str]
     srcs: Sequence[DType] = field(init=False)
     _dsts: dict[tuple[DTypePolicy, bool], Sequence[DType]] = field(init=False, default_factory=dict)
 
@@ -218,7 +221,8 @@ class Wants(Sequence[Want]):
         none = [None] * len(infos)
         sources = list(zip(all_rows(infos), strict=True))
         dtypes = _with_kept(checkpoint, infos, none)
-        return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none)
+        empty = [""] * len(infos)
+        return cls(infos, names, shapes, sources, none, none, none, dtypes, none, none, empty)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -233,7 +237,7 @@ class Wants(Sequence[Want]):
             return [self[i] for i in range(len(self))[at]]
         columns: tuple[Sequence[Any], ...] = (
             *(self.names, self.shapes, self.sources, self.transposes),
-            *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings),
+            *(self.devices, self.held, self.dtypes, self.reusable_nbytes, self.codings, self.fixed),
         )
         return Want(*(column[at] for column in columns))
 

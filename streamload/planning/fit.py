@@ -83,9 +83,9 @@ class Share:
     statistics_most_nbytes: int
 
     @classmethod
-    def of(cls, spec: DeviceSpec, placements: Placements) -> Share:
-        """Look at the placements on a device."""
-        base = timeline(placements, spec)
+    def of(cls, spec: DeviceSpec, placements: Placements, release_first: bool = False) -> Share:
+        """Look at the placements on a device; old parameters may have to go first."""
+        base = timeline(placements, spec, release_first)
         counted = placements.counted
         own = [(p, n) for p, n in counted if p.cast == "device" and spec.casts]
         rows = any(p.changes for p, _ in counted)
@@ -228,6 +228,14 @@ def fit(
             chunk = max(chunk // 2, row)
         else:
             threads -= 1
+    small = [
+        Share.of(share.spec, share.placements, release_first=True)
+        if nbytes and not share.release_first and not share.has_room(nbytes)
+        else share
+        for share, nbytes in zip(shares, scratch, strict=True)
+    ]
+    if any(new.peak_nbytes < old.peak_nbytes for new, old in zip(small, shares, strict=True)):
+        return fit(draft, small, parts, cache)  # what is released first makes room for scratch
     devices = [
         share.planned(nbytes, parts.get(share.spec.name), cache)
         for share, nbytes in zip(shares, scratch, strict=True)
@@ -308,8 +316,16 @@ def least_read_nbytes(placements: Placements) -> int:
     return MIN_CHUNK_NBYTES if nbytes >= _LEAST_READ_FROM_NBYTES else 0
 
 
-def timeline(placements: Placements, spec: DeviceSpec) -> tuple[int, int, bool]:
-    """(held at the beginning, peak, whether all old parameters must go first), in bytes."""
+def timeline(
+    placements: Placements, spec: DeviceSpec, release_first: bool = False
+) -> tuple[int, int, bool]:
+    """(held at the beginning, peak, whether all old parameters must go first), in bytes.
+
+    Args:
+        placements: those on the device.
+        spec: the device.
+        release_first: all old parameters go first, also where parameters alone would fit.
+    """
     budget_nbytes = max(spec.budget_nbytes, 0)
     total = sum(placements.resident_nbytes)
     if placements.all_new:  # nothing is held, nothing goes
@@ -341,7 +357,7 @@ def timeline(placements: Placements, spec: DeviceSpec) -> tuple[int, int, bool]:
             return held, now, True
         sizes = (r if kind.action == "in_place" else kind.released_nbytes for kind, r in rows)
         return held, sum(taken(spec.allocator, spec.granularity_nbytes, sizes)) + fresh, True
-    if peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
+    if release_first or peak > max(held, budget_nbytes) or (held > budget_nbytes >= now):
         # growing parameters come before shrinking ones, or the old ones alone are too large:
         # released together they make room for the new ones
         return held, now, True

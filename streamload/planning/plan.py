@@ -460,10 +460,10 @@ class Plan:
                 d.device,
                 *([d.holds or "-"] if split else []),
                 str(count[d.device]),
-                format_bytes(d.resident_nbytes),
-                *([format_bytes(d.cache_nbytes)] if cached else []),
-                format_bytes(d.peak_nbytes),
-                *([format_bytes(d.reserve_nbytes)] if reserved else []),
+                format_bytes(d.resident_nbytes, up=True),  # a budget of what is shown is enough
+                *([format_bytes(d.cache_nbytes, up=True)] if cached else []),
+                format_bytes(d.peak_nbytes, up=True),
+                *([format_bytes(d.reserve_nbytes, up=True)] if reserved else []),
                 format_bytes(d.stated_nbytes),
                 f"{(d.needed_nbytes + d.reserve_nbytes) / d.stated_nbytes:.0%}"
                 if d.stated_nbytes

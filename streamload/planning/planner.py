@@ -250,6 +250,8 @@ def _mapped(
             why = "its values change on the way"
         elif wants.codings[at] is not None:
             why = "it is quantised on the way"
+        elif wants.fixed[at]:
+            why = wants.fixed[at]
         elif others or row.columns is not None or wants.transposes[at] is not None:
             why = "its rows do not follow each other in the file"
         elif info.dtype is not dst:

@@ -85,6 +85,14 @@ def as_stored(model: nn.Module, quantised: Set[str], dtype: torch.dtype) -> None
             model.set_submodule(name, nn.Linear(*sizes, bias, device="meta", dtype=dtype))
 
 
+def dense_numel(model: nn.Module) -> int:
+    """Elements of the largest weight that these modules dequantise at once."""
+    linears = (m.weight for m in model.modules() if isinstance(m, PackedLinear))
+    experts = (m for m in model.modules() if isinstance(m, PackedExperts))
+    fused = (p[0] for m in experts for p in m.parameters(recurse=False) if p.dim() == 3)
+    return max((weight.numel() for weight in (*linears, *fused)), default=0)
+
+
 def keep_packed(model: nn.Module) -> str:
     """Let the FP8 modules of transformers compute without kernels.
 

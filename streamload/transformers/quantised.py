@@ -17,6 +17,7 @@ from streamload.dtypes import parse_dtype
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.lookup import Devices
 from streamload.quant.stored import Group, groups, members, read_states
+from streamload.quantise import said_of_dense
 from streamload.transformers.configuration import first_line, folder_of
 from streamload.transformers.internals import AutoHfQuantizer
 from streamload.transformers.names import Names, Renames
@@ -156,11 +157,19 @@ class Quantised:
         if self.method == "compressed-tensors":
             self._take_packed_zeros(model, renames())
             self._keep_compressed(model)
+        if self.method == "torchao":
+            said = said_of_dense(self._largest_nbytes(model.dtype))
+            self.notes.append(f"torchao dequantises a weight when it is computed with: {said}")
         if self.method in ("gptq", "awq"):
-            self.notes.append("gptqmodel repacks weights for its kernel: the plan counts them once")
+            most = max(group.nbytes for group in groups(self.checkpoint).values())
+            self.notes.append(
+                "gptqmodel repacks weights for its kernel: the plan counts them once, and the "
+                f"largest takes {format_bytes(most, up=True)} more when it is repacked"
+            )
         if self.method == "mxfp4":
             config.dequantize = False
             self._keep_mxfp4(model)
+            self._say_kept("MXFP4 experts", self._largest_nbytes(model.dtype))
         if self.method == "fp8":
             from streamload.transformers import packed
 
@@ -170,7 +179,7 @@ class Quantised:
             if not _has_fp8_kernels(names):
                 if left := packed.keep_packed(model):
                     self._refuse(f"{left} of transformers needs kernels for FP8", names)
-                self._say_kept("FP8 weights")
+                self._say_kept("FP8 weights", packed.dense_numel(model) * model.dtype.itemsize)
 
     def _refuse(self, problem: str, devices: list[str], cause: Exception | None = None) -> None:
         raise CheckpointError(
@@ -179,8 +188,17 @@ class Quantised:
             found=self.method,
         ) from cause
 
-    def _say_kept(self, what: str) -> None:
-        self.notes.append(f"{what} stay packed: a module dequantises its own when it is computed")
+    def _say_kept(self, what: str, dense_nbytes: int) -> None:
+        self.notes.append(
+            f"{what} stay packed: a module dequantises its own when it is computed, and "
+            f"{said_of_dense(dense_nbytes)}"
+        )
+
+    def _largest_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the largest stored weight in a dtype; of fused experts, of one of them."""
+        shapes = (group.shape or () for group in read_states(self.checkpoint).values())
+        itemsize: int = dtype.itemsize
+        return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
 
     def _stage(self, model: Any, renames: Renames) -> None:
         """Put the stored tensors of each weight into its module as buffers.
@@ -241,6 +259,12 @@ class Quantised:
                 f"{format_bytes(self.beside_nbytes)} stay free: bitsandbytes repacks each weight "
                 "when it is first computed with on this CPU"
             )
+        elif weights:
+            largest = max(math.prod(shape) for shape, _ in weights.values())
+            self.notes.append(
+                "bitsandbytes may dequantise a weight of 4 bits to compute: "
+                f"{said_of_dense(largest * model.dtype.itemsize)}"
+            )
 
     def _take_packed_zeros(self, model: Any, renames: Renames) -> None:
         """Give modules zero points of the stored shape.
@@ -267,7 +291,7 @@ class Quantised:
 
         others = packed_compressed.keep_packed(model, self.quantizer.compressor)
         if not others:
-            self._say_kept("compressed weights")
+            self._say_kept("compressed weights", self._largest_nbytes(model.dtype))
             return
         for group in read_states(self.checkpoint).values():
             itemsize = group.members["scale"].dtype.itemsize
@@ -286,7 +310,6 @@ class Quantised:
                 kind = type(model.get_submodule(prefix)).__name__
                 self._refuse(f"experts of MXFP4 are those of gpt-oss, not {kind}", ["any device"])
         self._staged.clear()  # they stay as they are
-        self._say_kept("MXFP4 experts")
 
     def stage(self, model: Any, names: Names) -> None:
         """Do what has to be done when it is known what fills the model: nothing, here."""
