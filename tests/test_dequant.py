@@ -129,6 +129,30 @@ def test_scales_of_any_size(tmp_path: Path, kind: str, dst: DType, clamp: bool) 
     assert not (clamp and kind == "int8" and np.isinf(one.astype(np.float32)).any())
 
 
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((64, 8192), [128, 128]), ((192, 256), [128, 128]), ((192, 256), None), ((64, 256), None)],
+)
+def test_blocks_of_fp8_are_those_of_the_configuration(
+    tmp_path: Path, shape: tuple[int, int], size: list[int] | None
+) -> None:
+    """128 x 128 unless it says otherwise, even where the scales are as many as the rows."""
+    sample = dequant_samples.fp8("l.0.q.weight", shape)
+    stated = {} if size is None else {"weight_block_size": size}
+    path = write(tmp_path, [sample], quantization_config={"quant_method": "fp8", **stated})
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
+    """The kernel counts in 64 bits, and a block of 2^64 rows is cut to those that there are."""
+    sample = dequant_samples.fp8("l.0.q.weight", (64, 256))
+    how = {"quant_method": "fp8", "weight_block_size": [2**64, 128]}
+    path = write(tmp_path, [sample], quantization_config=how)
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
 def test_lines_are_those_of_their_places(tmp_path: Path) -> None:
     """Lines that were gathered have the scales of where they were."""
     sample = dequant_samples.fp8()
