@@ -21,7 +21,7 @@ from test_transformers_quantised import (
 )
 
 from streamload.bench.processes import call, command, measure
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -137,6 +137,13 @@ def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
     report = load(tmp_path, quant="bitsandbytes-int8").streamload_report
     (note,) = (note for note in report.notes if note.startswith("not quantised"))
     assert "4 tensors of 393 kB" in note and "experts.gate_up_proj" in note
+
+
+def test_experts_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    """As other weights are, with the line to write instead."""
+    plain(tmp_path, "Mixtral", torch.bfloat16, **EXPERTS["Mixtral"] | {"intermediate_size": 48})
+    with pytest.raises(UnsupportedCastError, match=r"experts\.0\.w2\.weight.*None"):
+        load(tmp_path, quant="q8_0")
 
 
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:

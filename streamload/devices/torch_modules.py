@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -152,16 +152,24 @@ class Coded(nn.Module):
         return out.view(shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move parts with the module, as they are: scales are never cast apart from codes."""
+        """Move parts with the module, as they are: scales are never cast apart from codes.
+
+        Where moving fails, for want of memory, all parts are where they were.
+        """
         names = _names(getattr(self, CODED))
         held = {name: self._buffers.pop(name) for name in names}
-        device = next(iter(held.values())).device
-        like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
-        self._streamload_dtype = like.dtype
-        super()._apply(fn, recurse)
-        for name, old in held.items():
-            flat = old.detach().reshape(-1).view(torch.uint8)
-            self._buffers[name] = fn(flat).view(old.dtype).reshape(old.shape)
+        try:
+            device = next(iter(held.values())).device
+            like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
+            super()._apply(fn, recurse)
+            flat = {name: old.detach().reshape(-1).view(torch.uint8) for name, old in held.items()}
+            held = {
+                name: fn(flat[name]).view(old.dtype).reshape(old.shape)
+                for name, old in held.items()
+            }
+            self._streamload_dtype = like.dtype
+        finally:
+            self._buffers.update(held)
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
@@ -283,9 +291,10 @@ def _said(module: nn.Module, leaf: str, format: str) -> _Said | None:
         return format, shape[::-1], True
     if not _is_experts(module, parameter):
         return None
-    made = _made(format, shape)
-    if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
-        return None  # an expert begins within a unit, or two weights would share a part's name
+    with suppress(ValueError):  # of a format that cannot hold it: the load names the tensor
+        made = _made(format, shape)
+        if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+            return None  # an expert begins within a unit, or two weights would share a part's name
     return format, shape, False
 
 
