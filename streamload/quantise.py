@@ -110,27 +110,30 @@ class QuantPolicy:
 
         Raises:
             PlanInfeasibleError: nothing fits.
-            UnsupportedCastError: a tensor cannot be in a format.
+            ValueError: no format can hold the weights, or the attempt without one raises it.
         """
         if not self.is_auto:
             return attempt(self), []
         told: list[str] = []
+        failures: list[Exception] = []
         for name in (None, *_TRIED):
             rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
             tried = name or "no format"
             try:
                 made = attempt(QuantPolicy(rules, tried))
             except PlanInfeasibleError as error:
-                if name == _TRIED[-1]:
-                    raise
+                failures.append(error)
                 told.append(f"{tried} needs {format_bytes(error.needed_nbytes)} on {error.device}")
-            except UnsupportedCastError:
-                if name is None or name == _TRIED[-1]:
+            except ValueError as error:
+                if name is None:
                     raise
+                failures.append(error)
+                told.append(f"{tried} cannot hold every weight")
             else:
                 why = f", for {', '.join(told)}" if told else ", for all fits"
                 return made, [f'quant="auto" took {tried}{why}']
-        raise AssertionError("the last one fits or raises")
+        infeasible = [f for f in failures[1:] if isinstance(f, PlanInfeasibleError)]
+        raise infeasible[-1] if infeasible else failures[-1]
 
     def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
         """The format of each tensor.
