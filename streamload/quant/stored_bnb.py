@@ -126,7 +126,7 @@ def with_state(layouts: Layouts, group: Group, data: bytes) -> Group:
     if "nested_absmax" in group.members:
         nested = _block_size(state.get("nested_blocksize"))
         offset = state.get("nested_offset")
-        is_float32 = type(offset) in (int, float) and abs(offset) < 2**128
+        is_float32 = isinstance(offset, int | float) and abs(offset) < 2**128
         if nested is None or not is_float32:
             expected = "nested_blocksize and nested_offset"
             refuse("says nothing valid of the nested statistics", expected, sorted(state))

@@ -315,12 +315,14 @@ class Quantised:
 
     def assemble(self, model: Any) -> None:
         """Make what the modules compute with of what was loaded; nothing is copied."""
-        make = {"bitsandbytes": bitsandbytes_parameter, "torchao": self._torchao}.get(self.method)
         for prefix, leaf, group in self._staged:
             module = model.get_submodule(prefix)
             entries = {key: module._buffers.pop(key) for key in _entries(group)}
-            assert make is not None
-            module._parameters[leaf] = make(module, f"{prefix}.{leaf}", entries)
+            if self.method == "torchao":
+                made = self._torchao(module, f"{prefix}.{leaf}", entries)
+            else:
+                made = bitsandbytes_parameter(module, entries)
+            module._parameters[leaf] = made
             module._is_hf_initialized = True
         self._staged.clear()
 
@@ -376,9 +378,7 @@ def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
     return group.kind != "mxfp4" or weight.dim() == 3
 
 
-def bitsandbytes_parameter(
-    module: Any, name: str, entries: dict[str, torch.Tensor]
-) -> nn.Parameter:
+def bitsandbytes_parameter(module: Any, entries: dict[str, torch.Tensor]) -> nn.Parameter:
     """A parameter of bitsandbytes over the stored bytes."""
     from bitsandbytes.nn import Int8Params, Params4bit
 

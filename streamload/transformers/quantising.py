@@ -192,7 +192,6 @@ class Quantising(Quantised):
             delattr(module, CODED)
             parts = [part.name("weight") for part in FORMATS[self.format].of(shape, F32).parts]
             entries = {name: module._buffers.pop(name) for name in parts}
-            made = bitsandbytes_parameter(module, f"{prefix}.weight", entries)
-            module._parameters["weight"] = made
+            module._parameters["weight"] = bitsandbytes_parameter(module, entries)
             module._is_hf_initialized = True
         self._modules.clear()
