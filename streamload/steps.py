@@ -145,13 +145,15 @@ class Decoding(Step):
 
 def step_of(job: Job, chunk: Chunk, p: Placement) -> Step:
     """What is done to a chunk on the host; its placement is no part beside codes."""
+    if p.cast == "device":
+        return Casting(job.cast(p), moves=True)
     if p.cast == "rows":
         return Changing(job, chunk, p)
-    if p.cast != "device" and p.coding is not None:
+    if p.coding is not None:
         return Encoding(job, chunk, p)
     if p.src.is_packed:
         return Decoding(job, chunk, p)
-    return Casting(job.cast(p), moves=p.src is p.dst or p.cast == "device")
+    return Casting(job.cast(p), moves=p.src is p.dst)
 
 
 def _changed(job: Job, chunk: Chunk, data: memoryview, start: int) -> tuple[memoryview, DType]:

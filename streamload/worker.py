@@ -471,8 +471,8 @@ class Worker:
             width = n if step.moves else p.placed_nbytes(numel)
             offset, stride = run.offset - chunk.start, run.stride
             if p.cast == "device":  # the same places, in elements that are still to be cast
-                offset = offset // p.dst.itemsize * p.src.itemsize
-                stride = stride // p.dst.itemsize * p.src.itemsize
+                offset = p.src.nbytes(offset // p.dst.itemsize)
+                stride = p.src.nbytes(stride // p.dst.itemsize)
             if p.turned and run.rows * run.lines > 1:
                 unit = p.least_columns if p.src.is_packed else 1
                 memory = self._memory(reader)

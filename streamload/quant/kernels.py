@@ -525,12 +525,12 @@ def _compile(recipe: Recipe, src: DType) -> Kernel | str:
     def ir(native_half: bool, architecture: str) -> str:
         return kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
 
-    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, _object)
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
     return kernel
 
 
-def _object(ir: str, target: Target) -> bytes:
-    """The kernel's object file, kept for later processes."""
+def kept_object(ir: str, target: Target) -> bytes:
+    """The object file of a kernel, kept for later processes; see `cast.llvm.link_kernel`."""
     depends_on = ("quant", target.triple, target.cpu, target.features, ir)
     kept = read_kept(*depends_on)
     if kept is None:
