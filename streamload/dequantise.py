@@ -126,7 +126,7 @@ def all_dequantised(checkpoint: Checkpoint) -> bool:
 
 
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile what will dequantise: what that takes of the process is no part of a load."""
+    """Compile what will dequantise."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)

@@ -21,7 +21,7 @@ from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
 from streamload.planning.plan import Placement
-from streamload.quant.base import FORMATS, Encoder, Quantised
+from streamload.quant.base import FORMATS, CodedWeight, Encoder, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
@@ -178,49 +178,21 @@ def coded(coding: Coding, src: DType) -> Quantised:
     return FORMATS[coding.format].of(coding.shape, src)
 
 
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """What a parameter of a model holds the codes of.
+def coded_want(coded: CodedWeight, want: Want) -> Want:
+    """Ask for a weight as it is quantised: a matrix.
 
-    Attributes:
-        format: the format.
-        shape: the shape of the weight, as it is quantised.
-        transposed: whether the checkpoint has it transposed.
+    Raises:
+        ValueError: the mapping transposes what the module has transposed.
     """
-
-    format: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the weight in the checkpoint."""
-        return self.shape[::-1] if self.transposed else self.shape
-
-    def beside(self, name: str) -> list[str]:
-        """The names of what belongs to the codes, where these are ``name``."""
-        return [part.name(name) for part in FORMATS[self.format].of(self._matrix, F32).parts[1:]]
-
-    def wanted(self, want: Want) -> Want:
-        """The weight as it is quantised: a matrix.
-
-        Raises:
-            ValueError: the mapping transposes what the module has transposed.
-        """
-        if not self.transposed:
-            return replace(want, shape=self._matrix)
-        if want.transpose is not None:
-            raise ValueError(
-                f"{want.name}: its module has the weight transposed, and so has the mapping: leave "
-                f'it as it is: quant={{"{want.source[0].tensor}": None, "*": "{self.format}"}}'
-            )
-        turned = RowTranspose(1, self.shape[1], self.shape[0])
-        return replace(want, shape=self._matrix, transpose=turned)
-
-    @property
-    def _matrix(self) -> tuple[int, int]:
-        """All axes but the last number its rows."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
+    if not coded.transposed:
+        return replace(want, shape=coded.matrix)
+    if want.transpose is not None:
+        raise ValueError(
+            f"{want.name}: its module has the weight transposed, and so has the mapping: leave it "
+            f'as it is: quant={{"{want.source[0].tensor}": None, "*": "{coded.format}"}}'
+        )
+    turned = RowTranspose(1, coded.shape[1], coded.shape[0])
+    return replace(want, shape=coded.matrix, transpose=turned)
 
 
 def quantised(
@@ -273,7 +245,7 @@ def quantised(
 
 
 def compile_encoders(wants: Wants) -> None:
-    """Compile what will quantise: what that takes of the process is no part of a load."""
+    """Compile what will quantise."""
     some = {
         (coding.format, coding.of_rows, src.name): (coding, src)
         for coding, src in zip(wants.codings, wants.srcs, strict=True)

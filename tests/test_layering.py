@@ -99,7 +99,7 @@ LAYERS = (
     ("target",),
     ("lookup",),
     ("match",),
-    ("hints",),
+    ("engine", "hints"),
     ("decide",),
     ("load",),
     ("iterate",),

@@ -21,6 +21,7 @@ from streamload.dtypes import DType
 from streamload.errors import DeviceError
 from streamload.planning.allocators import NO_COSTS, AllocatorKind, TensorCosts
 from streamload.planning.parts import Block
+from streamload.quant.base import CodedWeight
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -478,14 +479,12 @@ class Swap:
     """Modules for quantised weights that can stand in the place of a model's own.
 
     Attributes:
-        coded: parameters that will hold the codes of weights, by each of their names: the format,
-            the shape of the weight as it is quantised, and whether the checkpoint has it
-            transposed.
+        coded: the weights of which parameters will hold the codes, by each name of these.
         put: puts the modules in place, without values, and returns what lets the model be as it
             was. A codes' parameter goes on holding the memory of the weight until that is released.
     """
 
-    coded: Mapping[str, tuple[str, tuple[int, ...], bool]]
+    coded: Mapping[str, CodedWeight]
     put: Callable[[], Callable[[], None]]
 
 
@@ -507,8 +506,8 @@ class ModelTensors(Protocol):
         """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
         return {}
 
-    def coded(self, model: Any) -> Mapping[str, tuple[str, tuple[int, ...], bool]]:
-        """Parameters that hold the codes of weights, as in `Swap.coded`."""
+    def coded(self, model: Any) -> Mapping[str, CodedWeight]:
+        """The weights of which parameters hold the codes, by each name of these."""
         return {}
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:

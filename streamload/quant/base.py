@@ -17,7 +17,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -235,6 +235,44 @@ class Quantised(Protocol):
         Returns:
             A float64 array that broadcasts to the tensor's shape.
         """
+
+
+class CodedWeight(NamedTuple):
+    """A weight of which a parameter of a model holds the codes.
+
+    Attributes:
+        format: the name of its format.
+        shape: its shape, as it is quantised.
+        transposed: whether the checkpoint has it transposed.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape in which it is quantised: all axes but the last number its rows."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def made(self) -> Quantised:
+        """What it becomes, whatever dtype it had."""
+        return _made(self.format, self.matrix)
+
+    def names(self, codes: str) -> list[str]:
+        """The names of its parts, where the codes have the name ``codes``, which comes first."""
+        return [part.name(codes) for part in self.made.parts]
+
+
+@cache
+def _made(format: str, shape: tuple[int, int]) -> Quantised:
+    return FORMATS[format].of(shape, F32)
 
 
 class Format(Protocol):
