@@ -68,7 +68,7 @@ LAYERS = (
     ("planning.feasible",),
     ("planning.planner",),
     ("planning.chunks",),
-    ("devices.base",),
+    ("devices.base", "devices.staging"),
     ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),

@@ -573,28 +573,3 @@ class Framework(ModelTensors, DeviceFinder, Prober, Protocol):
     """One framework. Its file states what differs from the defaults here."""
 
     name: str
-
-
-class HostStaging:
-    """Staging in a page-aligned anonymous map, which is given back when it is closed."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.view = memoryview(self._map)[:nbytes]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        with suppress(BufferError):  # an error's traceback refers to it: it goes then
-            self.view.release()
-            self._map.close()
-
-
-class _Done:
-    """The ticket of a copy that has finished."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-#: The ticket of every copy that has finished when it returns.
-DONE = _Done()
