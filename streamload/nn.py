@@ -222,7 +222,7 @@ def _chosen(
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:
-    """The weights of a model of which layers hold the codes; see `ModelTensors.coded`."""
+    """The weights that layers of a model hold as codes; see `ModelTensors.coded`."""
     found = _modules(model, QuantLinear)
     return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
 

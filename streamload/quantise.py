@@ -59,7 +59,7 @@ class QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
 
         Raises:
-            ValueError: there is no such format, or the value is none of these.
+            ValueError: the format is unknown, or the value is neither a name nor patterns.
         """
         if value is None:
             return cls()
@@ -76,13 +76,13 @@ class QuantPolicy:
 
     @classmethod
     def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
-        """What was planned for all tensors, for a part of them."""
+        """Read from placements which format each tensor has: a plan of all decides for a part."""
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
     @classmethod
     def named(cls, value: QuantArgument) -> QuantPolicy:
-        """Read the same where no budget decides; raises ValueError for "auto", too."""
+        """Do what `parse` does where there is no budget; raises ValueError for "auto", too."""
         policy = cls.parse(value)
         if policy.is_auto:
             raise ValueError(
@@ -100,7 +100,7 @@ class QuantPolicy:
         return any(name == _AUTO for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
-        """What an attempt makes of this policy; of "auto", with the least loss that fits.
+        """Plan with this policy; "auto" becomes the format of least loss that fits.
 
         Args:
             attempt: plans with a policy that has no "auto".

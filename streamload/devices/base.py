@@ -479,7 +479,7 @@ class Swap:
     """Modules for quantised weights that can stand in the place of a model's own.
 
     Attributes:
-        coded: the weights of which parameters will hold the codes, by each name of these.
+        coded: the weights that parameters will hold as codes, by each name of these.
         put: puts the modules in place, without values, and returns what lets the model be as it
             was. A codes' parameter goes on holding the memory of the weight until that is released.
     """
@@ -507,7 +507,7 @@ class ModelTensors(Protocol):
         return {}
 
     def coded(self, model: Any) -> Mapping[str, CodedWeight]:
-        """The weights of which parameters hold the codes, by each name of these."""
+        """The weights that parameters hold as codes, by each name of these."""
         return {}
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:

@@ -1,4 +1,4 @@
-"""Modules of torch whose weights stay quantised: each dequantises its own when it is computed with.
+"""Modules of torch whose weights stay quantised; a forward dequantises what it needs.
 
 A module keeps its identity, its other parameters and its hooks: it gets another class, and the
 parts of a format as buffers in place of a parameter, under the names that the parts have in a
@@ -102,9 +102,9 @@ _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
 
 
 class Coded(nn.Module):
-    """What modules have in common that hold weights quantised."""
+    """What modules share that hold weights quantised."""
 
-    _streamload_dtype: torch.dtype  # that the weights had
+    _streamload_dtype: torch.dtype  # of the weights before
 
     def dense(
         self,
@@ -161,7 +161,7 @@ class Coded(nn.Module):
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        """Take parts whose names have a dot: torch holds those for names of other modules."""
+        """Take parts whose names have a dot, which torch takes for names of submodules."""
         super()._load_from_state_dict(state, prefix, *others)
         own = {prefix + name for name in _names(getattr(self, CODED))}
         unexpected = others[3]
@@ -260,7 +260,7 @@ def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
 
 
 def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
-    """What a module would hold of a parameter; None where it cannot."""
+    """The weight that a module would hold as codes; None where it cannot."""
     parameter = module._parameters[leaf]
     if type(parameter) is not nn.Parameter:  # sharded, packed by others, or not there
         return None

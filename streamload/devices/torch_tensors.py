@@ -452,7 +452,7 @@ def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
 
 
 def coded_of(model: Any) -> dict[str, CodedWeight]:
-    """The weights of which a module's parameters hold the codes, by their names."""
+    """The weights that a module holds as codes, by their names."""
     if not isinstance(model, nn.Module):
         return {}
     wrappers = _wrappers(model)

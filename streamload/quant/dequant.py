@@ -337,7 +337,7 @@ def floats(info: TensorInfo, data: bytes) -> Array:
 
 
 def check_finite(info: TensorInfo, finite: Array) -> None:
-    """Raise CheckpointError for a tensor that has not only finite numbers."""
+    """Raise CheckpointError unless all numbers of a tensor are finite."""
     count = finite.size - int(np.count_nonzero(finite))
     if count:
         raise CheckpointError(

@@ -7,7 +7,7 @@ product that is a midpoint, or a number of the target, may have been rounded to 
 and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or what is out of
 range, take the product in float64, which is exact, and `cast.kernels.careful`.
 
-Kernels depend on nothing outside themselves, as those of `cast.kernels`.
+Like the kernels of `cast.kernels`, these call no function of another object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WIDTH = 32  # elements of a step
 
 
 class Values(Protocol):
-    """What the values of a layout are. Equal ones share a kernel.
+    """How the values of a layout are stored. Layouts that are equal share a kernel.
 
     Attributes:
         name: of the layout, for errors.

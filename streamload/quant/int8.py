@@ -2,8 +2,8 @@
 
 "int8": a row is all that one index of the first axis holds. Its scale is its largest magnitude
 divided by 127, in float32, and a code is an element divided by the scale, to nearest even, within
-127 of zero. A row of zeros has the scale 0 and codes 0, and so has one whose scale is too small for
-float32. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
+127 of zero. A row of zeros has the scale 0 and codes 0; so has a row whose scale float32 cannot
+hold. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
 (``weight_scale``, one column), so that ``code * scale`` decodes it there too.
 
 "bitsandbytes-int8": the layout of bitsandbytes 0.50.2 for ``load_in_8bit`` (``weight``, ``SCB``,
@@ -229,7 +229,7 @@ class Int8:
 
     Attributes:
         name: as users write it.
-        layout: whose it is.
+        layout: "rows" as compressed-tensors has it, or that of bitsandbytes.
     """
 
     name: str

@@ -18,12 +18,12 @@ _FLOATS = ("F16", "BF16", "F32")
 _SHAPE_DTYPES = ("I64", "I32")
 _AWQ_BITS = 4
 
-#: Formats whose words lie in the order of a kernel: what is in them is not known here.
+#: Formats whose words lie in the order of a kernel, which this module does not know.
 _OF_KERNELS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq", "qqq", "paroquant")
 
 #: Last components of names that mark a group.
 LEAVES = ("weight_packed", "qweight")
-#: What else belongs to a weight of compressed-tensors, where it is there.
+#: Tensors that a weight of compressed-tensors may have besides.
 _BESIDE = (
     *("weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("input_scale", "input_zero_point", "input_global_scale"),

@@ -38,7 +38,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _SCALED_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
 _USUAL_BLOCK = 128
 _MX_BLOCK = 32
-#: What else belongs to a weight, where it is there.
+#: Tensors that a weight may have besides.
 _BESIDE = (
     *("weight_zero_point", "weight_scale_2", "weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
@@ -172,7 +172,7 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
 def _fitting(
     sizes: Sequence[tuple[int, int]], rows: int, columns: int, grid: tuple[int, ...]
 ) -> tuple[int, int] | None:
-    """The first of some sizes of blocks of which a matrix has such a grid; cut to the matrix."""
+    """The first size of blocks that gives a matrix this grid, cut to the matrix, or None."""
     for tall, wide in sizes:
         if grid == (-(-rows // tall), -(-columns // wide)):
             return (min(tall, rows), min(wide, columns))

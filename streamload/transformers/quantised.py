@@ -66,7 +66,7 @@ class Quantised:
         Args:
             checkpoint: the headers.
             config: of transformers; what it says of quantisation becomes an object there.
-            asked: what a caller says of it; of that, transformers takes what is about computing.
+            asked: the caller's ``quantization_config``; transformers takes what concerns computing.
 
         Raises:
             CheckpointError: the method is opened by transformers alone, needs a package
@@ -292,7 +292,7 @@ class Quantised:
         """Do what has to be done when it is known what fills the model: nothing, here."""
 
     def check(self, model: Any, names: Names) -> None:
-        """Raise CheckpointError for a module for quantised weights whose weight is not quantised.
+        """Raise CheckpointError where a module expects quantised values, and the tensor has none.
 
         Args:
             model: on the meta device, prepared.

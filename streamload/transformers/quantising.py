@@ -29,7 +29,7 @@ from streamload.units import format_bytes
 _METHOD = "bitsandbytes"
 _BLOCK = 64  # elements, which bitsandbytes' modules have unless told otherwise
 _8BIT = "bitsandbytes-int8"
-_8BIT_EXPERTS = "int8"  # bitsandbytes has matrices alone, whose scales would be named alike
+_8BIT_EXPERTS = "int8"  # bitsandbytes quantises matrices alone, and two would share the name SCB
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class Quantising(Quantised):
             asked: a ``BitsAndBytesConfig``, or a dict with what it takes.
 
         Raises:
-            ValueError: it is of another method, asks for what is not done here, or a package is not
-                installed.
+            ValueError: the method is not bitsandbytes, an option is not supported here, or a
+                package is not installed.
         """
         if isinstance(asked, Mapping) and asked.get("quant_method", _METHOD) == _METHOD:
             asked = BitsAndBytesConfig.from_dict({**asked})
