@@ -28,7 +28,7 @@ from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.planning.parts import Columns
 from streamload.planning.plan import Plan
-from streamload.quant.dequant import TARGETS, Decoder, decoder_of
+from streamload.quant.dequant import TARGETS, Decoder, decoder_of, layout_of
 from streamload.quant.group import Packed
 from streamload.quant.stored import read_whole
 from streamload.verify import verify
@@ -151,6 +151,13 @@ def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
     path = write(tmp_path, [sample], quantization_config=how)
     found = load(path, "float32").state_dict["l.0.q.weight"]
     assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_weight_costs_no_look_at_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models may have tens of thousands of weights; the folder of layouts is listed once."""
+    found = layout_of("fp8")
+    monkeypatch.setattr("pkgutil.iter_modules", None)
+    assert layout_of("fp8") is found is not None
 
 
 def test_lines_are_those_of_their_places(tmp_path: Path) -> None:
