@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,16 @@ def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     model = load(tmp_path, quant="auto", budget=nbytes + 4096)  # and buffers
     assert type(model.model.layers[1].mlp.up_proj) is QuantLinear
     assert any('quant="auto" took q8_0' in note for note in model.streamload_report.notes)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+def test_models_are_pickled_and_copied(tmp_path: Path, name: str) -> None:
+    """Their modules have classes that are made when a model is loaded."""
+    make(tmp_path, name)
+    model = load(tmp_path, quant="nf4")
+    expected = logits(model)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(logits(other), expected)
 
 
 def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:

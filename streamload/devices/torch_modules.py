@@ -139,6 +139,11 @@ class Coded(nn.Module):
                 out[at:end] = piece.reshape(-1)
         return out.view(shape)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        own = type(self).__bases__[1]
+        return _empty, (own, frozenset(getattr(self, CODED))), self.__dict__
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Move parts with the module, as they are: scales are never cast apart from codes.
 
@@ -228,6 +233,16 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
 
     entries["forward"] = forward
     return type(f"Quant{own.__name__}", (Coded, own), entries)
+
+
+def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
+    """The class for modules of a class whose parameters of these names are codes."""
+    return _product_class(own) if leaves == {"weight"} else _experts_class(own, leaves)
+
+
+def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
+    """A module without a state, for pickle."""
+    return object.__new__(_class_of(own, leaves))
 
 
 @contextmanager
@@ -338,10 +353,7 @@ def _put(groups: Iterable[list[tuple[_Place, CodedWeight]]]) -> Callable[[], Non
             module.__dict__.setdefault(CODED, {})[leaf] = said
             module.__dict__["_streamload_dtype"] = old.dtype
     for module, own, _, _ in before.values():
-        leaves = frozenset(getattr(module, CODED))
-        is_product = leaves == {"weight"}
-        made_class: Any = _product_class if is_product else partial(_experts_class, leaves=leaves)
-        module.__class__ = made_class(own)
+        module.__class__ = _class_of(own, frozenset(getattr(module, CODED)))
 
     def undo() -> None:
         for module, own, parameters, buffers in before.values():
