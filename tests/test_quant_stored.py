@@ -268,6 +268,7 @@ def test_two_weights_of_a_module_are_two(tmp_path: Path) -> None:
         {"l.res_blocks": filled("U8", 2, 3), "l.weight": filled("I8", 3)},
         {"l._weight_qdata": filled("I8", 3, 3)},
         {"table": filled("F8_E4M3", 3, 3)},
+        {"l.weight": filled("I8"), "l.weight_scale": filled("F32", 3, 1)},
         {"l.qweight": filled("I32", 3, 3), "l.lookup_table": filled("F16", 3, 16)},
         {"l.weight_packed": filled("I32", 3, 3), "l.scale_packed": filled("F16", 3, 1)},
         {"l.a_blocks": filled("U8", 2, 3), "l.a_scales": filled("U8", 2)},

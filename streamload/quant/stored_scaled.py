@@ -100,7 +100,7 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
     if name.endswith("_blocks"):
         return _mxfp4(layouts, name)
     values = layouts.find(name.removesuffix("_scale"))
-    if values is None or values.dtype.code != "I8":
+    if values is None or values.dtype.code != "I8" or not values.shape:
         return None
     return _scaled(layouts, values, layouts.checkpoint.tensors[name], "int8")
 
