@@ -28,7 +28,7 @@ from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.planning.parts import Columns
 from streamload.planning.plan import Plan
-from streamload.quant.dequant import TARGETS, Decoder, decoder_of
+from streamload.quant.dequant import TARGETS, Decoder, decoder_of, layout_of
 from streamload.quant.group import Packed
 from streamload.quant.stored import read_whole
 from streamload.verify import verify
@@ -127,6 +127,37 @@ def test_scales_of_any_size(tmp_path: Path, kind: str, dst: DType, clamp: bool) 
     unsigned = f"u{dst.itemsize}"
     assert np.array_equal(one.view(unsigned)[~nan], other.view(unsigned)[~nan])
     assert not (clamp and kind == "int8" and np.isinf(one.astype(np.float32)).any())
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((64, 8192), [128, 128]), ((192, 256), [128, 128]), ((192, 256), None), ((64, 256), None)],
+)
+def test_blocks_of_fp8_are_those_of_the_configuration(
+    tmp_path: Path, shape: tuple[int, int], size: list[int] | None
+) -> None:
+    """128 x 128 unless it says otherwise, even where the scales are as many as the rows."""
+    sample = dequant_samples.fp8("l.0.q.weight", shape)
+    stated = {} if size is None else {"weight_block_size": size}
+    path = write(tmp_path, [sample], quantization_config={"quant_method": "fp8", **stated})
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
+    """The kernel counts in 64 bits, and a block of 2^64 rows is cut to those that there are."""
+    sample = dequant_samples.fp8("l.0.q.weight", (64, 256))
+    how = {"quant_method": "fp8", "weight_block_size": [2**64, 128]}
+    path = write(tmp_path, [sample], quantization_config=how)
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_weight_costs_no_look_at_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models may have tens of thousands of weights; the folder of layouts is listed once."""
+    found = layout_of("fp8")
+    monkeypatch.setattr("pkgutil.iter_modules", None)
+    assert layout_of("fp8") is found is not None
 
 
 def test_lines_are_those_of_their_places(tmp_path: Path) -> None:

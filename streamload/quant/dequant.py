@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -217,8 +218,12 @@ def register(kind: str, layout: Layout) -> None:
     assert _registered.setdefault(kind, layout) is layout, kind
 
 
+@cache
 def layout_of(kind: str) -> Layout | None:
-    """The layout of groups of a kind; None where they stay as they are stored."""
+    """The layout of groups of a kind; None where they stay as they are stored.
+
+    There may be very many weights to ask for: the files of this package are listed once.
+    """
     package = importlib.import_module("streamload.quant")
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("dequant_"):
@@ -331,13 +336,13 @@ def floats(info: TensorInfo, data: bytes) -> Array:
         exponents = raw.astype(np.int32) - 127
         found = np.where(raw == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
     else:
-        found = raw.view(info.dtype.numpy).astype(np.float32)
+        found = raw.view(info.dtype.numpy).astype(np.float32, copy=False)
     check_finite(info, np.isfinite(found))
-    return found.astype(np.float32)
+    return found
 
 
 def check_finite(info: TensorInfo, finite: Array) -> None:
-    """Raise CheckpointError for a tensor that has not only finite numbers."""
+    """Raise CheckpointError unless all numbers of a tensor are finite."""
     count = finite.size - int(np.count_nonzero(finite))
     if count:
         raise CheckpointError(

@@ -7,7 +7,7 @@ product that is a midpoint, or a number of the target, may have been rounded to 
 and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or what is out of
 range, take the product in float64, which is exact, and `cast.kernels.careful`.
 
-Kernels depend on nothing outside themselves, as those of `cast.kernels`.
+Like the kernels of `cast.kernels`, these call no function of another object.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ import threading
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_void_p
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from streamload._kept import keep, read_kept
 from streamload.cast.floats import FORMATS, plain_range
-from streamload.cast.kernels import ENVIRONMENT, NARROW, Vector, careful
-from streamload.cast.llvm import (
-    ELF,
-    Target,
-    compile_object,
-    host_target,
-    link_object,
-    undefined_symbols,
-)
+from streamload.cast.kernels import ENVIRONMENT, LOOP, NARROW, TOLD, Vector, careful
+from streamload.cast.llvm import link_kernel
 from streamload.dtypes import F32, F64, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import Array
-from streamload.quant.kernels import splat
+from streamload.quant.kernels import kept_object, splat
 
 SYMBOL = "dequantise"
 _WIDTH = 32  # elements of a step
 
 
 class Values(Protocol):
-    """What the values of a layout are. Equal ones share a kernel.
+    """How the values of a layout are stored. Layouts that are equal share a kernel.
 
     Attributes:
         name: of the layout, for errors.
@@ -191,48 +183,24 @@ def _segment(
         f"{total} = phi i64 [0, %entry], [{end}, %join]"
         for total, end in zip(sums, ends, strict=True)
     ]
-    added = [
-        f"%slot{i} = getelementptr i64, ptr %tally, i64 {i}\n  %old{i} = load i64, ptr %slot{i}\n"
-        f"  %new{i} = add i64 %old{i}, {end}\n  store i64 %new{i}, ptr %slot{i}"
-        for i, end in enumerate(ends)
-    ]
-    return _SEGMENT.format(
+    return LOOP.format(
         name=name,
+        arguments=_ARGUMENTS,
+        attributes="alwaysinline" if width > 1 else "noinline",
         carried="\n  ".join(carried),
-        body="\n  ".join(v.lines),
+        body="\n  ".join(["%index = add i64 %first, %at", *v.lines]),
         target=f"i{dst.bits}",
+        index="%index",
         stored=of,
         y=y,
         width=width,
-        ends="\n  ".join(added),
-        attributes="alwaysinline" if width > 1 else "noinline",
+        ends="".join(TOLD.format(slot=slot, value=end) for slot, end in enumerate(ends)),
     )
 
 
-_SEGMENT = """
-define internal void @{name}(
+_ARGUMENTS = """
     ptr noalias %src, ptr noalias %out, i64 %first, i64 %numel, float %scale, float %zero,
     i32 %guard, ptr noalias %table, ptr noalias %tally
-) {attributes} nounwind {{
-entry:
-  %any = icmp ne i64 %numel, 0
-  br i1 %any, label %loop, label %exit
-loop:
-  %at = phi i64 [0, %entry], [%next, %join]
-  {carried}
-  %index = add i64 %first, %at
-  {body}
-  %out.at = getelementptr {target}, ptr %out, i64 %index
-  store {stored} {y}, ptr %out.at, align 1
-  %next = add i64 %at, {width}
-  %more = icmp ult i64 %next, %numel
-  br i1 %more, label %loop, label %end
-end:
-  {ends}
-  br label %exit
-exit:
-  ret void
-}}
 """
 
 _PLACE = (
@@ -396,26 +364,10 @@ def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
 
 @cache
 def _compile(values: Values, dst: DType, clamp: bool) -> Kernel | str:
-    try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            ir = kernel_ir(
-                values, dst, clamp=clamp, native_half=native_half, architecture=target.architecture
-            )
-            image = _object(ir, target)
-            if not image.startswith(ELF) or not undefined_symbols(image):
-                kernel: Any = link_object(image, target, SYMBOL, _KERNEL_TYPE)
-                return kernel  # type: ignore[no-any-return]
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return "the compiled kernel would call functions that are not there"
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(
+            values, dst, clamp=clamp, native_half=native_half, architecture=architecture
+        )
 
-
-def _object(ir: str, target: Target) -> bytes:
-    """The kernel's object file, kept for later processes."""
-    depends_on = ("dequant", target.triple, target.cpu, target.features, ir)
-    kept = read_kept(*depends_on)
-    if kept is None:
-        kept = compile_object(ir, target)
-        keep(kept, *depends_on)
-    return kept
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    return kernel

@@ -70,7 +70,7 @@ _JSON_FLOAT = 25  # characters that a float takes at most
 
 @dataclass(frozen=True)
 class _Ranks:
-    """How scaled elements become codes.
+    """How scaled elements become codes, by their rank among 15 bounds.
 
     Attributes:
         bounds: 15, ascending; an element's rank is how many are less.
@@ -181,10 +181,10 @@ class FourBitBlocks(Units):
     """A tensor as nf4 or fp4.
 
     Args:
-        kind: which.
+        kind: the 16 values.
         block: elements of a block.
-        nested: absmax are quantised as well.
-        arithmetic: whose.
+        nested: whether absmax are quantised as well.
+        arithmetic: the device to compute like.
     """
 
     kind: Kind
@@ -335,8 +335,8 @@ class FourBitBlocks(Units):
     def bound(self, parts: Mapping[str, Any]) -> Array:
         """Half the widest gap, times the largest that absmax can be; and absmax's own error.
 
-        Two more terms: what CPUs and CUDA take for zero, and blocks beyond 2^126, the reciprocals
-        of which are zero on CUDA.
+        Two more terms cover magnitudes that CPUs and CUDA take for zero, and blocks beyond 2^126,
+        where CUDA's reciprocal is zero.
         """
         absmax, error = self._absmax(parts)
         largest = np.abs(absmax.astype(np.float64)) + error
@@ -352,10 +352,10 @@ class FourBit:
     """A format of this file.
 
     Attributes:
-        kind: which values.
-        nested: absmax are quantised as well.
+        kind: the 16 values.
+        nested: whether absmax are quantised as well.
         block: elements of a block, one of `BLOCKS`.
-        arithmetic: whose.
+        arithmetic: the device to compute like.
     """
 
     kind: Kind

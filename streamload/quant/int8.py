@@ -2,8 +2,8 @@
 
 "int8": a row is all that one index of the first axis holds. Its scale is its largest magnitude
 divided by 127, in float32, and a code is an element divided by the scale, to nearest even, within
-127 of zero. A row of zeros has the scale 0 and codes 0, and so has one whose scale is too small for
-float32. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
+127 of zero. A row of zeros has the scale 0 and codes 0; so has a row whose scale float32 cannot
+hold. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
 (``weight_scale``, one column), so that ``code * scale`` decodes it there too.
 
 "bitsandbytes-int8": the layout of bitsandbytes 0.50.2 for ``load_in_8bit`` (``weight``, ``SCB``,
@@ -38,7 +38,8 @@ _I8, _U8 = BY_CODE["I8"], BY_CODE["U8"]
 _ROUNDER = 1.5 * 2.0**23
 _ROUNDER_BITS = 0x4B400000
 _INFINITE = 0x7F800000
-_BITSANDBYTES_STEP = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes decodes
+#: 1 / 127, by which bitsandbytes multiplies when it decodes.
+BITSANDBYTES_STEP = np.float32(7.874015718698502e-3)
 
 
 def nearest(v: Vector, x: str) -> tuple[str, str]:
@@ -99,11 +100,10 @@ class _BitsandbytesRecipe:
         is_infinite = v.op("icmp eq", "i32", magnitude_bits(v, half), _INFINITE)
         steps = v.op("fmul", "float", v.select(is_infinite, "float", 0.0, half), factor)
         code, value = nearest(v, steps)
-        decoded = v.op("fmul", "float", v.op("fmul", "float", value, statistic), _STEP)
+        decoded = v.op(
+            "fmul", "float", v.op("fmul", "float", value, statistic), float(BITSANDBYTES_STEP)
+        )
         return code, decoded
-
-
-_STEP = float(_BITSANDBYTES_STEP)
 
 
 def _through_half(v: Vector, x: str) -> str:
@@ -201,7 +201,7 @@ class BitsandbytesRows(_Rows):
             factors = np.float32(1) / statistics * np.float32(127)
             steps = half.astype(np.float32) * factors[:, None]
             codes = np.rint(np.where(np.isfinite(steps), steps, np.float32(0)))
-            decoded = codes * statistics[:, None] * _BITSANDBYTES_STEP
+            decoded = codes * statistics[:, None] * BITSANDBYTES_STEP
         overflowed = int(np.count_nonzero(np.isinf(half)))
         return Encoded(codes.astype(np.int8), decoded, statistics, overflowed)
 
@@ -213,7 +213,7 @@ class BitsandbytesRows(_Rows):
         """See `Quantised.decode`; as `int8_vectorwise_dequant` computes it."""
         codes, statistics = self._rows(parts, "SCB")
         with np.errstate(invalid="ignore"):
-            decoded: Array = codes * statistics * _BITSANDBYTES_STEP
+            decoded: Array = codes * statistics * BITSANDBYTES_STEP
         return decoded
 
     def bound(self, parts: Mapping[str, Any]) -> Array:
@@ -229,7 +229,7 @@ class Int8:
 
     Attributes:
         name: as users write it.
-        layout: whose it is.
+        layout: "rows" as compressed-tensors has it, or that of bitsandbytes.
     """
 
     name: str

@@ -163,7 +163,7 @@ class Q80Blocks(GGUFBlocks):
 
 
 class GGUFFormat:
-    """What both formats share: transformers reads them from GGUF files alone."""
+    """What both formats share: transformers reads these formats from GGUF files alone."""
 
     def config(self, left: Sequence[str], dtype: str) -> None:
         """See `Format.config`."""
