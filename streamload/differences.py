@@ -1,4 +1,4 @@
-"""How two tensors differ: compared block by block, after a cast or quantised by numpy."""
+"""How two tensors differ: block by block, after numpy casts, quantises or dequantises the first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from streamload.dtypes import DType
 from streamload.errors import OutOfRangeError
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder
+from streamload.quant.dequant import Decoders
+from streamload.quant.elements import Read, elements
+from streamload.quant.group import Packed
 from streamload.quantise import coded
 from streamload.reading import cut
 
@@ -113,6 +116,11 @@ class Pair:
         return self.coding is None and self.wanted is not self.left.dtype
 
     @property
+    def packed(self) -> Packed | None:
+        """The left one, where it is dequantised."""
+        return self.left if isinstance(self.left, Packed) else None
+
+    @property
     def read_nbytes(self) -> int:
         """Bytes of the left one that are read."""
         is_beside = self.coding is not None and self.coding.part
@@ -150,6 +158,8 @@ class Pair:
         """
         left, right = self.left.dtype, self.right.dtype
         x, y = self.left.start, self.right.start
+        if self.packed is not None:
+            return
         if self.coding is not None:
             yield from self._cut_units(self.coding, block_nbytes)
             return
@@ -160,6 +170,14 @@ class Pair:
                 (x + left.nbytes(start), x + left.nbytes(stop)),
                 (y + right.nbytes(start), y + right.nbytes(stop)),
             )
+
+    def cut_elements(self, block_nbytes: int) -> Iterator[tuple[int, int]]:
+        """Of a weight that is dequantised, elements from one to another, block by block."""
+        if self.packed is None or not self.compared:
+            return
+        # bytes hold whole values of 4 bits then
+        step = block_nbytes // max(self.wanted.itemsize, self.right.dtype.itemsize) // 8 * 8
+        yield from cut(0, self.left.numel, step)
 
     def _cut_units(
         self, coding: Coding, block_nbytes: int
@@ -189,6 +207,20 @@ class Pair:
         made = self.codes._beside[self.coding.part]
         self._compare(made[start : start + theirs.nbytes], theirs, self.wanted)
 
+    def compare_elements(
+        self, decoders: Decoders, read: Read, stop: int, theirs: memoryview, most_nbytes: int
+    ) -> None:
+        """Dequantise the next elements, up to one, and compare; see `quant.elements.elements`."""
+        info, dtype = self.packed, self.wanted
+        assert info is not None, self.left.name
+        decoder = decoders.of(info, dtype, "numpy")
+        made = memoryview(bytearray(dtype.nbytes(stop - self._at)))
+        found = elements(info, decoder, dtype, read, self._at, stop, made, most_nbytes)
+        if found.overflowed and self.out_of_range == "error":
+            of = info.dtype.name
+            raise OutOfRangeError(info.name, info.shard, of, dtype.name, found.overflowed)
+        self._compare(made, theirs, dtype)
+
     def compare(self, mine: memoryview, theirs: memoryview) -> None:
         """Compare the next block: its bytes of the left, and of the right tensor."""
         if self.coding is None:
@@ -209,14 +241,15 @@ class Pair:
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
         right = self.right.dtype
         numel = len(x) * 8 // left.bits
-        if not self._cast and self._same_dtype and np.array_equal(x, y):
+        is_made = left is self.wanted
+        if is_made and self._same_dtype and np.array_equal(x, y):
             self._at += numel
             return
         for start, stop in cut(0, numel, _PART_NUMEL):
             # copies: numpy is only fast, or right, on aligned elements
             part = x[left.nbytes(start) : left.nbytes(stop)].copy()
             other = y[right.nbytes(start) : right.nbytes(stop)].copy()
-            self._compare_part(self._expected(part) if self._cast else part, other)
+            self._compare_part(part if is_made else self._expected(part), other)
             self._at += stop - start
 
     def difference(self) -> TensorDifference | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -16,7 +17,7 @@ from streamload.mapping import Source
 from streamload.planning.parts import Coding
 from streamload.quant.base import FORMATS, Quantised
 from streamload.quant.group import config_key, shape_in_models
-from streamload.quantise import QuantPolicy, coded, quantised
+from streamload.quantise import QuantPolicy, check_distinct, parts_of
 
 _WEIGHT = ".weight"
 #: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
@@ -57,23 +58,37 @@ def becomes(
         found = ((name, chosen.tensors[source.rows[0].tensor]) for name, source in fill.items())
         return {i.name: [Wanted(n, i, dtypes[i.name], shape_in_models(i))] for n, i in found}
     wants = wants_of(chosen, fill)
-    wants = quantised(chosen, wants, policy.formats(chosen, wants))
     out: dict[str, list[Wanted]] = {}
-    columns = (wants.names, wants.infos, wants.shapes, wants.dtypes, wants.codings)
-    for name, info, shape, asked, coding in zip(*columns, strict=True):
-        if coding is None:
-            dtype = dtypes[info.name]
-        else:
-            assert asked is not None, name
-            dtype = asked
-        out.setdefault(info.name, []).append(Wanted(name, info, dtype, shape, coding))
+    # one by one: there may be very many, and a want takes much more than what is kept of it
+    for want, info, format in zip(wants, wants.infos, policy.formats(chosen, wants), strict=True):
+        mine = out.setdefault(info.name, [])
+        if format is None:
+            mine.append(Wanted(want.name, info, dtypes[info.name], want.shape))
+            continue
+        for part in parts_of(chosen, want, info.dtype, format, of_rows=False):
+            assert part.dtype is not None, part.name
+            mine.append(Wanted(part.name, info, part.dtype, part.shape, part.coding))
+    check_distinct([each.name for parts in out.values() for each in parts], wants.names)
     return out
 
 
-def weights_of(made: Mapping[str, Sequence[Wanted]]) -> list[Quantised]:
-    """The weights that are quantised."""
-    codes = (parts[0] for parts in made.values())
-    return [coded(each.coding, each.info.dtype) for each in codes if each.coding is not None]
+def weights_of(
+    chosen: Checkpoint, fill: Mapping[str, Source], policy: QuantPolicy
+) -> list[Quantised]:
+    """The weights that are quantised, one object for all alike; without those that cannot be."""
+    wants = wants_of(chosen, fill)
+    kinds: dict[tuple[str, tuple[int, ...], DType], Quantised] = {}
+    keys = [
+        (format, shape, src)
+        for format, shape, src in zip(
+            policy.formats(chosen, wants), wants.shapes, wants.srcs, strict=True
+        )
+        if format is not None
+    ]
+    for key in dict.fromkeys(keys):
+        with suppress(ValueError):  # planning refuses it by name
+            kinds[key] = FORMATS[key[0]].of(*key[1:])
+    return [made for key in keys if (made := kinds.get(key)) is not None]
 
 
 def described(

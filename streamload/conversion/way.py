@@ -89,9 +89,11 @@ def choose_way(
     ]
     under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
     each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
-    count = len(checkpoint.tensors) + sum(len(weight.parts) - 1 for weight in weights)
-    tensors_nbytes = each_nbytes * count
-    tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
+    beside = [len(part.suffix) for weight in weights for part in weight.parts[1:]]
+    tensors_nbytes = each_nbytes * (len(checkpoint.tensors) + len(beside))
+    texts_nbytes = sum(header.data_start for header in checkpoint.shards)
+    entry_nbytes = texts_nbytes // max(len(checkpoint.tensors), 1)  # of a part, with its suffix
+    tensors_nbytes += _TEXTS * (texts_nbytes + entry_nbytes * len(beside) + sum(beside))
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     is_cast = any(d is not None and floats - {d} for d in dtypes)
     casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights)) + _QUANT_NBYTES * bool(weights)

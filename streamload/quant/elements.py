@@ -1,4 +1,4 @@
-"""Parts of a weight that is dequantised, and turned: of columns of its lines."""
+"""Some elements of a weight that is dequantised, in the order in which models have them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,51 @@ from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
 
 
-def turned(
+#: Opens bytes of a file, from one to another, exclusive.
+Read = Callable[[int, int], AbstractContextManager[memoryview]]
+
+
+def elements(
     info: Packed,
     decoder: Decoder,
     dtype: DType,
-    read: Callable[[int, int], AbstractContextManager[memoryview]],
+    read: Read,
     first: int,
     stop: int,
     out: memoryview,
     most_nbytes: int,
 ) -> CastCounts:
-    """Dequantise some elements of a tensor whose last two axes change places.
+    """Dequantise some elements of a tensor.
 
     Args:
         info: the tensor.
         decoder: of it.
         dtype: what elements become.
-        read: opens bytes of its file, from one to another, exclusive.
+        read: reads its file.
         first: number of the first element, in the order of the output.
         stop: of the last one, exclusive.
         out: the elements, written.
-        most_nbytes: that are read at once.
+        most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
+            much is read as the elements take.
     """
+    if info.lies_turned:
+        return _turned(info, decoder, dtype, read, first, stop, out, most_nbytes)
+    bits = info.dtype.bits
+    with read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
+        return decoder.decode(data, out, first)
+
+
+def _turned(
+    info: Packed,
+    decoder: Decoder,
+    dtype: DType,
+    read: Read,
+    first: int,
+    stop: int,
+    out: memoryview,
+    most_nbytes: int,
+) -> CastCounts:
+    """The same of a tensor whose last two axes change places: of columns of its lines."""
     *_, lines, columns = info.shape
     matrix, bits, n = lines * columns, info.dtype.bits, dtype.itemsize
     pitch, unit = columns * bits // 8, 8 // math.gcd(8, bits)
