@@ -34,7 +34,14 @@ from streamload.progress import Progress, reporting
 from streamload.quant.dequant import Decoders, check_target, scales_nbytes
 from streamload.quant.group import Packed, shape_in_models
 from streamload.quant.stored import by_weight, kept_dtype, weights
-from streamload.quantise import QuantArgument, QuantPolicy, coded, held_nbytes, quantised
+from streamload.quantise import (
+    QuantArgument,
+    QuantPolicy,
+    coded,
+    held_nbytes,
+    quantised,
+    turned,
+)
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.selection import Patterns, Selection, check_names, check_patterns
 from streamload.units import format_bytes, format_table, round_up
@@ -181,12 +188,12 @@ def diff(
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
     chosen.check([*names, *all_names(second)])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
-    infos = {name: info for name, info in infos.items() if info.name in chosen}
     pairs = [
         pair
         for pair in _pairs(first, second, infos, wants, policy, out_of_range)
         if pair.left.name in chosen
     ]
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
     total = sum(pair.read_nbytes for pair in pairs)
     decoders = Decoders(out_of_range)
     with (
@@ -202,9 +209,8 @@ def diff(
                 codes.forget()
             codes = pair.codes or pair
             read = partial(files_a.block, left.shard, room=room_a, tensor=left.name)
-            for start, stop in pair.cut_elements(block_nbytes):
-                at, upto = (right.start + right.dtype.nbytes(n) for n in (start, stop))
-                with files_b.block(right.shard, at, upto, room_b, right.name) as y:
+            for stop, theirs in pair.cut_elements(block_nbytes):
+                with files_b.block(right.shard, *theirs, room_b, right.name) as y:
                     pair.compare_elements(decoders, read, stop, y, block_nbytes)
                 tell(done + left.dtype.nbytes(stop))
             decoders.drop(left.name, pair.wanted)
@@ -258,7 +264,9 @@ def _quantised(
     """What the first checkpoint becomes, by the names in the second."""
     listed = [Want(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = Wants.of(checkpoint, listed)
-    return quantised(checkpoint, wants, formats.formats(checkpoint, wants))
+    found = formats.formats(checkpoint, wants)
+    listed = [turned(checkpoint, *each) for each in zip(listed, found, strict=True)]
+    return quantised(checkpoint, Wants.of(checkpoint, listed), found)
 
 
 def _pairs(
@@ -271,8 +279,10 @@ def _pairs(
 ) -> Iterator[Pair]:
     """What both have, of what is in ``infos``; parts of a quantised weight follow its codes."""
     codes: Pair | None = None
-    codings: Iterable[Coding | None] = repeat(None) if wants is None else wants.codings
-    for (name, info), coding in zip(infos.items(), codings, strict=False):
+    made: Iterable[tuple[Coding | None, object]] = repeat((None, None))
+    if wants is not None:
+        made = zip(wants.codings, wants.transposes, strict=True)
+    for (name, info), (coding, transpose) in zip(infos.items(), made, strict=False):
         right = second.tensors.get(name)
         if coding is not None and not coding.part:
             codes = None
@@ -284,7 +294,8 @@ def _pairs(
             continue
         parts = coded(coding, info.dtype).parts
         part = next(part for part in parts if part.suffix == coding.part)
-        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes)
+        is_turned = transpose is not None
+        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned)
         codes = codes if coding.part else pair
         yield pair
 
@@ -322,6 +333,7 @@ def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[
     quant_nbytes = max(map(held_nbytes, weights), default=0) + _QUANT_NBYTES * bool(weights)
     unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
     packed = [i for one in checkpoints for i in one.tensors.values() if isinstance(i, Packed)]
+    any_turned = wants is not None and any(each is not None for each in wants.transposes)
     scale_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     ways = []
     for least_nbytes, kind in _WAYS:
@@ -330,7 +342,7 @@ def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
         if compared:  # which elements of a block differ, and numbers of a part
             needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
-        if packed:  # elements of a block, and columns before and after they are turned
+        if packed or any_turned:  # elements, and columns before and after they are turned
             needed_nbytes += scale_nbytes + _PACKED_BLOCKS * block_nbytes
         ways.append(((block_nbytes, kind), needed_nbytes))
     rest_nbytes = ways[-1][1] - tensors_nbytes

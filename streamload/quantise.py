@@ -18,6 +18,7 @@ from typing import TypeAlias, TypeVar
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.families import is_conv1d
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
@@ -325,6 +326,14 @@ def said_of_dense(nbytes: int) -> str:
 def held_nbytes(weight: Quantised) -> int:
     """What the host holds of a weight until it is written: statistics, and what they become."""
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
+
+
+def turned(checkpoint: Checkpoint, want: Want, format: str | None) -> Want:
+    """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
+    is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
+    if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
+        return want
+    return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
 
 
 @cache

@@ -569,8 +569,10 @@ def test_diff_by_numbers_and_out_of_range(tmp_path: Path) -> None:
     (weight, _) = streamload.diff(path, out, dtype="float32", progress=False).differences
     assert weight.dtypes == ("float32", "bfloat16")
     assert weight.compared
-    large = {n: (c, s, np.full(s, 1e9, np.float32).tobytes() if "scale" in n else d)
-             for n, (c, s, d) in sample.tensors.items()}
+    large = {
+        n: (c, s, np.full(s, 1e9, np.float32).tobytes() if "scale" in n else d)
+        for n, (c, s, d) in sample.tensors.items()
+    }
     path = write(tmp_path / "large", [dequant_samples.Sample(sample.name, large, sample.exact)])
     streamload.convert(path, tmp_path / "inf", dtype="float16", progress=False)
     streamload.convert(

@@ -111,6 +111,7 @@ class OutTensor:
     dtype: DType  # in the output
     shape: tuple[int, ...]  # in the output
     coding: Coding | None  # what it is of a weight that is quantised
+    turned: bool  # the transpose of that weight is quantised
     start: int  # first byte, counted from the start of its file
     stop: int  # last byte, exclusive
 
@@ -123,6 +124,11 @@ class OutTensor:
     def is_beside(self) -> bool:
         """Whether it is made when the codes of its weight are there, without reading."""
         return self.coding is not None and bool(self.coding.part)
+
+    @property
+    def lies_elsewhere(self) -> bool:
+        """Whether its bytes are made of others than those that lie in their order in the file."""
+        return self.turned or isinstance(self.info, Packed)
 
     @property
     def read_nbytes(self) -> int:
@@ -384,10 +390,10 @@ def plan_conversion(
 # --- which tensors, as what -----------------------------------------------------------------------
 
 
-def quantised_weights(checkpoint: Checkpoint, options: ConvertOptions) -> list[Quantised]:
-    """The weights that are quantised; raises as `plan_conversion`."""
-    if not options.quant:
-        return []
+def quantised_weights(
+    checkpoint: Checkpoint, options: ConvertOptions
+) -> tuple[list[Quantised], bool]:
+    """See `weights_of`; raises as `plan_conversion`."""
     chosen, fill, _ = _chosen(checkpoint, options)
     return weights_of(chosen, fill, options.quant)
 

@@ -134,10 +134,11 @@ class Block:
             # the last unit of a weight may be short
             part = Part(tensor, read, min(read_stop, info.stop), first, last)
             window = self.windows[-1] if self.windows else [part]
-            before = window[-1].tensor.out.info
+            before = window[-1].tensor.out
             if (
-                before.shard == info.shard
-                and not isinstance(before, Packed)  # it has a window of its own
+                before.info.shard == info.shard
+                and not before.lies_elsewhere  # it has a window of its own
+                and not tensor.out.turned
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
@@ -384,11 +385,10 @@ class Writer:
         errors: list[QuantCounts] = []
         for window in block.windows:
             info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
-            if isinstance(info, Packed):
+            if window[0].tensor.out.lies_elsewhere:
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
-                    self._dequantise(part, info, out, room)
-                errors.append(_NO_ERRORS)
+                    errors.append(self._make_elements(part, out, room))
                 self._has_read(info, stop - start)
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
@@ -411,14 +411,21 @@ class Writer:
         if not unread:
             self._shards.close(info.shard)
 
-    def _dequantise(self, part: Part, info: Packed, out: memoryview, room: Room) -> None:
-        """Dequantise what a part is made of."""
-        tensor, dtype = part.tensor, part.tensor.out.dtype
-        decoder = self._decoders.of(info, dtype)
-        first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
+    def _make_elements(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
+        """Dequantise what a part is made of, or quantise some of its transpose."""
+        tensor, info, dtype = part.tensor, part.tensor.out.info, part.tensor.out.dtype
         read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
         most = room.block_nbytes
+        if not isinstance(info, Packed):
+            data = memoryview(bytearray(part.read_stop - part.read))
+            n = info.dtype.itemsize
+            first, stop = (part.read - info.start) // n, (part.read_stop - info.start) // n
+            elements(info, None, info.dtype, read, first, stop, data, most)
+            return self._make(part, data, out)
+        decoder = self._decoders.of(info, dtype)
+        first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
         self._counted(tensor, elements(info, decoder, dtype, read, first, stop, out, most))
+        return _NO_ERRORS
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
         """Cast, or quantise; gives what quantising did not keep."""
