@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import repeat
@@ -25,7 +25,7 @@ from streamload.checkpoint.url import Location
 from streamload.dequantise import all_names, asked, dequantised
 from streamload.differences import Pair, TensorDifference
 from streamload.dtypes import DType, DTypeArgument
-from streamload.errors import UnsupportedCastError
+from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy, Want, Wants
@@ -173,10 +173,11 @@ def diff(
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
     formats = QuantPolicy.named(quant)
     first, second = opened(a), opened(b)
-    first = dequantised(first, asked(first, policy))
+    if dtype is not None:
+        first = dequantised(first, asked(first, policy))
     if isinstance(rename, Mapping):
         check_names("rename", rename, first.tensors)
-    names = all_names(first)
+    names = _names(first)
     check_patterns("dtype", (pattern for pattern, _ in policy.rules), names)
     check_patterns("quant", (pattern for pattern, _ in formats.rules), names)
     named, _, _ = sources(first, None, rename)
@@ -186,7 +187,7 @@ def diff(
         infos = dict(zip(wants.names, wants.infos, strict=True))
     block_nbytes, kind = way([first, second], wants)
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
-    chosen.check([*names, *all_names(second)])
+    chosen.check([*names, *_names(second)])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
     pairs = [
         pair
@@ -243,6 +244,14 @@ def diff(
         seconds=time.monotonic() - begun,
         quantised={name: weight for name, weight in listed.items() if weight is not None},
     )
+
+
+def _names(checkpoint: Checkpoint) -> Collection[str]:
+    """The names that patterns may match; of tensors alone where a quantised weight is invalid."""
+    try:
+        return all_names(checkpoint)
+    except CheckpointError:  # it is compared for what it is
+        return checkpoint.tensors
 
 
 def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:

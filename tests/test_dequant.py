@@ -561,6 +561,14 @@ def test_diff_sees_what_dequantising_gives(
             file.write(last)
 
 
+def test_diff_of_parts_alone(tmp_path: Path) -> None:
+    """Values without their scales are compared for what they are."""
+    path = write(tmp_path / "in", SAMPLES)
+    streamload.convert(path, tmp_path / "out", select="*.k.weight", progress=False)
+    assert streamload.diff(path, tmp_path / "out", select="*.k.weight", progress=False).ok
+    assert streamload.diff(tmp_path / "out", tmp_path / "out", progress=False).ok
+
+
 def test_diff_by_numbers_and_out_of_range(tmp_path: Path) -> None:
     """Another dtype is compared as numbers; what overflows is an error where it is asked for."""
     sample = dequant_samples.fp8()
