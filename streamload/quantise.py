@@ -18,11 +18,12 @@ from typing import TypeAlias, TypeVar
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.families import is_conv1d
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
 from streamload.planning.plan import Placement, Plan
-from streamload.quant.base import FORMATS, CodedWeight, Encoder, Quantised
+from streamload.quant.base import FORMATS, CodedWeight, Encoder, Part, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
@@ -240,25 +241,35 @@ def quantised(
             out.append(want)
             continue
         of_rows = any(r.tensor in changed for r in want.source)
-        for each in _parts(checkpoint, want, src, name, of_rows=of_rows):
+        for each in parts_of(checkpoint, want, src, name, of_rows=of_rows):
             there = beside.get(each.name)
             if there is not None:
                 reusable = there.reusable_nbytes
                 each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
             out.append(each)
-    count = Counter(want.name for want in out)
-    twice = next((want for want in out if count[want.name] > 1), None)
-    if twice is not None and twice.name in wants.names:
+    check_distinct([want.name for want in out], wants.names)
+    return Wants.of(checkpoint, out)
+
+
+def check_distinct(names: Collection[str], before: Collection[str]) -> None:
+    """Raise ValueError where two tensors would have one name.
+
+    Args:
+        names: of all tensors, when weights are quantised.
+        before: of the tensors as they are asked for.
+    """
+    if len(set(names)) == len(names):
+        return
+    ((twice, _),) = Counter(names).most_common(1)
+    if twice in before:
         raise ValueError(
-            f"quant: {twice.name!r} would be a part of a quantised weight, and the checkpoint has "
+            f"quant: {twice!r} would be a part of a quantised weight, and the checkpoint has "
             "a tensor of that name: leave the weight as it is, or rename the tensor"
         )
-    if twice is not None:
-        raise ValueError(
-            f"quant: {twice.name!r} would be a part of two tensors, for their names differ in the "
-            "last part alone"
-        )
-    return Wants.of(checkpoint, out)
+    raise ValueError(
+        f"quant: {twice!r} would be a part of two tensors, for their names differ in the "
+        "last part alone"
+    )
 
 
 def compile_encoders(wants: Wants) -> None:
@@ -292,10 +303,43 @@ def held_nbytes(weight: Quantised) -> int:
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
-def _parts(
+def turned(checkpoint: Checkpoint, want: Want, format: str | None) -> Want:
+    """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
+    is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
+    if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
+        return want
+    return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
+
+
+@cache
+def _codings(
+    name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
+) -> tuple[tuple[Part, Coding], ...]:
+    """The parts of a weight, and how each is made: one object for all weights alike."""
+    made = FORMATS[name].of(shape, src)
+    coding = Coding(
+        *(name, shape, "", made.unit_numel),
+        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
+        made.device_part if in_order else None,
+    )
+    return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
+
+
+def parts_of(
     checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[Want]:
-    """One want for each part of a weight in a format."""
+    """One want for each part of a weight in a format.
+
+    Args:
+        checkpoint: the headers.
+        want: the weight.
+        src: its dtype.
+        name: of the format.
+        of_rows: functions change its rows on the way.
+
+    Raises:
+        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+    """
     tensor = want.source[0].tensor
     path = checkpoint.tensors[tensor].shard
     pattern = json.dumps(escape(tensor), ensure_ascii=False)
@@ -314,12 +358,7 @@ def _parts(
     if why:
         raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
     in_order = want.transpose is None and not of_rows and want.source[0].columns is None
-    coding = Coding(
-        *(name, want.shape, "", made.unit_numel),
-        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
-        made.device_part if in_order else None,
-    )
-    for part in made.parts:
+    for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
         at = want.source[0]
         codes = not part.suffix
         held = want if codes else Want("", (), ())
@@ -332,7 +371,7 @@ def _parts(
             transpose=want.transpose if codes else None,
             held=held.held,
             reusable_nbytes=held.reusable_nbytes,
-            coding=replace(coding, part=part.suffix),
+            coding=coding,
         )
 
 

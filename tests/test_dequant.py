@@ -18,7 +18,7 @@ from safetensors_files import write_safetensors
 from thread_group import World, run
 
 import streamload
-from streamload import RowRange, Source
+from streamload import RowRange, Source, compare
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dequantise import asked, dequantised
@@ -553,4 +553,76 @@ def test_convert_for_nodes(tmp_path: Path) -> None:
     for part in ("a", "b"):
         assert all(
             i.dtype is F16 for i in open_checkpoint(tmp_path / "out" / part).tensors.values()
+        )
+
+
+# --- diff and verify ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_nbytes", [None, 4096])
+def test_diff_sees_what_dequantising_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_nbytes: int | None
+) -> None:
+    """A conversion is equal to what numpy makes of the values, and one element is enough."""
+    if block_nbytes is not None:
+        monkeypatch.setattr(compare, "way", lambda *_: (block_nbytes, "auto"))
+    path, out = write(tmp_path / "in", SAMPLES, shards=2), tmp_path / "out"
+    streamload.convert(path, out, dtype="float16", progress=False)
+    found = streamload.diff(path, out, dtype="float16", progress=False)
+    assert found.ok, str(found)
+    assert found.equal_count == len(IDS) + 1
+    some = {"l.0.q.weight": "float16", "l.0.experts*": "bfloat16"}
+    streamload.convert(path, tmp_path / "some", dtype=some, progress=False)
+    assert streamload.diff(path, tmp_path / "some", dtype=some, progress=False).ok
+    for name in IDS:
+        info = open_checkpoint(out).tensors[name]
+        at = info.stop - 2
+        with open(info.shard, "r+b") as file:
+            file.seek(at)
+            last = file.read(2)
+            file.seek(at)
+            file.write(bytes([last[0] ^ 1, last[1]]))
+        (difference,) = streamload.diff(path, out, dtype="float16", progress=False).differences
+        assert difference.name == name
+        assert difference.values is not None
+        assert difference.values.count == 1
+        assert difference.values.first == tuple(n - 1 for n in info.shape)
+        with open(info.shard, "r+b") as file:
+            file.seek(at)
+            file.write(last)
+
+
+def test_diff_of_parts_alone(tmp_path: Path) -> None:
+    """Values without their scales are compared for what they are."""
+    path = write(tmp_path / "in", SAMPLES)
+    streamload.convert(path, tmp_path / "out", select="*.k.weight", progress=False)
+    assert streamload.diff(path, tmp_path / "out", select="*.k.weight", progress=False).ok
+    assert streamload.diff(tmp_path / "out", tmp_path / "out", progress=False).ok
+
+
+def test_diff_by_numbers_and_out_of_range(tmp_path: Path) -> None:
+    """Another dtype is compared as numbers; what overflows is an error where it is asked for."""
+    sample = dequant_samples.fp8()
+    path, out = write(tmp_path / "in", [sample]), tmp_path / "out"
+    streamload.convert(path, out, dtype="bfloat16", progress=False)
+    (weight, _) = streamload.diff(path, out, dtype="float32", progress=False).differences
+    assert weight.dtypes == ("float32", "bfloat16")
+    assert weight.compared
+    large = {
+        n: (c, s, np.full(s, 1e9, np.float32).tobytes() if "scale" in n else d)
+        for n, (c, s, d) in sample.tensors.items()
+    }
+    path = write(tmp_path / "large", [dequant_samples.Sample(sample.name, large, sample.exact)])
+    streamload.convert(path, tmp_path / "inf", dtype="float16", progress=False)
+    streamload.convert(
+        path, tmp_path / "most", dtype="float16", out_of_range="clamp", progress=False
+    )
+    assert streamload.diff(path, tmp_path / "inf", dtype="float16", progress=False).ok
+    clamped = streamload.diff(
+        path, tmp_path / "most", dtype="float16", out_of_range="clamp", progress=False
+    )
+    assert clamped.ok
+    with pytest.raises(OutOfRangeError, match=sample.name):
+        streamload.diff(
+            path, tmp_path / "inf", dtype="float16", out_of_range="error", progress=False
         )

@@ -179,7 +179,7 @@ class Quantised(Protocol):
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
         device_part: the part that kernels of a device write beside the codes, "" where there is
             none; None where the statistics become something else.
-        repeats: whether those kernels make the codes that the host makes.
+        on_cuda: what makes the codes that those kernels make: of each unit, one of these does.
     """
 
     @property
@@ -199,7 +199,7 @@ class Quantised(Protocol):
     @property
     def device_part(self) -> str | None: ...  # noqa: D102
     @property
-    def repeats(self) -> bool: ...  # noqa: D102
+    def on_cuda(self) -> tuple[Quantised, ...]: ...  # noqa: D102
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
         """An encoder for one tensor, from bytes of dtype ``src``.
@@ -280,10 +280,14 @@ class Format(Protocol):
 
     Attributes:
         name: as users write it.
+        turns_conv1d: whether its library has transformers' Conv1D as a Linear, whose weight is the
+            transpose of what checkpoints hold.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
+    @property
+    def turns_conv1d(self) -> bool: ...  # noqa: D102
 
     def of(self, shape: tuple[int, ...], src: DType) -> Quantised:
         """Describe what a tensor becomes.
@@ -307,6 +311,11 @@ class Format(Protocol):
 def flushed(x: Array) -> Array:
     """Float32 values with zeros for subnormals, as CUDA's fast arithmetic has them."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+def stepped(x: Array, steps: int) -> Array:
+    """Positive float32 values so many steps away in the last place: -1, 0 or 1."""
+    return np.nextafter(x, np.float32(math.inf * steps)) if steps else x
 
 
 _registered: dict[str, Format] = {}

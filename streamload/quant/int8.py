@@ -12,7 +12,7 @@ statistic of a row is its largest magnitude there, and a code is an element time
 127), to nearest even (`int8_vectorwise_quant` of its default backend, in torch). Where an element
 is beyond float16 the statistic is infinite and the codes of its row are 0, as bitsandbytes has
 them: such elements are counted as overflowed. On CUDA (`kInt8VectorQuant`) the reciprocal is
-approximate (``__fdividef``).
+approximate (``__fdividef``), at most a step in the last place from the nearest one.
 
 Error: half a step, that is half the scale, and what float32 rounds; in bitsandbytes' layout also
 what float16 rounds.
@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from streamload.cast.kernels import NARROW, WIDEN, Vector
 from streamload.dtypes import BY_CODE, F32, DType
-from streamload.quant.base import Array, Part, check_source, register
+from streamload.quant.base import Array, Part, check_source, register, stepped
 from streamload.quant.kernels import Packing, Scalars, magnitude_bits
 from streamload.quant.units import Encoded, Units
 
@@ -171,8 +171,15 @@ class Int8Rows(_Rows):
         return wide * (0.5 + 127 * 2.0**-22) + 128 * 2.0**-149
 
 
+@dataclass(frozen=True)
 class BitsandbytesRows(_Rows):
-    """A matrix as bitsandbytes' ``Int8Params``."""
+    """A matrix as bitsandbytes' ``Int8Params``.
+
+    Args:
+        steps: on CUDA, how far the reciprocal is from the nearest, in the last place.
+    """
+
+    steps: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -189,6 +196,11 @@ class BitsandbytesRows(_Rows):
         return _BitsandbytesRecipe()
 
     @property
+    def on_cuda(self) -> tuple[BitsandbytesRows, ...]:
+        """See `Quantised.on_cuda`."""
+        return tuple(replace(self, steps=steps) for steps in (0, -1, 1))
+
+    @property
     def device_recipe(self) -> _BitsandbytesRecipe:
         """See `Units.device_recipe`."""
         return _BitsandbytesRecipe(approximates=True)
@@ -198,7 +210,7 @@ class BitsandbytesRows(_Rows):
         with np.errstate(all="ignore"):
             half = x.astype(np.float16)
             statistics = np.abs(half).max(axis=1).astype(np.float32)
-            factors = np.float32(1) / statistics * np.float32(127)
+            factors = stepped(np.float32(1) / statistics, self.steps) * np.float32(127)
             steps = half.astype(np.float32) * factors[:, None]
             codes = np.rint(np.where(np.isfinite(steps), steps, np.float32(0)))
             decoded = codes * statistics[:, None] * BITSANDBYTES_STEP
@@ -234,6 +246,11 @@ class Int8:
 
     name: str
     layout: Literal["rows", "bitsandbytes"]
+
+    @property
+    def turns_conv1d(self) -> bool:
+        """See `Format`."""
+        return self.layout == "bitsandbytes"
 
     def of(self, shape: tuple[int, ...], src: DType) -> Int8Rows | BitsandbytesRows:
         """See `Format.of`."""

@@ -99,9 +99,9 @@ class Units(ABC):
         return self.recipe
 
     @property
-    def repeats(self) -> bool:
-        """Whether CUDA's kernels make the codes that the host makes."""
-        return self.device_recipe == self.recipe
+    def on_cuda(self) -> tuple[Units, ...]:
+        """See `Quantised.on_cuda`."""
+        return (self,)
 
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
