@@ -84,7 +84,7 @@ def stream(
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
         job = Job(plan, checkpoint, target, devices, progress, opener, headroom, changes)
         for name in job.casting:
-            casts = DeviceCasts(name, devices[name], plan)
+            casts = DeviceCasts(name, devices[name], plan, checkpoint)
             job.casts[name] = stack.enter_context(closing(casts))
         units = job.units()
         crew = _Crew(job, plan.threads, interrupt)
@@ -105,6 +105,8 @@ def stream(
                 for batch in of_shard:
                     interrupt.check()
                     for each in (batch, *job.parts()):
+                        while not job.has_room(each):
+                            crew.wait()
                         job.begin(each)
                         crew.submit(reader, each)
                         submitted[shard] += len(each)
@@ -158,10 +160,10 @@ def _batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence
 
 
 def _go_together(a: Unit, b: Unit, job: Job) -> bool:
-    """Whether both are of one shard, and go as they are."""
+    """Whether both are of one shard, and go as they are; what a device holds is for one unit."""
     one, other = a[0], b[0]
     bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
-    return one.shard == other.shard and bulk
+    return one.shard == other.shard and bulk and not job.holds
 
 
 class _Crew:
@@ -215,6 +217,14 @@ class _Crew:
             self._to_start = 0
             self._inline = None if number else Worker(self._job)
             self._most_in_flight = self._ahead * number
+
+    def wait(self) -> None:
+        """Wait for something under way. Raises what a worker met."""
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        else:
+            assert self._in_flight.total(), "more is held than planned"
+            self._receive()
 
     def is_enough(self, units: int) -> bool:
         """Whether no more units than these can be under way at once."""

@@ -469,7 +469,7 @@ class Worker:
             return counts
         if p.coding is not None and p.cast != "device":
             return self._code(reader, chunk, p, out, whole, base)
-        if p.src.is_packed:
+        if p.src.is_packed and p.cast != "device":
             return self._dequantise(reader, chunk, p, out, whole, base)
         cast = self._job.cast(p)
         moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
@@ -479,8 +479,8 @@ class Worker:
             width = n if moved else n // p.src.itemsize * p.dst.itemsize
             offset, stride = run.offset - chunk.start, run.stride
             if p.cast == "device":  # the same places, in elements that are still to be cast
-                offset = offset // p.dst.itemsize * p.src.itemsize
-                stride = stride // p.dst.itemsize * p.src.itemsize
+                offset = p.src.nbytes(offset // p.dst.itemsize)
+                stride = p.src.nbytes(stride // p.dst.itemsize)
             if p.turned and run.rows * run.lines > 1:
                 memory = self._memory(reader)
                 turned = None if moved else cast

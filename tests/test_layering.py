@@ -72,7 +72,7 @@ LAYERS = (
     ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),
-    ("quant.ptx", "quant.nested_ptx"),
+    ("quant.dequant_ptx", "quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),

@@ -17,6 +17,7 @@ from streamload.planning.demand import DeviceSpec
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
 from streamload.planning.plan import (
+    BULK_NBYTES,
     HOST_CASTS,
     LOAD_NBYTES,
     SEGMENTS,
@@ -62,6 +63,9 @@ class Share:
             that is dequantised until its elements are.
         statistics_share: the same as a part of what is read for a tensor.
         statistics_most_nbytes: what all of these hold together.
+        there_nbytes: the most that a device which casts a tensor holds beside it meanwhile.
+        there_share: the same as a part of what is read for a tensor.
+        there_most_nbytes: what all of these hold together.
     """
 
     spec: DeviceSpec
@@ -81,6 +85,9 @@ class Share:
     statistics_nbytes: int
     statistics_share: float
     statistics_most_nbytes: int
+    there_nbytes: int
+    there_share: float
+    there_most_nbytes: int
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements, release_first: bool = False) -> Share:
@@ -104,7 +111,9 @@ class Share:
             *base,
             fresh_nbytes=_fresh(placements, spec, *base),
             casts={p.cast for p, _ in counted},
-            host_moves=any(p.cast in HOST_CASTS or p.transpose for p, _ in counted),
+            host_moves=any(
+                p.cast in HOST_CASTS or (p.transpose and not p.turned_there) for p, _ in counted
+            ),
             tally_nbytes=sum(p.tally_nbytes * count for p, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
             turns=any(p.turned for p, _ in counted),
@@ -123,6 +132,9 @@ class Share:
             statistics_nbytes=max((n for _, n in held), default=0),
             statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
             statistics_most_nbytes=sum(n * times[id(p)] for p, n in held),
+            there_nbytes=max((p.there_nbytes for p, _ in own), default=0),
+            there_share=max((p.there_nbytes / max(p.src_nbytes, 1) for p, _ in own), default=0),
+            there_most_nbytes=sum(p.there_nbytes * count for p, count in own),
         )
 
     @property
@@ -140,6 +152,15 @@ class Share:
         ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
         under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
         return min(under_way, self.statistics_most_nbytes)
+
+    def there_under_way(self, slot_nbytes: int) -> int:
+        """Bytes that a device holds beside tensors that it casts: what is begun waits for more.
+
+        What one unit needs always fits: parts of a tensor at either end, and one that is left free
+        where memory ends.
+        """
+        unit = int(max(BULK_NBYTES, slot_nbytes) * self.there_share)
+        return min(3 * self.there_nbytes + unit, self.there_most_nbytes)
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
@@ -269,6 +290,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
         spec = share.spec
         if share.tally_nbytes:
             before = slots * plan.slot_nbytes if share.resizes else 0
+            before += share.there_under_way(plan.slot_nbytes)
             scratch[at] += round_up(before + share.tally_nbytes, DRIVER_BLOCK_NBYTES)
         elif "device" in share.casts:
             # raw bits, and the cast before it is in place
