@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,15 +15,14 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.base import BulkCopier, Copy, Device
 from streamload.devices.ptx import blocks
 from streamload.errors import AllocationError
-from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan
+from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
 from streamload.quant import dequant_ptx, nested_ptx, ptx
 from streamload.quant.base import QuantCounts, Quantised
 from streamload.quant.dequant import Weight
-from streamload.quant.dynamic import dynamic_map
+from streamload.quant.dynamic import MAP_NBYTES, dynamic_map
 from streamload.quant.group import Packed
 from streamload.quant.kernels import Tally
 from streamload.quantise import coded
-from streamload.units import round_up
 
 
 class DeviceCasts:
@@ -76,9 +76,14 @@ class DeviceCasts:
         self._resizes = any(p.src.bits != p.dst.bits for _, p in mine)
         slots = max(plan.threads, 1) * STAGING_SLOTS if self._resizes else 0
         self._held_at = slots * plan.slot_nbytes
-        self._held = _Ring(self._tallies_at - self._held_at)
-        self._writing: dict[int, threading.Lock] = {}  # what is held, by placement
-        self._written: set[int] = set()
+        self._table_at = self._tallies_at - MAP_NBYTES * nests
+        if nests:
+            self._memory.write(self._table_at, dynamic_map())
+        self._held = _Ring(self._table_at - self._held_at)
+        # scales are sent ahead: a small copy waits for large ones that are under way
+        most = max((p.scales_nbytes for _, p in mine), default=0)
+        self._senders = ThreadPoolExecutor(senders(most), "streamload-scales")
+        self._sent: dict[int, Future[None]] = {}
 
     def scratch(self) -> int:
         """The address of a part of the scratch, for a slot that keeps it to the end; 0 for none.
@@ -93,33 +98,39 @@ class DeviceCasts:
         assert at + self._slot_nbytes <= self._held_at, "more slots than planned"
         return self._memory.address + at
 
-    def hold(self, index: int, nbytes: int) -> bool:
-        """Take memory for what is held beside a placement; False where there is no room now."""
-        return self._held.take(index, round_up(nbytes, 8))
+    def hold(self, index: int, p: Placement, make: Callable[[], Weight]) -> bool:
+        """Take memory for what is held beside a placement; False where there is no room now.
+
+        What dequantises it is made and sent by another thread.
+        """
+        if index in self._held.taken:
+            return True
+        if not self._held.take(index, p.there_nbytes):
+            return False
+        if p.src.is_packed:
+            self._sent[index] = self._senders.submit(self._send, index, make)
+        return True
 
     def let_go(self, index: int) -> None:
         """Give that memory back."""
-        self._writing.pop(index, None)
-        self._written.discard(index)
+        self._sent.pop(index, None)
         self._held.give_back(index)
 
     def held(self, index: int) -> int:
         """The address of what is held beside a placement."""
         return self._memory.address + self._held_at + self._held.taken[index]
 
-    def weight(self, index: int, make: Callable[[], Weight]) -> int:
-        """The address of what dequantises a placement; the first thread that asks makes it."""
-        with self._lock:
-            writing = self._writing.setdefault(index, threading.Lock())
-        address = self.held(index)
-        with writing:
-            if index not in self._written:
-                t = self._tallies[index][1].transpose
-                turned = None if t is None else (t.outer, t.inner)
-                data = dequant_ptx.weight_bytes(make(), turned)
-                self._memory.write(address - self._memory.address, data)
-                self._written.add(index)
-        return address
+    def weight(self, index: int) -> int:
+        """The address of what dequantises a placement, when it is there; raises why it is not."""
+        self._sent[index].result()
+        return self.held(index)
+
+    def _send(self, index: int, make: Callable[[], Weight]) -> None:
+        t = self._tallies[index][1].transpose
+        at = self.held(index) - self._memory.address
+        for part in dequant_ptx.weight_parts(make(), (t.outer, t.inner) if t else None):
+            self._memory.write(at, part)
+            at += part.nbytes
 
     def nest(self, index: int, codes: int, scales: int) -> float:
         """Quantise the statistics that are held of a placement, to these addresses.
@@ -129,9 +140,7 @@ class DeviceCasts:
         """
         p = self._tallies[index][1]
         units = _made(p).units
-        values = self.held(index)
-        table = values + units * STATISTIC_NBYTES
-        self._memory.write(table - self._memory.address, dynamic_map().tobytes())
+        values, table = self.held(index), self._memory.address + self._table_at
         tally = Tally.from_buffer_copy(self._tally_bytes(index))
         mean = np.float32(tally.statistics / units)
         arguments = (values, codes, units, int(mean.view(np.uint32)), scales, table)
@@ -187,6 +196,7 @@ class DeviceCasts:
 
     def close(self) -> None:
         """Give the memory back, when all copies have ended."""
+        self._senders.shutdown(cancel_futures=True)
         self._memory.close()
 
     def _tally_bytes(self, index: int) -> bytes:
@@ -221,9 +231,7 @@ class _Ring:
         self.taken: dict[int, int] = {}
 
     def take(self, index: int, nbytes: int) -> bool:
-        """Take memory under a number, once; False where there is no room for it."""
-        if index in self.taken:
-            return True
+        """Take memory under a number; False where there is no room for it."""
         start, stop = 0, self._nbytes
         if self._order:
             (_, first, _), (_, last, start) = self._order[0], self._order[-1]

@@ -25,8 +25,9 @@ from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
 from streamload.planning.plan import BULK_NBYTES, HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
 from streamload.quant.base import Encoder, QuantCounts
-from streamload.quant.dequant import Decoder, Decoders
+from streamload.quant.dequant import Decoder, Decoders, Weight, weight_of
 from streamload.quant.group import Packed
+from streamload.quant.stored import read_whole
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
@@ -323,11 +324,31 @@ class Job:
         """
         if not self.holds:
             return True
-        for index in dict.fromkeys(chunk.placement for unit in batch for chunk in unit):
+        units = [unit for unit in batch if not isinstance(unit, Pack)]  # those go as they are
+        for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
             p = self.plan.placements.kinds[index]
-            if p.there_nbytes and not self.casts[p.device].hold(index, p.there_nbytes):
+            if p.there_nbytes and not self._hold(index, p):
                 return False
         return True
+
+    def _hold(self, index: int, p: Placement) -> bool:
+        """Have a device hold what it does beside a placement; False where there is no room now."""
+        source = self.plan.placements.sources[index][0]
+        info = self._checkpoint.tensors[source.tensor]
+
+        def read(member: TensorInfo) -> bytes:
+            assert isinstance(info, Packed), info.name
+            if member.shard != info.shard:
+                return next(read_whole(info.headers, [member]))
+            data = bytearray(member.nbytes)  # its file is open while the values stream
+            self._shards.reader(info.shard).read_into(member.start, memoryview(data))
+            return bytes(data)
+
+        def make() -> Weight:
+            assert isinstance(info, Packed), info.name
+            return weight_of(info, read)
+
+        return self.casts[p.device].hold(index, p, make)
 
     def _begin_beside(self, index: int) -> None:
         """Make room for the parts that a device writes beside the codes, where it makes them."""
@@ -347,9 +368,7 @@ class Job:
         p = self.plan.placements[index]
         casts = self.casts[p.device]
         if p.src.is_packed:
-            info = self._checkpoint.tensors[p.source[0].tensor]
-            assert isinstance(info, Packed), info.name
-            return casts.weight(index, lambda: self._decoders.take(info, p.dst))
+            return casts.weight(index)
         if p.there_nbytes:
             return casts.held(index)
         beside = self._beside.get(index)

@@ -25,11 +25,10 @@ from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, StreamStats, Target, Unit
 from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.plan import Plan, units_ahead
+from streamload.planning.plan import BATCH_UNITS, Plan, units_ahead
 from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 
-_BATCH_UNITS = 4
 _TOLD_TOGETHER = 4  # units that a worker has finished
 # The next is begun while the last units of one are under way, and as many more as it takes to keep
 # the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
@@ -149,9 +148,9 @@ def _batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence
     while chunks < _CUT_ALONE and (unit := next(units, None)) is not None:
         ahead.append(unit)
         chunks += len(unit)
-    ahead.extend(islice(units, max(_BATCH_UNITS * share - len(ahead), 0)))
+    ahead.extend(islice(units, max(BATCH_UNITS * share - len(ahead), 0)))
     while ahead:
-        most = min(_BATCH_UNITS, len(ahead) // share)
+        most = min(BATCH_UNITS, len(ahead) // share)
         batch = [ahead.popleft()]
         while len(batch) < most and _go_together(batch[0], ahead[0], job):
             batch.append(ahead.popleft())
@@ -160,10 +159,10 @@ def _batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence
 
 
 def _go_together(a: Unit, b: Unit, job: Job) -> bool:
-    """Whether both are of one shard, and go as they are; what a device holds is for one unit."""
+    """Whether both are of one shard, and go as they are."""
     one, other = a[0], b[0]
     bulk = all(job.is_bulk(job.plan.placements[chunk.placement]) for chunk in (one, other))
-    return one.shard == other.shard and bulk and not job.holds
+    return one.shard == other.shard and bulk
 
 
 class _Crew:

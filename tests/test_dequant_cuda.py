@@ -207,4 +207,4 @@ def test_keeps_up_with_the_bus(gpu: Gpu, tmp_path: Path, index: int) -> None:
     work()
     rate = info.nbytes * 20 / gpu.microseconds(work) / 1000
     print(f"{info.name} {info.dtype}: {rate:.0f} GB/s of values")
-    assert rate > (60 if info.nbytes > 2**20 else 0), info.name
+    assert rate > (30 if info.nbytes > 2**20 else 0), info.name

@@ -19,7 +19,7 @@ from test_dequant import decoders
 from streamload.devices.ptx import BLOCK_THREADS
 from streamload.dtypes import BF16, F16, F32, DType
 from streamload.quant.dequant import TARGETS, Weight
-from streamload.quant.dequant_ptx import blocks, dequant_ptx, weight_bytes
+from streamload.quant.dequant_ptx import blocks, dequant_ptx, weight_parts
 from streamload.quant.group import Packed
 from streamload.quant.stored import read_whole
 
@@ -58,12 +58,13 @@ class Task:
             dst: what they become.
             first: the first element.
             stop: the one after the last.
-            turned: see `weight_bytes`.
+            turned: see `weight_parts`.
             base: address of the memory.
             tally: what it is before.
         """
         bits = weight.values.bits
-        there, values = weight_bytes(weight, turned), data[first * bits // 8 : -(-stop * bits // 8)]
+        there = b"".join(part.tobytes() for part in weight_parts(weight, turned))
+        values = data[first * bits // 8 : -(-stop * bits // 8)]
         numel = len(data) * 8 // bits if turned else stop - first
         source = 256 + -(-len(there) // 256) * 256 + 3
         out = -(-(source + len(values) + 1) // 256) * 256 + dst.itemsize

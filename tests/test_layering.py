@@ -160,6 +160,7 @@ READ_ENVIRONMENT = (
 )
 START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
+    "device_casts",  # to send scales ahead
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
     "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load

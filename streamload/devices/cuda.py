@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from streamload._system import address_of, direct_memory, populate
 from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
@@ -328,9 +330,9 @@ class _Memory(_Stream):
             self._context.check(self._slow.cuStreamSynchronize(self.stream), "reading counts")
         return out.raw
 
-    def write(self, start: int, data: bytes) -> None:
+    def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
         with self._context.current():
-            arguments = (self.address + start, data, len(data), self.stream)
+            arguments = (self.address + start, data.ctypes.data, data.nbytes, self.stream)
             self._context.call("cuMemcpyHtoDAsync_v2", *arguments)
             self._context.call("cuStreamSynchronize", self.stream)
 

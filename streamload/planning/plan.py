@@ -45,6 +45,8 @@ DIRECT_ROOM_NBYTES = 2 * 4096
 # Most bytes that a worker is handed at once where they go as they are, piece by piece through its
 # slots, without the interpreter; fewer of a load that has little for each.
 BULK_NBYTES = 2**24
+# Most units that a worker is handed at once.
+BATCH_UNITS = 4
 # Most bytes of a block of lines that become columns; a thread holds two.
 TURN_NBYTES = 2**19
 # Most bytes of rows that are changed at once, but for a row that is longer.
@@ -62,6 +64,8 @@ _STAGED_LOAD_NBYTES = 4 * 2**20
 _CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
+_SCALES_NBYTES = 2**24  # on the host, on their way to a device
+_MOST_SENDERS = 4
 _LISTED = 8  # placements that are printed
 
 
@@ -71,6 +75,11 @@ def units_ahead(*, staged: bool) -> int:
     Those are handed out and told several at a time.
     """
     return STAGING_SLOTS + (_STAGED_AHEAD if staged else 1)
+
+
+def senders(scales_nbytes: int) -> int:
+    """How many threads send scales ahead to a device, of weights with up to so many bytes."""
+    return max(min(_SCALES_NBYTES // max(scales_nbytes, 1), _MOST_SENDERS), 1)
 
 
 def slot_nbytes(nbytes: int) -> int:

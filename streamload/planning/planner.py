@@ -30,7 +30,6 @@ from streamload.planning.partition import Item, Node, Part, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
 from streamload.quant.dequant import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
-from streamload.quant.dynamic import MAP_NBYTES
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, together
 from streamload.units import round_up
@@ -231,7 +230,7 @@ def _there_nbytes(wants: Wants) -> Sequence[int]:
         return found
     for at, (info, coding) in enumerate(zip(wants.infos, wants.codings, strict=True)):
         if coding is not None and coding.nests and not coding.part:
-            found[at] = round_up(coding.statistics_nbytes + MAP_NBYTES, 8)
+            found[at] = round_up(coding.statistics_nbytes, 8)
         if not isinstance(info, Packed) or coding is not None:
             continue
         rows, *more = wants.sources[at]

@@ -246,7 +246,9 @@ def _layouts() -> dict[str, Layout]:
 def scales_nbytes(group: Group) -> int:
     """What the host holds while the values of a weight stream: scales as stored, and as floats."""
     others = [info for info in group.members.values() if info is not group.values]
-    return sum(info.nbytes + 4 * info.numel for info in others)
+    layout = layout_of(group.kind)
+    as_stored = layout is not None and not layout.refused(group) and layout.values(group).exponents
+    return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
 
 
 def there_nbytes(group: Group) -> int:
@@ -291,9 +293,7 @@ def decoder_of(
             kernel for this machine.
     """
     check_target(info, dst)
-    layout = layout_of(info.group.kind)
-    assert layout is not None, info.group.kind
-    weight = layout.weight(info.group, read)
+    weight = weight_of(info, read)
     clamp = out_of_range == "clamp"
     kernel = None
     if engine != "numpy":
@@ -303,6 +303,13 @@ def decoder_of(
             if engine == "llvm":
                 raise
     return Decoder(weight, dst, clamp, kernel)
+
+
+def weight_of(info: Packed, read: Read) -> Weight:
+    """Read all of a weight but its values; raises CheckpointError where that is invalid."""
+    layout = layout_of(info.group.kind)
+    assert layout is not None, info.group.kind
+    return layout.weight(info.group, read)
 
 
 class Decoders:
@@ -329,12 +336,6 @@ class Decoders:
                 found = decoder_of(info, dst, read, engine=engine, out_of_range=self._out_of_range)
                 self._made[key] = found
             return found
-
-    def take(self, info: Packed, dst: DType) -> Weight:
-        """A weight whose scales go elsewhere: they are held no longer."""
-        found = self.of(info, dst, "numpy").weight
-        self.drop(info.name, dst)
-        return found
 
     def drop(self, name: str, dst: DType) -> None:
         """Give up the scales of a weight: its values have streamed."""

@@ -19,6 +19,7 @@ from streamload.cast.kernels import Vector
 from streamload.devices.ptx import BLOCK_THREADS, CLEAR, COUNTS, PRELUDE, compile_ptx, tell
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
+from streamload.quant.base import Array
 from streamload.quant.dequant import PLACE_NBYTES, Weight, layout_of
 from streamload.quant.dequant_kernels import Values, load, product, scale_of
 from streamload.quant.group import Packed
@@ -72,23 +73,25 @@ def blocks(numel: int, bits: int) -> int:
     return min(max(-(-nbytes // (_THREAD_BYTES * BLOCK_THREADS)), 1), _MAX_BLOCKS)
 
 
-def weight_bytes(weight: Weight, turned: tuple[int, int] | None) -> bytes:
-    """What the kernel reads beside values: where scales are for, and the scales themselves.
+def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
+    """What the kernel reads beside values, one after the other: places of scales, and scales.
 
     Args:
         weight: of up to `MOST_NUMEL` elements; those of a byte share their scale.
         turned: rows and columns of each matrix, where these are transposed.
     """
     outer, inner = turned or (1, 1)
-    scales = weight.scales.tobytes()
-    scales += bytes(-len(scales) % 4)
-    zeros = PLACE_NBYTES + len(scales)
+    scales = weight.scales
+    if scales.nbytes % 4:  # of bytes; nothing follows that is not aligned
+        scales = np.pad(scales, (0, -scales.nbytes % 4))
+    zeros = PLACE_NBYTES + scales.nbytes
     header = (
         *(weight.width, weight.rows, weight.tall, weight.wide, weight.per_row, weight.per_matrix),
         *(outer, inner, zeros, zeros + weight.zeros.nbytes),
     )
-    begin = np.array(header, np.uint32).tobytes().ljust(PLACE_NBYTES, b"\0")
-    return b"".join([begin, scales, weight.zeros.tobytes(), weight.table.tobytes()])
+    place = np.zeros(PLACE_NBYTES // 4, np.uint32)
+    place[: len(header)] = header
+    return [part for part in (place, scales, weight.zeros, weight.table) if part.size]
 
 
 def values_of(info: Packed) -> Values:
@@ -109,8 +112,8 @@ def dequant_ptx(values: Values, dst: DType, *, clamp: bool, turned: bool) -> str
     It dequantises ``numel`` elements of which the values lie from device address ``src`` on: those
     from number ``first`` of the weight on, an even one where values have 4 bits. They go to device
     address ``out`` on, a multiple of the size of an element: to where they follow each other; or if
-    ``turned``, each to where the transpose of `weight_bytes` moves it, ``out`` being the beginning
-    of the whole. ``weight`` (a multiple of 8) is the device address of `weight_bytes`. Counts are
+    ``turned``, each to where the transpose of `weight_parts` moves it, ``out`` being the beginning
+    of the whole. ``weight`` (a multiple of 8) is the device address of `weight_parts`. Counts are
     added to ``tally`` as by `devices.ptx.cast_ptx`. It is launched in any number of blocks
     (`blocks` suggests one) of `BLOCK_THREADS` threads, without dynamic shared memory.
 
@@ -155,8 +158,9 @@ def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
         first = v.op("mul", "i64", at, each)
         number = v.op("add", "i32", "%number.first", v.convert("trunc", "i64", first, "i32"))
         scale_of(values, v, _scale_index(v, number))
+        moved = _moved(v, number) if turned else ""
         for index in range(each):
-            sums = _element(v, values, dst, first, number, index, sums, clamp, turned)
+            sums = _element(v, values, dst, first, moved, index, sums, clamp)
         return sums
 
     zeros = [("i64", "0")] * COUNTS
@@ -176,6 +180,14 @@ def _scale_index(v: Vector, number: str) -> str:
     return v.convert("zext", "i32", v.op("add", "i32", above, across), "i64")
 
 
+def _moved(v: Vector, number: str) -> str:
+    """Where a transpose moves an element."""
+    line, column = _divided(v, number, "%inner")
+    group, line = _divided(v, line, "%outer")
+    row = v.op("add", "i32", v.op("mul", "i32", group, "%inner"), column)
+    return v.op("add", "i32", v.op("mul", "i32", row, "%outer"), line)
+
+
 def _divided(v: Vector, x: str, by: str) -> tuple[str, str]:
     """Quotient and rest."""
     quotient = v.op("udiv", "i32", x, by)
@@ -187,11 +199,10 @@ def _element(
     values: Values,
     dst: DType,
     first: str,
-    number: str,
+    moved: str,
     index: int,
     sums: list[str],
     clamp: bool,
-    turned: bool,
 ) -> list[str]:
     """One value of a byte: the last byte of a weight may have one fewer."""
     key = f".{index}"
@@ -200,11 +211,8 @@ def _element(
     v.lines += [f"br i1 {is_there}, label %there{key}, label %past{key}", f"there{key}:"]
     y, ends = product(v, values, dst, load(v, values, at), sums, clamp=clamp, key=key)
     to = at
-    if turned:
-        line, column = _divided(v, v.op("add", "i32", number, index), "%inner")
-        group, line = _divided(v, line, "%outer")
-        row = v.op("add", "i32", v.op("mul", "i32", group, "%inner"), column)
-        to = v.op("add", "i32", v.op("mul", "i32", row, "%outer"), line)
+    if moved:  # those of a byte are of one line
+        to = v.op("add", "i32", moved, "%outer") if index else moved
         to = v.convert("zext", "i32", to, "i64")
     place = _pointer(v, v.op("add", "i64", "%out", v.op("mul", "i64", to, dst.itemsize)))
     v.lines.append(f"store i{dst.bits} {y}, ptr addrspace(1) {place}, align {dst.itemsize}")
