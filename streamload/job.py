@@ -23,7 +23,15 @@ from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
-from streamload.planning.plan import BULK_NBYTES, HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.planning.plan import (
+    BULK_NBYTES,
+    HOST_CASTS,
+    SEGMENTS,
+    STAGING_SLOTS,
+    Placement,
+    Plan,
+    slot_nbytes,
+)
 from streamload.quant.base import Encoder, QuantCounts
 from streamload.quant.dequant import Decoder, Decoders, Weight, weight_of
 from streamload.quant.group import Packed
@@ -288,13 +296,23 @@ class Job:
 
     def unit_nbytes(self, p: Placement) -> int:
         """Most bytes of a unit, each chunk rounded up to what it takes in a slot."""
-        return self._bulk_nbytes if self.is_bulk(p) else self.plan.slot_nbytes
+        return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
         if p.changes:
             widest = max(p.src.itemsize, p.dst.itemsize)
             return min(self.plan.chunk_nbytes, p.changed_numel * widest)
-        return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
+        return self._most_of(p) if self.is_bulk(p) else self.plan.chunk_nbytes
+
+    def _most_of(self, p: Placement) -> int:
+        """Bytes of a unit that goes in bulk.
+
+        Statistics that a device nests are held until all units of a weight are told: small ones are
+        told sooner.
+        """
+        if p.coding is not None and p.coding.nests:
+            return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)
+        return self._bulk_nbytes
 
     def begin(self, batch: Sequence[Unit]) -> None:
         """Make room for the parameters that units are the first to write.

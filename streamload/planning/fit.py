@@ -41,7 +41,7 @@ _CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
 # want, its name and its placement. Seen were 330 to 840 bytes on the host, up to 860 elsewhere.
 _PART_NBYTES = 900
 # Most bytes that a device holds beside tensors, of those that follow what is needed.
-_THERE_NBYTES = 8 * 2**20
+_THERE_NBYTES = 16 * 2**20
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
