@@ -526,7 +526,7 @@ def test_convert_for_nodes(tmp_path: Path) -> None:
 
 
 def test_planned_for_cuda(tmp_path: Path) -> None:
-    """What is read in one piece is sent as it is stored, with its scales in the device's scratch."""
+    """What is read in one piece is sent as it is stored; its scales are in the device's scratch."""
     path = write(tmp_path, SAMPLES)
     options: Any = {"device": "cuda:0", "budget": "1GB", "dtype": "bfloat16"}
     made = streamload.plan(path, **options)

@@ -21,7 +21,7 @@ def test_what_is_taken_never_overlaps() -> None:
             ring.give_back(gone)
             del held[gone]
         start = ring.taken[index]
-        assert 0 <= start and start + nbytes <= 1000
+        assert start >= 0 and start + nbytes <= 1000
         assert all(start >= stop or start + nbytes <= begin for begin, stop in held.values())
         held[index] = start, start + nbytes
     assert waits > 1000
