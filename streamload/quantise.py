@@ -320,7 +320,7 @@ def _codings(
     coding = Coding(
         *(name, shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
-        made.device_part if in_order else None,
+        made.device_parts if in_order else None,
     )
     return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
 
@@ -358,6 +358,8 @@ def parts_of(
     if why:
         raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
     in_order = want.transpose is None and not of_rows and want.source[0].columns is None
+    if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
+        in_order = in_order and len(want.source) == 1
     for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
         at = want.source[0]
         codes = not part.suffix

@@ -556,6 +556,23 @@ def test_convert_for_nodes(tmp_path: Path) -> None:
         )
 
 
+def test_planned_for_cuda(tmp_path: Path) -> None:
+    """What is read in one piece is sent as it is stored; its scales are in the device's scratch."""
+    path = write(tmp_path, SAMPLES)
+    options: Any = {"device": "cuda:0", "budget": "1GB", "dtype": "bfloat16"}
+    made = streamload.plan(path, **options)
+    packed = {p.name: p for p in made.placements if p.src.is_packed}
+    assert {p.cast for p in packed.values()} == {"device"}
+    assert all(0 < p.there_nbytes <= p.scales_nbytes + 80 for p in packed.values())
+    assert packed["l.0.experts.gate_up_proj"].turned_there
+    assert Plan.from_json(made.to_json()) == made
+    by_host = streamload.plan(path, cast="llvm", **options)
+    assert {p.cast for p in by_host.placements if p.src.is_packed} == {"llvm"}
+    (device,) = made.devices
+    slots = 2 * max(made.threads, 1) * made.slot_nbytes
+    assert device.scratch_nbytes >= slots + sum(p.there_nbytes for p in packed.values())
+
+
 # --- diff and verify ------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ LAYERS = (
     ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),
-    ("quant.ptx", "quant.nested_ptx"),
+    ("quant.dequant_ptx", "quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
@@ -162,6 +162,7 @@ READ_ENVIRONMENT = (
 )
 START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
+    "device_casts",  # to send scales ahead
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
     "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load

@@ -211,6 +211,15 @@ class DeviceMemory(Protocol):
     def read(self, start: int, stop: int) -> bytes:
         """Bytes ``start`` to ``stop`` (exclusive), when what was begun before has ended or not."""
 
+    def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        """Write an array from byte ``start`` on; what is begun afterwards reads it.
+
+        Any thread may.
+        """
+
+    def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
+        """Run a `BulkCopier.function`, with arguments of 64 bits each, to its end."""
+
     def close(self) -> None:
         """Give it back; nothing may be under way that uses it."""
 

@@ -177,8 +177,9 @@ class Quantised(Protocol):
         unit_nbytes: bytes of the codes of a whole unit.
         units: how many there are, a short one included.
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
-        device_part: the part that kernels of a device write beside the codes, "" where there is
-            none; None where the statistics become something else.
+        device_parts: the parts that kernels of a device write beside the codes: one where
+            statistics stay as they are, their codes and scales where they are nested; None where
+            the statistics become something else.
         on_cuda: what makes the codes that those kernels make: of each unit, one of these does.
     """
 
@@ -197,7 +198,7 @@ class Quantised(Protocol):
     @property
     def statistics_nbytes(self) -> int: ...  # noqa: D102
     @property
-    def device_part(self) -> str | None: ...  # noqa: D102
+    def device_parts(self) -> tuple[str, ...] | None: ...  # noqa: D102
     @property
     def on_cuda(self) -> tuple[Quantised, ...]: ...  # noqa: D102
 

@@ -96,15 +96,15 @@ class Pairs:
         return np.stack(both, axis=1).reshape(-1)
 
 
-def _load(v: Vector, values: Values) -> str:
-    """The codes from ``%index`` on, an i8 each."""
+def load(v: Vector, values: Values, index: str = "%index") -> str:
+    """The codes from element ``index`` of ``%src`` on, an i8 each."""
     if values.bits == 8:
-        place = v.emit("getelementptr i8, ptr %src, i64 %index")
+        place = v.emit(f"getelementptr i8, ptr %src, i64 {index}")
         return v.emit(f"load {v.type('i8')}, ptr {place}, align 1")
-    place = v.emit("getelementptr i8, ptr %src, i64 " + v.emit("lshr i64 %index, 1"))
+    place = v.emit("getelementptr i8, ptr %src, i64 " + v.emit(f"lshr i64 {index}, 1"))
     if v.width == 1:
         both = v.emit(f"load i8, ptr {place}, align 1")
-        is_second = v.emit("trunc i64 %index to i1")
+        is_second = v.emit(f"trunc i64 {index} to i1")
         low, high = v.op("and", "i8", both, 15), v.op("lshr", "i8", both, 4)
         first, second = (high, low) if values.high_first else (low, high)
         return v.select(is_second, "i8", second, first)
@@ -142,43 +142,69 @@ def _exact(
     ]
 
 
+def product(
+    v: Vector,
+    values: Values,
+    dst: DType,
+    codes: str,
+    sums: list[str],
+    *,
+    clamp: bool,
+    key: str = "",
+) -> tuple[str, list[str]]:
+    """Elements from their codes, ``%scale``, ``%zero`` and ``%guard``, and the sums after them.
+
+    Args:
+        v: where the instructions go.
+        values: what the codes are.
+        dst: what the elements are.
+        codes: an i8 each.
+        sums: i64, what `_exact` counts.
+        clamp: elements that overflow become the largest finite value of their sign.
+        key: what the names of labels end with; the last label is ``join`` and this.
+    """
+    value = values.instructions(v, codes)
+    if values.has_zeros:
+        value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
+    scale = splat(v, "float", "%scale")
+    of = v.type(f"i{dst.bits}")
+    if dst is F32:
+        y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
+        v.lines += [f"br label %join{key}", f"join{key}:"]
+        return y, ends
+    lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
+    bits = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
+    start, stop = plain_range(F32, dst, direct=False)
+    magnitude = v.op("and", "i32", bits, FORMATS["F32"].magnitude)
+    is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
+    low = v.op("and", "i32", bits, (1 << (lost - 1)) - 1)
+    is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
+    is_special = v.op("or", "i1", is_special, is_doubtful)
+    is_special = v.op("and", "i1", is_special, v.op("fcmp une", "float", value, 0.0))
+    any_special = v.emit(v.reduced("or", "i1", is_special))
+    v.lines += [f"br i1 {any_special}, label %careful{key}, label %plain{key}", f"careful{key}:"]
+    cared, cared_sums = _exact(v, dst, value, scale, sums, clamp=clamp)
+    v.lines += [f"br label %join{key}", f"plain{key}:"]
+    narrowed = NARROW[dst.code](v, bits)
+    is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", bits, (1 << lost) - 1), 0)
+    plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
+    v.lines += [f"br label %join{key}", f"join{key}:"]
+    y = v.emit(f"phi {of} [{cared}, %careful{key}], [{narrowed}, %plain{key}]")
+    ends = [
+        v.emit(f"phi i64 [{a}, %careful{key}], [{b}, %plain{key}]")
+        for a, b in zip(cared_sums, plain_sums, strict=True)
+    ]
+    return y, ends
+
+
 def _segment(
     name: str, values: Values, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
     """IR of a function for elements of one scale; ``width`` divides how many."""
     v = Vector(width, native_half)
-    value = values.instructions(v, _load(v, values))
-    if values.has_zeros:
-        value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
-    scale = splat(v, "float", "%scale")
     sums = [f"%sum{slot}" for slot in range(3)]
     of = v.type(f"i{dst.bits}")
-    if dst is F32:
-        y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
-        v.lines += ["br label %join", "join:"]
-    else:
-        lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
-        product = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
-        start, stop = plain_range(F32, dst, direct=False)
-        magnitude = v.op("and", "i32", product, FORMATS["F32"].magnitude)
-        is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
-        low = v.op("and", "i32", product, (1 << (lost - 1)) - 1)
-        is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
-        is_special = v.op("or", "i1", is_special, is_doubtful)
-        is_special = v.op("and", "i1", is_special, v.op("fcmp une", "float", value, 0.0))
-        any_special = v.emit(v.reduced("or", "i1", is_special))
-        v.lines += [f"br i1 {any_special}, label %careful, label %plain", "careful:"]
-        cared, cared_sums = _exact(v, dst, value, scale, sums, clamp=clamp)
-        v.lines += ["br label %join", "plain:"]
-        plain = NARROW[dst.code](v, product)
-        is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", product, (1 << lost) - 1), 0)
-        plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
-        v.lines += ["br label %join", "join:"]
-        y = v.emit(f"phi {of} [{cared}, %careful], [{plain}, %plain]")
-        ends = [
-            v.emit(f"phi i64 [{a}, %careful], [{b}, %plain]")
-            for a, b in zip(cared_sums, plain_sums, strict=True)
-        ]
+    y, ends = product(v, values, dst, load(v, values), sums, clamp=clamp)
     carried = [
         f"{total} = phi i64 [0, %entry], [{end}, %join]"
         for total, end in zip(sums, ends, strict=True)
@@ -287,22 +313,24 @@ exit:
 """
 
 
-def _scale(values: Values) -> str:
-    """The instructions for a segment's scale, and what products by it are doubtful."""
-    one = Vector(1, native_half=False)
+def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
+    """Instructions for ``%scale`` and ``%zero``, and for ``%guard``: which products are doubtful.
+
+    They are number ``index`` of ``%scales`` and ``%zeros``.
+    """
     if values.exponents:
-        place = one.emit("getelementptr i8, ptr %scales, i64 %index")
+        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
         wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
         shifted = one.op("shl", "i32", wide, 23)
         is_least = one.op("icmp eq", "i32", wide, 0)
         bits = one.select(is_least, "i32", 1 << 22, shifted)  # 2^-127 is subnormal
         one.lines.append(f"%scale = bitcast i32 {bits} to float")
     else:
-        place = one.emit("getelementptr float, ptr %scales, i64 %index")
+        place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
         one.lines.append(f"%scale = load float, ptr {place}")
         bits = one.emit("bitcast float %scale to i32")
     if values.has_zeros:
-        place = one.emit("getelementptr float, ptr %zeros, i64 %index")
+        place = one.emit(f"getelementptr float, ptr %zeros, i64 {index}")
         one.lines.append(f"%zero = load float, ptr {place}")
     else:
         one.lines.append("%zero = fadd float 0.0, 0.0")
@@ -310,7 +338,6 @@ def _scale(values: Values) -> str:
     mask = (1 << min(values.significant_bits, 23)) - 1
     is_short = one.op("icmp eq", "i32", one.op("and", "i32", bits, mask), 0)
     one.lines.append(f"%guard = select i1 {is_short}, i32 -1, i32 0")
-    return "\n  ".join(one.lines)
 
 
 def kernel_ir(
@@ -328,6 +355,8 @@ def kernel_ir(
         for name, width in (("vectors", _WIDTH), ("scalars", 1))
     )
     place = []
+    one = Vector(1, native_half)
+    scale_of(values, one)
     for slot, name in enumerate(_PLACE):
         place.append(f"%at.{name} = getelementptr i64, ptr %place, i64 {slot}")
         place.append(f"%{name} = load i64, ptr %at.{name}")
@@ -335,7 +364,7 @@ def kernel_ir(
         symbol=SYMBOL,
         enter=enter,
         place="\n  ".join(place),
-        scale=_scale(values),
+        scale="\n  ".join(one.lines),
         vector=_WIDTH,
         target=f"i{dst.bits}",
         leave=leave,

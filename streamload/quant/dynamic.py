@@ -14,6 +14,8 @@ import numpy as np
 from streamload.quant.base import Arithmetic, Array, flushed
 
 BLOCK = 256
+#: Bytes of `dynamic_map`.
+MAP_NBYTES = 4 * 256
 _STEPS = 65536
 _AT_ONCE = 2**16  # values, of whole blocks: temporaries of a few MB
 

@@ -243,9 +243,9 @@ class FourBitBlocks(Units):
         )
 
     @property
-    def device_part(self) -> str | None:
-        """See `Units.device_part`; nested, absmax are quantised when all are there."""
-        return None if self.nested else ".absmax"
+    def device_parts(self) -> tuple[str, ...]:
+        """See `Units.device_parts`; nested, absmax are quantised when all are there."""
+        return (".absmax", ".nested_absmax") if self.nested else (".absmax",)
 
     @property
     def recipe(self) -> _Recipe:

@@ -127,9 +127,9 @@ class _Rows(Units):
         return self.unit_numel
 
     @property
-    def device_part(self) -> str:
-        """See `Units.device_part`."""
-        return self.parts[1].suffix
+    def device_parts(self) -> tuple[str, ...]:
+        """See `Units.device_parts`."""
+        return (self.parts[1].suffix,)
 
     def _rows(self, parts: Mapping[str, Any], scales: str) -> tuple[Array, Array]:
         """The codes as float32, and the statistics, with as many axes."""

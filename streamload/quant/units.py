@@ -64,9 +64,9 @@ class Units(ABC):
         return -(-self.numel // self.unit_numel)
 
     @property
-    def device_part(self) -> str | None:
-        """The part that is the statistics as they are, "" without any; None where they change."""
-        return None if self.has_statistics else ""
+    def device_parts(self) -> tuple[str, ...] | None:
+        """See `Quantised.device_parts`."""
+        return None if self.has_statistics else ()
 
     @property
     def statistics_nbytes(self) -> int:
@@ -113,7 +113,7 @@ class Units(ABC):
 
     def finished(self, statistics: Array) -> dict[str, Array]:
         """The parts beside the codes, by suffix."""
-        own = {self.device_part: statistics} if self.device_part else {}
+        own = dict.fromkeys(self.device_parts or (), statistics)
         return {**own, **self.constants()}
 
     @abstractmethod
