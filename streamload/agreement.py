@@ -5,6 +5,7 @@ These are the stages INDEX, OFFER and PLAN of `streamload.distributed`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -107,12 +108,19 @@ class Agreement:
         """Go through the stages up to the plan; without a model, of a part without one."""
         self._session, self._asked = session, asked
         self.place: Place | None = None
-        data = session.share("the checkpoint", lambda: write_index(open_checkpoint(asked.path)))
+
+        def write() -> bytes:
+            found = open_checkpoint(asked.path)
+            # decided once for all; that all ask alike is seen when they have planned
+            weights = weights_asked(found, asked.options.policy)
+            return json.dumps(weights).encode() + b"\n" + write_index(found)
+
+        weights, _, data = session.share("the checkpoint", write).partition(b"\n")
 
         def check() -> tuple[Index, list[str]]:
             index = Index.read(data, *locate(asked.path))
-            missing, found = index.check(), index.checkpoint
-            made = dequantised(found, weights_asked(found, asked.options.policy))
+            missing = index.check()
+            made = dequantised(index.checkpoint, json.loads(weights))
             return replace(index, checkpoint=made), missing
 
         self.index, self._missing = session.step("its files", check)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import get_args
@@ -21,16 +22,26 @@ from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location
+from streamload.dequantise import all_names, asked, dequantised
 from streamload.differences import Pair, TensorDifference
 from streamload.dtypes import DType, DTypeArgument
-from streamload.errors import UnsupportedCastError
+from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.mapping import Rename, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import Coding, whole
 from streamload.progress import Progress, reporting
+from streamload.quant.dequant import Decoders, check_target, scales_nbytes
+from streamload.quant.group import Packed, shape_in_models
 from streamload.quant.stored import by_weight, kept_dtype, weights
-from streamload.quantise import QuantArgument, QuantPolicy, coded, held_nbytes, quantised
+from streamload.quantise import (
+    QuantArgument,
+    QuantPolicy,
+    coded,
+    held_nbytes,
+    quantised,
+    turned,
+)
 from streamload.reading import AHEAD_NBYTES, BLOCK_NBYTES, Room, Shards, cut
 from streamload.selection import Patterns, Selection, check_names, check_patterns
 from streamload.units import format_bytes, format_table, round_up
@@ -46,6 +57,7 @@ _RUN_NBYTES = 2 * 2**20  # a thread that tells how far it is, open files
 _PARTS_NBYTES = 6 * 2**20  # numpy's temporaries of a part: 3.5 MB, 5.5 with a cast
 _TENSOR_NBYTES = 300  # what is found of a tensor: 180 where it is right
 _QUANT_NBYTES = 12 * 2**20  # numpy's temporaries of quantising
+_PACKED_BLOCKS = 4
 _PAGE = 4096
 _MOST_OPEN = 16  # files of one checkpoint at once
 
@@ -126,14 +138,15 @@ def diff(
 
     Bits are compared, so that 0 and -0 differ, and NaN is equal to the same NaN. With ``dtype`` the
     first checkpoint is cast first, by numpy and not by the kernels of streamload: what is found
-    is then whether the second is a right conversion of the first. The payload of a NaN is not
-    compared where a cast was made. With ``quant``, numpy quantises weights of the first as well.
+    is then whether the second is a right conversion of the first: what is stored quantised is
+    dequantised, too. The payload of a NaN is not compared where a cast was made. With ``quant``,
+    numpy quantises weights of the first as well.
 
     Args:
         a: the first, as of `open_checkpoint`.
         b: the second.
         dtype: what the floats of the first become: one dtype, or patterns of names; None for what
-            they are.
+            they are. Weights that are stored quantised are dequantised, as by `convert`.
         quant: what weights of the first are quantised to, as in `streamload.convert`.
         out_of_range: what becomes of finite values that the dtype cannot represent: "inf",
             "clamp", or "error".
@@ -160,9 +173,13 @@ def diff(
     policy = DTypePolicy.parse("checkpoint" if dtype is None else dtype)
     formats = QuantPolicy.named(quant)
     first, second = opened(a), opened(b)
+    if dtype is not None:
+        first = dequantised(first, asked(first, policy))
     if isinstance(rename, Mapping):
         check_names("rename", rename, first.tensors)
-    check_patterns("quant", (pattern for pattern, _ in formats.rules), first.tensors)
+    names = _names(first)
+    check_patterns("dtype", (pattern for pattern, _ in policy.rules), names)
+    check_patterns("quant", (pattern for pattern, _ in formats.rules), names)
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
     wants = _quantised(first, formats, infos) if formats else None
@@ -170,15 +187,16 @@ def diff(
         infos = dict(zip(wants.names, wants.infos, strict=True))
     block_nbytes, kind = way([first, second], wants)
     room_a, room_b = Room(block_nbytes, ahead=True), Room(block_nbytes, ahead=True)
-    chosen.check([*first.tensors, *second.tensors])
+    chosen.check([*names, *_names(second)])
     only_b = [name for name in second.tensors if name not in infos and name in chosen]
-    infos = {name: info for name, info in infos.items() if info.name in chosen}
     pairs = [
         pair
         for pair in _pairs(first, second, infos, wants, policy, out_of_range)
         if pair.left.name in chosen
     ]
+    infos = {name: info for name, info in infos.items() if info.name in chosen}
     total = sum(pair.read_nbytes for pair in pairs)
+    decoders = Decoders(out_of_range)
     with (
         reporting(progress, total, "compared") as tell,
         shards_of(first, kind) as files_a,
@@ -191,6 +209,12 @@ def diff(
             if codes is not None and pair.codes is not codes:
                 codes.forget()
             codes = pair.codes or pair
+            read = partial(files_a.block, left.shard, room=room_a, tensor=left.name)
+            for stop, theirs in pair.cut_elements(block_nbytes):
+                with files_b.block(right.shard, *theirs, room_b, right.name) as y:
+                    pair.compare_elements(decoders, read, stop, y, block_nbytes)
+                tell(done + left.dtype.nbytes(stop))
+            decoders.drop(left.name, pair.wanted)
             for mine, theirs in pair.cut(block_nbytes):
                 with (
                     files_a.block(left.shard, *mine, room_a, left.name) as x,
@@ -222,9 +246,20 @@ def diff(
     )
 
 
+def _names(checkpoint: Checkpoint) -> Collection[str]:
+    """The names that patterns may match; of tensors alone where a quantised weight is invalid."""
+    try:
+        return all_names(checkpoint)
+    except CheckpointError:  # it is compared for what it is
+        return checkpoint.tensors
+
+
 def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DType:
     """What a tensor of the first checkpoint becomes before it is compared."""
     wanted = policy.resolve(info.name, info.dtype, True)
+    if isinstance(info, Packed):
+        check_target(info, wanted)
+        return wanted
     if wanted is not info.dtype:
         wanted = kept_dtype(checkpoint, info) or wanted
     if not supported(info.dtype, wanted):
@@ -238,7 +273,9 @@ def _quantised(
     """What the first checkpoint becomes, by the names in the second."""
     listed = [Want(name, info.shape, (whole(info),)) for name, info in infos.items()]
     wants = Wants.of(checkpoint, listed)
-    return quantised(checkpoint, wants, formats.formats(checkpoint, wants))
+    found = formats.formats(checkpoint, wants)
+    listed = [turned(checkpoint, *each) for each in zip(listed, found, strict=True)]
+    return quantised(checkpoint, Wants.of(checkpoint, listed), found)
 
 
 def _pairs(
@@ -251,19 +288,23 @@ def _pairs(
 ) -> Iterator[Pair]:
     """What both have, of what is in ``infos``; parts of a quantised weight follow its codes."""
     codes: Pair | None = None
-    codings: Iterable[Coding | None] = repeat(None) if wants is None else wants.codings
-    for (name, info), coding in zip(infos.items(), codings, strict=False):
+    made: Iterable[tuple[Coding | None, object]] = repeat((None, None))
+    if wants is not None:
+        made = zip(wants.codings, wants.transposes, strict=True)
+    for (name, info), (coding, transpose) in zip(infos.items(), made, strict=False):
         right = second.tensors.get(name)
         if coding is not None and not coding.part:
             codes = None
         if right is None:
             continue
         if coding is None:
-            yield Pair(info, right, _wanted(first, policy, info), out_of_range, info.shape)
+            shape = shape_in_models(info)
+            yield Pair(info, right, _wanted(first, policy, info), out_of_range, shape)
             continue
         parts = coded(coding, info.dtype).parts
         part = next(part for part in parts if part.suffix == coding.part)
-        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes)
+        is_turned = transpose is not None
+        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned)
         codes = codes if coding.part else pair
         yield pair
 
@@ -300,6 +341,9 @@ def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[
     }.values()
     quant_nbytes = max(map(held_nbytes, weights), default=0) + _QUANT_NBYTES * bool(weights)
     unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
+    packed = [i for one in checkpoints for i in one.tensors.values() if isinstance(i, Packed)]
+    any_turned = wants is not None and any(each is not None for each in wants.transposes)
+    scale_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     ways = []
     for least_nbytes, kind in _WAYS:
         block_nbytes = max(least_nbytes, round_up(unit_nbytes, _PAGE))
@@ -307,6 +351,8 @@ def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[
         needed_nbytes = _RUN_NBYTES + tensors_nbytes + len(checkpoints) * each_nbytes
         if compared:  # which elements of a block differ, and numbers of a part
             needed_nbytes += block_nbytes + _PARTS_NBYTES + quant_nbytes
+        if packed or any_turned:  # elements, and columns before and after they are turned
+            needed_nbytes += scale_nbytes + _PACKED_BLOCKS * block_nbytes
         ways.append(((block_nbytes, kind), needed_nbytes))
     rest_nbytes = ways[-1][1] - tensors_nbytes
     largest = [("what is found of tensors", tensors_nbytes), ("blocks and numbers", rest_nbytes)]

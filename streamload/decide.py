@@ -13,12 +13,10 @@ from itertools import islice
 from typing import Any, Unpack, get_args
 
 from streamload._pages import reusable_nbytes
-from streamload.cast.table import cast_engine, supported
 from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
-from streamload.dequantise import compile_decoders
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
     default_framework,
@@ -26,6 +24,7 @@ from streamload.devices.names import (
     framework,
     framework_of,
 )
+from streamload.engine import host_engine
 from streamload.errors import (
     PlanInfeasibleError,
     ResidenceError,
@@ -43,14 +42,8 @@ from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
-from streamload.quantise import (
-    NO_QUANT,
-    Coded,
-    QuantPolicy,
-    compile_encoders,
-    quantised,
-    said_of_dense,
-)
+from streamload.quant.base import CodedWeight
+from streamload.quantise import NO_QUANT, QuantPolicy, quantised, said_of_dense
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -252,7 +245,7 @@ class Place:
     pages_are_known: bool
     keep: frozenset[str]
     devices: Devices
-    coded: Mapping[str, Coded]
+    coded: Mapping[str, CodedWeight]
     model: Any = None
 
     @classmethod
@@ -287,8 +280,7 @@ class Place:
         keep = frozenset(devices.opened) if device is None else frozenset()
         unstored = owner.unstored(model) if owner is not None else {}
         is_known = reusable is not None
-        found = owner.coded(model) if owner is not None else {}
-        coded = {name: Coded(*each) for name, each in found.items()}
+        coded = owner.coded(model) if owner is not None else {}
         return cls(owner, parameters, unstored, held, known, is_known, keep, devices, coded, model)
 
     def match(
@@ -423,7 +415,7 @@ class Decision:
                 if swap.dense_nbytes:
                     said = said_of_dense(swap.dense_nbytes)
                     notes.append(f"a module dequantises its own weight to compute: {said}")
-            coded = {**place.coded, **{name: Coded(*each) for name, each in swap.coded.items()}}
+            coded = {**place.coded, **swap.coded}
             wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
             return _Demand(place, checkpoint, options, wants, tied, swap, notes)
 
@@ -526,14 +518,7 @@ class _Demand:
         specs, refused = devices.compile_casts(
             specs, self.wants, policy, clamp=clamp, required=cast == "device"
         )
-        on_host = policy.fp16_cast == "llvm"  # some of it, whatever casts
-        native = {spec.native_bf16 for spec in specs if on_host or not spec.casts}
-        engine, notes = _host_cast(self.wants, options, native)
-        compile_encoders(self.wants)
-        if engine != "numpy":
-            for native_bf16 in {spec.native_bf16 for spec in specs}:
-                dsts = self.wants.dsts(policy, native_bf16)
-                compile_decoders(self.wants, dsts, clamp=clamp)
+        engine, notes = host_engine(self.wants, policy, specs, cast, clamp=clamp)
         begun = process_nbytes()
         free = host_room_nbytes()
         free = None if free is None else max(free - options.host_held_nbytes, 0)
@@ -604,26 +589,3 @@ def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
     if problems:
         raise StateDictMismatchError(checkpoint.path, problems=problems)
     return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
-
-
-def _host_cast(
-    wants: Wants, options: Options, native_bf16: Set[bool]
-) -> tuple[CastChoice, list[str]]:
-    """The engine for casts on the host: LLVM, or numpy where no kernel can be compiled.
-
-    Args:
-        wants: what is loaded.
-        options: those of the load.
-        native_bf16: what the devices that do not cast themselves say of themselves; kernels that
-            none needs are not compiled.
-    """
-    asked = options.knobs.cast
-    if asked in ("numpy", "device"):
-        return asked, []
-    for native in sorted(native_bf16):
-        for src, dst in wants.casts(options.policy, native):
-            if not supported(src, dst):
-                continue  # the planner names the tensor
-            if cast_engine(src, dst, "llvm" if asked == "llvm" else "auto") == "numpy":
-                return "numpy", ["LLVM kernels do not work here: casts run in numpy"]
-    return "llvm", []

@@ -1,4 +1,4 @@
-"""Which quantised weights a load dequantises on the way: those that a dtype is asked for.
+"""Which quantised weights a load dequantises on the way: those for which `dtype=` names a dtype.
 
 Such a weight is one tensor of the checkpoint then, a `Packed`, under its own name and with its own
 shape; what belongs to it (scales, zero points, quantisation state) is no tensor of its own.
@@ -23,7 +23,7 @@ from streamload.quant.stored import groups, members, read_states
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy) -> list[str]:
-    """The names of quantised weights for which a dtype is asked that they can be dequantised to."""
+    """The names of the quantised weights that the policy asks to dequantise."""
     if not policy.rules:
         return []
     found = groups(checkpoint).values()
@@ -36,7 +36,7 @@ def asked_by_model(
     parameters: Iterable[Parameter],
     fill: Mapping[str, Source],
 ) -> list[str]:
-    """The same of what a model holds unpacked: what it holds packed goes there as it is stored."""
+    """Do the same for a model: it gets as stored the weights that it holds packed."""
     of = members(checkpoint)
     if not of:
         return []
@@ -126,7 +126,7 @@ def all_dequantised(checkpoint: Checkpoint) -> bool:
 
 
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:
-    """Compile what will dequantise: what that takes of the process is no part of a load."""
+    """Compile what will dequantise."""
     for info, dst in zip(wants.infos, dsts, strict=True) if wants.any_packed else ():
         if isinstance(info, Packed):
             compile_decoder(info, dst, clamp=clamp)

@@ -1,4 +1,4 @@
-"""How two tensors differ: compared block by block, after a cast or quantised by numpy."""
+"""How two tensors differ: block by block, after numpy casts, quantises or dequantises the first."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from streamload.dtypes import DType
 from streamload.errors import OutOfRangeError
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder
+from streamload.quant.dequant import Decoders
+from streamload.quant.elements import Read, elements
+from streamload.quant.group import Packed
 from streamload.quantise import coded
 from streamload.reading import cut
 
@@ -100,6 +103,7 @@ class Pair:
     shape: tuple[int, ...]  # of what the left one becomes
     coding: Coding | None = None  # where it is quantised
     codes: Pair | None = None  # of a part beside codes, the codes
+    turned: bool = False  # the transpose of the left one is quantised
     _encoder: Encoder | None = None  # of codes
     _beside: Mapping[str, memoryview] = field(default_factory=dict)  # of codes, when all are there
     _at: int = 0  # elements compared so far
@@ -111,6 +115,11 @@ class Pair:
     @property
     def _cast(self) -> bool:
         return self.coding is None and self.wanted is not self.left.dtype
+
+    @property
+    def lies_elsewhere(self) -> bool:
+        """Whether what is compared is made of other bytes than those in their order in a file."""
+        return self.turned or isinstance(self.left, Packed)
 
     @property
     def read_nbytes(self) -> int:
@@ -150,6 +159,8 @@ class Pair:
         """
         left, right = self.left.dtype, self.right.dtype
         x, y = self.left.start, self.right.start
+        if self.lies_elsewhere:
+            return
         if self.coding is not None:
             yield from self._cut_units(self.coding, block_nbytes)
             return
@@ -160,6 +171,25 @@ class Pair:
                 (x + left.nbytes(start), x + left.nbytes(stop)),
                 (y + right.nbytes(start), y + right.nbytes(stop)),
             )
+
+    def cut_elements(self, block_nbytes: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Of what `lies_elsewhere`, blocks: the last element, exclusive; bytes of the right file.
+
+        Nothing of any other, and where the values cannot be compared.
+        """
+        if not self.lies_elsewhere or not self.compared:
+            return
+        if self.coding is not None:
+            left, n = self.left.start, self.left.dtype.itemsize
+            for (_, stop), theirs in self._cut_units(self.coding, block_nbytes):
+                yield (stop - left) // n, theirs
+            return
+        # bytes hold whole values of 4 bits then
+        right = self.right.dtype
+        step = block_nbytes // max(self.wanted.itemsize, right.itemsize) // 8 * 8
+        for start, stop in cut(0, self.left.numel, step):
+            first, last = (self.right.start + right.nbytes(n) for n in (start, stop))
+            yield stop, (first, last)
 
     def _cut_units(
         self, coding: Coding, block_nbytes: int
@@ -189,17 +219,42 @@ class Pair:
         made = self.codes._beside[self.coding.part]
         self._compare(made[start : start + theirs.nbytes], theirs, self.wanted)
 
+    def compare_elements(
+        self, decoders: Decoders, read: Read, stop: int, theirs: memoryview, most_nbytes: int
+    ) -> None:
+        """Make the next elements, up to one, and compare; see `quant.elements.elements`."""
+        info, dtype = self.left, self.wanted
+        if not isinstance(info, Packed):
+            src = info.dtype
+            data = memoryview(bytearray(src.nbytes(stop - self._first_element)))
+            elements(info, None, src, read, self._first_element, stop, data, most_nbytes)
+            self.compare(data, theirs)
+            return
+        decoder = decoders.of(info, dtype, "numpy")
+        made = memoryview(bytearray(dtype.nbytes(stop - self._at)))
+        found = elements(info, decoder, dtype, read, self._at, stop, made, most_nbytes)
+        if found.overflowed and self.out_of_range == "error":
+            of = info.dtype.name
+            raise OutOfRangeError(info.name, info.shard, of, dtype.name, found.overflowed)
+        self._compare(made, theirs, dtype)
+
+    @property
+    def _first_element(self) -> int:
+        """Of codes, the number of the first element that comes next."""
+        assert self.coding is not None, self.right.name
+        units = self._at * self.right.dtype.itemsize // self.coding.dst_unit_nbytes
+        return units * self.coding.unit_numel
+
     def compare(self, mine: memoryview, theirs: memoryview) -> None:
         """Compare the next block: its bytes of the left, and of the right tensor."""
         if self.coding is None:
             self._compare(mine, theirs, self.left.dtype)
             return
-        info, dtype, unit = self.left, self.left.dtype, self.coding.unit_numel
+        info, dtype = self.left, self.left.dtype
         if self._encoder is None:
             self._encoder = coded(self.coding, dtype).encoder(dtype, "numpy")
         made = memoryview(bytearray(theirs.nbytes))
-        first = self._at * self.right.dtype.itemsize // self.coding.dst_unit_nbytes * unit
-        found = self._encoder.encode(mine, made, first)
+        found = self._encoder.encode(mine, made, self._first_element)
         if found.overflowed and self.out_of_range == "error":
             name = self.coding.format
             raise OutOfRangeError(info.name, info.shard, dtype.name, name, found.overflowed)
@@ -209,14 +264,15 @@ class Pair:
         x, y = np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)
         right = self.right.dtype
         numel = len(x) * 8 // left.bits
-        if not self._cast and self._same_dtype and np.array_equal(x, y):
+        is_made = left is self.wanted
+        if is_made and self._same_dtype and np.array_equal(x, y):
             self._at += numel
             return
         for start, stop in cut(0, numel, _PART_NUMEL):
             # copies: numpy is only fast, or right, on aligned elements
             part = x[left.nbytes(start) : left.nbytes(stop)].copy()
             other = y[right.nbytes(start) : right.nbytes(stop)].copy()
-            self._compare_part(self._expected(part) if self._cast else part, other)
+            self._compare_part(part if is_made else self._expected(part), other)
             self._at += stop - start
 
     def difference(self) -> TensorDifference | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 #: What a rule does to a tensor besides: nothing, its last two axes change places, it becomes one of
 #: those that are stacked to one parameter (in the order of the rule's group ``n``), a matrix of one
@@ -94,6 +94,8 @@ _GPT2 = (
     *_rules({rf"(?:transformer\.)?(h\.\d+\.{_CONV1D}\.weight)": r"\1"}, "transpose"),
     *_rules({r"transformer\.(.+)": r"\1"}),
 )
+_CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+_CONV1D_LAYERS = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
 _MIXTRAL = (
     *_HF_TO_META,
     *_rules({rf"{_LAYER}block_sparse_moe\.(.+)": r"layers.\1.feed_forward.\2"}),
@@ -188,3 +190,9 @@ FAMILIES = {
     "hf-qwen": Family(_QWEN),
     "hf-whisper": Family(_WHISPER),
 }
+
+
+def is_conv1d(config: Mapping[str, Any], name: str) -> bool:
+    """Whether transformers has a tensor as the weight of a Conv1D, by its model and its name."""
+    is_such = config.get("model_type") in _CONV1D_MODELS
+    return is_such and _CONV1D_LAYERS.search(name) is not None

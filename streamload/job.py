@@ -23,10 +23,19 @@ from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
-from streamload.planning.plan import HOST_CASTS, SEGMENTS, Placement, Plan, slot_nbytes
+from streamload.planning.plan import (
+    BULK_NBYTES,
+    HOST_CASTS,
+    SEGMENTS,
+    STAGING_SLOTS,
+    Placement,
+    Plan,
+    slot_nbytes,
+)
 from streamload.quant.base import Encoder, QuantCounts
-from streamload.quant.dequant import Decoder, Decoders
+from streamload.quant.dequant import Decoder, Decoders, Weight, weight_of
 from streamload.quant.group import Packed
+from streamload.quant.stored import read_whole
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 
@@ -34,9 +43,6 @@ NO_COUNTS = CastCounts()
 NO_ERRORS = QuantCounts()
 #: What a chunk's cast, or its quantisation, did not keep.
 Counts: TypeAlias = CastCounts | QuantCounts
-# Bytes that a worker is handed at once where they go as they are, piece by piece through its slots,
-# without the interpreter; fewer of a load that has little for each.
-_BULK_NBYTES = 2**24
 _LEAST_SHARE = 16  # units for each worker, of a load that has them
 _MAX_UNIT_CHUNKS = 256  # so that a unit of tiny tensors does not keep the other workers waiting
 
@@ -139,7 +145,7 @@ class Job:
         nbytes = sum(p.nbytes * count for p, count in plan.placements.counted)
         share = nbytes // (_LEAST_SHARE * max(plan.threads, 1))
         # whole slots: what is left over of each unit would be a small copy
-        slots = max(min(share, _BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
+        slots = max(min(share, BULK_NBYTES) // max(plan.slot_nbytes, 1), 1)
         slots = min(slots, _MAX_UNIT_CHUNKS)  # a read each, which takes memory too
         self._bulk_nbytes = slots * plan.slot_nbytes
         self._checkpoint = checkpoint
@@ -169,7 +175,10 @@ class Job:
         self._decoders = Decoders(plan.out_of_range)
         self._values: dict[int, memoryview] = {}  # of parts that are to be placed
         self._coded: list[Chunk] = []  # the last of each tensor whose codes are all there
-        self._beside: dict[int, int] = {}  # of codes that a device makes, the part that it writes
+        # of codes that a device makes, the parts that it writes, and the mean of the statistics
+        self._beside: dict[int, list[int]] = {}
+        self._means: dict[int, float] = {}
+        self.holds = any(p.there_nbytes for p, _ in plan.placements.counted)
 
     def units(self, some: range | None = None) -> Iterator[Unit]:
         """Cut the plan into units, made one by one in the order in which they are read.
@@ -286,14 +295,17 @@ class Job:
         for chunk in self._coded:
             p = self.plan.placements[chunk.placement]
             assert p.coding is not None, p.name
-            encoder = self._encoders.pop(chunk.placement, None) or encoder_of(p.coding, p.src)
-            made = encoder.finish()
-            written = self._beside.pop(chunk.placement, None)  # by the device
-            if written is not None:
-                self._finish([written])
+            if p.cast == "device":
+                constants = coded(p.coding, p.src).constants(self._means.pop(chunk.placement, 0.0))
+                made = {name: array.data for name, array in constants.items()}
+            else:
+                encoder = self._encoders.pop(chunk.placement, None) or encoder_of(p.coding, p.src)
+                made = encoder.finish()
+            written = self._beside.pop(chunk.placement, [])  # by the device
+            self._finish(written)
             for part in coded(p.coding, p.src).parts[1:]:
                 index = self._parts[part.name(p.name)]
-                if index == written:
+                if index in written:
                     continue
                 self._values[index] = value = memoryview(made[part.suffix]).cast("B")
                 for start in range(0, len(value), self.plan.chunk_nbytes):
@@ -308,18 +320,28 @@ class Job:
         Which may cast them there.
         """
         as_they_are = p.cast == "copy" or (p.cast == "device" and p.device in self.casting)
-        in_order = p.transpose is None and not p.strided
+        in_order = (p.transpose is None or p.turned_there) and not p.strided
         return as_they_are and in_order and self.bulk[p.device] is not None
 
     def unit_nbytes(self, p: Placement) -> int:
         """Most bytes of a unit, each chunk rounded up to what it takes in a slot."""
-        return self._bulk_nbytes if self.is_bulk(p) else self.plan.slot_nbytes
+        return self._most_of(p) if self.is_bulk(p) else self.plan.slot_nbytes
 
     def _chunk_nbytes(self, p: Placement) -> int:
         if p.changes:
             widest = max(p.src.itemsize, p.dst.itemsize)
             return min(self.plan.chunk_nbytes, p.changed_numel * widest)
-        return self._bulk_nbytes if self.is_bulk(p) else self.plan.chunk_nbytes
+        return self._most_of(p) if self.is_bulk(p) else self.plan.chunk_nbytes
+
+    def _most_of(self, p: Placement) -> int:
+        """Bytes of a unit that goes in bulk.
+
+        Statistics that a device nests are held until all units of a weight are told: small ones are
+        told sooner.
+        """
+        if p.coding is not None and p.coding.nests:
+            return min(self._bulk_nbytes, STAGING_SLOTS * self.plan.slot_nbytes)
+        return self._bulk_nbytes
 
     def begin(self, batch: Sequence[Unit]) -> None:
         """Make room for the parameters that units are the first to write.
@@ -342,25 +364,66 @@ class Job:
                 for index in new if self.casts and self._parts else ():
                     self._begin_beside(index)
 
-    def _begin_beside(self, index: int) -> None:
-        """Make room for the part that a device writes beside the codes, where it makes them."""
-        p = self.plan.placements[index]
-        if p.cast != "device" or p.coding is None or not p.coding.device_part:
-            return
-        name = next(
-            part.name(p.name)
-            for part in coded(p.coding, p.src).parts
-            if part.suffix == p.coding.device_part
-        )
-        self._beside[index] = beside = self._parts[name]
-        self.buffers[beside] = self._target.begin([beside])[0]
+    def has_room(self, batch: Sequence[Unit]) -> bool:
+        """Whether devices can hold what they do beside what units are the first to write.
 
-    def statistics_address(self, index: int) -> int:
-        """Where a device writes what belongs to the codes of a placement; 0 for nowhere."""
+        What there is room for is taken; ask again when something is done.
+        """
+        if not self.holds:
+            return True
+        units = [unit for unit in batch if not isinstance(unit, Pack)]  # those go as they are
+        for index in dict.fromkeys(chunk.placement for unit in units for chunk in unit):
+            p = self.plan.placements.kinds[index]
+            if p.there_nbytes and not self._hold(index, p):
+                return False
+        return True
+
+    def _hold(self, index: int, p: Placement) -> bool:
+        """Have a device hold what it does beside a placement; False where there is no room now."""
+        source = self.plan.placements.sources[index][0]
+        info = self._checkpoint.tensors[source.tensor]
+
+        def read(member: TensorInfo) -> bytes:
+            assert isinstance(info, Packed), info.name
+            if member.shard != info.shard:
+                return next(read_whole(info.headers, [member]))
+            data = bytearray(member.nbytes)  # its file is open while the values stream
+            self._shards.reader(info.shard).read_into(member.start, memoryview(data))
+            return bytes(data)
+
+        def make() -> Weight:
+            assert isinstance(info, Packed), info.name
+            return weight_of(info, read)
+
+        return self.casts[p.device].hold(index, p, make)
+
+    def _begin_beside(self, index: int) -> None:
+        """Make room for the parts that a device writes beside the codes, where it makes them."""
+        p = self.plan.placements[index]
+        if p.cast != "device" or p.coding is None or not p.coding.device_parts:
+            return
+        names = {part.suffix: part.name(p.name) for part in coded(p.coding, p.src).parts}
+        self._beside[index] = beside = [self._parts[names[s]] for s in p.coding.device_parts]
+        self.buffers.update(zip(beside, self._target.begin(beside), strict=True))
+
+    def beside_address(self, index: int) -> int:
+        """Where a device has, or writes, what belongs to a placement that it casts; 0 for nowhere.
+
+        Raises:
+            CheckpointError: scales are invalid.
+        """
+        p = self.plan.placements[index]
+        casts = self.casts[p.device]
+        if p.src.is_packed:
+            return casts.weight(index)
+        if p.there_nbytes:
+            return casts.held(index)
         beside = self._beside.get(index)
-        if beside is None:
-            return 0
-        return self._address[self.plan.placements.kinds[index].device](self.buffers[beside])
+        return self._address_of(beside[0]) if beside else 0
+
+    def _address_of(self, index: int) -> int:
+        """Where the buffer of a placement begins."""
+        return self._address[self.plan.placements.kinds[index].device](self.buffers[index])
 
     def addresses(self, pack: Pack) -> _Addresses | None:
         """Where the parameters of a pack begin; None where the device does not tell."""
@@ -423,6 +486,8 @@ class Job:
                 del self._left[index]
                 if p.cast == "device" and self.plan.out_of_range == "error":
                     self._refuse_overflow(chunk, p)
+                if p.there_nbytes:
+                    self._let_go(index, p)
                 if p.coding is not None and not p.coding.part:
                     self._coded.append(chunk)
                 if p.src.is_packed:
@@ -431,6 +496,14 @@ class Job:
                 self._finish([index])
                 self._values.pop(index, None)
         self._account(unit, self.stats.read_nbytes - before)
+
+    def _let_go(self, index: int, p: Placement) -> None:
+        """Give back what a device held beside a placement that is all there."""
+        casts = self.casts[p.device]
+        if p.coding is not None:
+            addresses = map(self._address_of, self._beside[index])
+            self._means[index] = casts.nest(index, *addresses)
+        casts.let_go(index)
 
     def count(self, index: int, counts: Counts) -> None:
         """Add what part of a placement did not keep."""

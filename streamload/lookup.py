@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from streamload.cast.table import supported
-from streamload.devices.base import Device, Framework
+from streamload.devices.base import BulkCopier, Device, Framework
 from streamload.devices.names import (
     default_framework,
     environment_device,
@@ -19,7 +19,7 @@ from streamload.devices.names import (
     split_name,
 )
 from streamload.devices.probing import probe
-from streamload.dtypes import BF16, F16
+from streamload.dtypes import BF16, F16, DType
 from streamload.errors import (
     DeviceError,
     DeviceNotFoundError,
@@ -36,6 +36,9 @@ from streamload.planning.budget import (
 )
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Wants
 from streamload.planning.plan import Plan
+from streamload.quant.dequant import TARGETS, there_nbytes
+from streamload.quant.dequant_ptx import SYMBOL, packed_ptx
+from streamload.quant.group import Packed
 from streamload.units import format_bytes
 
 # By framework: how a device of CUDA that nobody looks at has its memory.
@@ -197,6 +200,8 @@ class Devices:
                     by_host = policy.fp16_cast == "llvm" and (src, dst) == (BF16, F16)
                     if bulk is not None and not by_host and supported(src, dst):
                         bulk.kernel(src, dst, clamp)  # what is not supported, the planner refuses
+                if bulk is not None and wants.any_packed:
+                    _load_decoders(bulk, wants, wants.dsts(policy, spec.native_bf16), clamp)
             except (UnsupportedCastError, DeviceError) as error:
                 if required:
                     raise
@@ -230,6 +235,13 @@ class Devices:
                     f"the load needs {count} buffers there, and the system allows {most} more "
                     "(each is a memory map: see vm.max_map_count in proc(5))",
                 )
+
+
+def _load_decoders(bulk: BulkCopier, wants: Wants, dsts: Sequence[DType], clamp: bool) -> None:
+    """Load the kernels that dequantise, as those of casts."""
+    for info, dst, t in zip(wants.infos, dsts, wants.transposes, strict=True):
+        if isinstance(info, Packed) and dst in TARGETS and there_nbytes(info.group):
+            bulk.function(packed_ptx(info, dst, clamp=clamp, turned=t is not None), SYMBOL)
 
 
 def unseen_spec(name: str, budget_nbytes: int) -> DeviceSpec:

@@ -21,8 +21,9 @@ from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import Block, Columns, RowRange, RowTranspose, byte_ranges
 from streamload.planning.plan import Placements
+from streamload.quant.base import CodedWeight
 from streamload.quant.stored import members
-from streamload.quantise import Coded, QuantPolicy, quantised
+from streamload.quantise import QuantPolicy, coded_want, quantised
 from streamload.reading import open_shard
 from streamload.report import callers_level
 from streamload.units import format_bytes
@@ -182,7 +183,7 @@ class Match:
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
 
     def quantised(
-        self, checkpoint: Checkpoint, coded: Mapping[str, Coded], changed: Collection[str]
+        self, checkpoint: Checkpoint, coded: Mapping[str, CodedWeight], changed: Collection[str]
     ) -> Wants:
         """What is wanted, with the weights whose codes the model holds in their parts.
 
@@ -199,7 +200,7 @@ class Match:
         wants = Wants.of(
             checkpoint,
             [
-                want if form is None else form.wanted(want)
+                want if form is None else coded_want(form, want)
                 for want, form in zip(self.wants, forms, strict=True)
             ],
         )
@@ -207,7 +208,7 @@ class Match:
         return quantised(checkpoint, wants, formats, changed, self.beside)
 
     def formats(
-        self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, Coded]
+        self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
     ) -> dict[str, str]:
         """The formats of what is to be quantised and is not in codes already, by parameter."""
         wants = Wants.of(checkpoint, self.wants)
@@ -219,7 +220,7 @@ class Match:
         checkpoint: Checkpoint,
         formats: Mapping[str, str],
         swap: Swap,
-        coded: Mapping[str, Coded],
+        coded: Mapping[str, CodedWeight],
     ) -> list[str]:
         """Notes on what was to be quantised, and has no module that can hold it.
 
@@ -376,7 +377,7 @@ def match(
     keep_on: Set[str],
     policy: DTypePolicy,
     reusable: Mapping[int, int] = MappingProxyType({}),
-    coded: Mapping[str, Coded] = MappingProxyType({}),
+    coded: Mapping[str, CodedWeight] = MappingProxyType({}),
 ) -> Match:
     """Match parameters to sources by name, and collect everything that is wrong.
 
@@ -395,7 +396,7 @@ def match(
     out = Match()
     used: set[str] = set()
     coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
-    beside = {part for name, form in coded.items() for part in form.beside(name)}
+    beside = {part for name, form in coded.items() for part in form.names(name)[1:]}
     stored_packed = members(checkpoint)
     for number, parameter in enumerate(parameters):
         where = parameter.device if parameter.device in keep_on else None

@@ -21,7 +21,7 @@ from tinygrad import Tensor, dtypes, nn
 from streamload.devices.base import Swap
 from streamload.devices.tinygrad_tensors import TO_TINYGRAD
 from streamload.dtypes import F32
-from streamload.quant.base import FORMATS
+from streamload.quant.base import FORMATS, CodedWeight
 from streamload.quant.q8_0 import BLOCK
 
 _Module = TypeVar("_Module")
@@ -188,7 +188,8 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
         _put(model, {id(linear): layer for linear, layer in pairs})
         return lambda: _put(model, {id(layer): linear for linear, layer in pairs})
 
-    return Swap({name: (form, shapes[name], False) for name, form in replaced.items()}, put)
+    coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
+    return Swap(coded, put)
 
 
 def _chosen(
@@ -220,10 +221,10 @@ def _chosen(
     return replaced, pairs
 
 
-def coded(model: Any) -> dict[str, tuple[str, tuple[int, ...], bool]]:
-    """The weights of a model that are quantised: see `Swap.coded`."""
+def coded(model: Any) -> dict[str, CodedWeight]:
+    """The weights that layers of a model hold as codes; see `ModelTensors.coded`."""
     found = _modules(model, QuantLinear)
-    return {f"{prefix}weight": (layer.format, layer.shape, False) for prefix, layer in found}
+    return {f"{prefix}weight": CodedWeight(layer.format, layer.shape) for prefix, layer in found}
 
 
 def _agreed(formats: dict[str, str | None]) -> str | None:

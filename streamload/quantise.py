@@ -18,11 +18,12 @@ from typing import TypeAlias, TypeVar
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
+from streamload.families import is_conv1d
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
 from streamload.planning.plan import Placement, Plan
-from streamload.quant.base import FORMATS, Encoder, Quantised
+from streamload.quant.base import FORMATS, CodedWeight, Encoder, Part, Quantised
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
@@ -60,7 +61,7 @@ class QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
 
         Raises:
-            ValueError: there is no such format, or the value is none of these.
+            ValueError: the format is unknown, or the value is neither a name nor patterns.
         """
         if value is None:
             return cls()
@@ -77,13 +78,13 @@ class QuantPolicy:
 
     @classmethod
     def of_plan(cls, placements: Iterable[Placement]) -> QuantPolicy:
-        """What was planned for all tensors, for a part of them."""
+        """Read from placements which format each tensor has: a plan of all decides for a part."""
         coded = ((p.source[0].tensor, p.coding) for p in placements if p.coding is not None)
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
     @classmethod
     def named(cls, value: QuantArgument) -> QuantPolicy:
-        """Read the same where no budget decides; raises ValueError for "auto", too."""
+        """Do what `parse` does where there is no budget; raises ValueError for "auto", too."""
         policy = cls.parse(value)
         if policy.is_auto:
             raise ValueError(
@@ -101,7 +102,7 @@ class QuantPolicy:
         return any(name == _AUTO for _, name in self.rules)
 
     def least_loss(self, attempt: Callable[[QuantPolicy], _Made]) -> tuple[_Made, list[str]]:
-        """What an attempt makes of this policy; of "auto", with the least loss that fits.
+        """Plan with this policy; "auto" becomes the format of least loss that fits.
 
         Args:
             attempt: plans with a policy that has no "auto".
@@ -111,27 +112,30 @@ class QuantPolicy:
 
         Raises:
             PlanInfeasibleError: nothing fits.
-            UnsupportedCastError: a tensor cannot be in a format.
+            ValueError: no format can hold the weights, or the attempt without one raises it.
         """
         if not self.is_auto:
             return attempt(self), []
         told: list[str] = []
+        failures: list[Exception] = []
         for name in (None, *_TRIED):
             rules = tuple((p, name if found == _AUTO else found) for p, found in self.rules)
             tried = name or "no format"
             try:
                 made = attempt(QuantPolicy(rules, tried))
             except PlanInfeasibleError as error:
-                if name == _TRIED[-1]:
-                    raise
+                failures.append(error)
                 told.append(f"{tried} needs {format_bytes(error.needed_nbytes)} on {error.device}")
-            except UnsupportedCastError:
-                if name is None or name == _TRIED[-1]:
+            except ValueError as error:
+                if name is None:
                     raise
+                failures.append(error)
+                told.append(f"{tried} cannot hold every weight")
             else:
                 why = f", for {', '.join(told)}" if told else ", for all fits"
                 return made, [f'quant="auto" took {tried}{why}']
-        raise AssertionError("the last one fits or raises")
+        infeasible = [f for f in failures[1:] if isinstance(f, PlanInfeasibleError)]
+        raise infeasible[-1] if infeasible else failures[-1]
 
     @classmethod
     def that_fits(cls, attempt: Callable[[QuantPolicy], Plan]) -> list[str]:
@@ -192,49 +196,21 @@ def coded(coding: Coding, src: DType) -> Quantised:
     return FORMATS[coding.format].of(coding.shape, src)
 
 
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """What a parameter of a model holds the codes of.
+def coded_want(coded: CodedWeight, want: Want) -> Want:
+    """Ask for a weight as it is quantised: a matrix.
 
-    Attributes:
-        format: the format.
-        shape: the shape of the weight, as it is quantised.
-        transposed: whether the checkpoint has it transposed.
+    Raises:
+        ValueError: the mapping transposes what the module has transposed.
     """
-
-    format: str
-    shape: tuple[int, ...]
-    transposed: bool = False
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of the weight in the checkpoint."""
-        return self.shape[::-1] if self.transposed else self.shape
-
-    def beside(self, name: str) -> list[str]:
-        """The names of what belongs to the codes, where these are ``name``."""
-        return [part.name(name) for part in FORMATS[self.format].of(self._matrix, F32).parts[1:]]
-
-    def wanted(self, want: Want) -> Want:
-        """The weight as it is quantised: a matrix.
-
-        Raises:
-            ValueError: the mapping transposes what the module has transposed.
-        """
-        if not self.transposed:
-            return replace(want, shape=self._matrix)
-        if want.transpose is not None:
-            raise ValueError(
-                f"{want.name}: its module has the weight transposed, and so has the mapping: leave "
-                f'it as it is: quant={{"{want.source[0].tensor}": None, "*": "{self.format}"}}'
-            )
-        turned = RowTranspose(1, self.shape[1], self.shape[0])
-        return replace(want, shape=self._matrix, transpose=turned)
-
-    @property
-    def _matrix(self) -> tuple[int, int]:
-        """All axes but the last number its rows."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
+    if not coded.transposed:
+        return replace(want, shape=coded.matrix)
+    if want.transpose is not None:
+        raise ValueError(
+            f"{want.name}: its module has the weight transposed, and so has the mapping: leave it "
+            f'as it is: quant={{"{want.source[0].tensor}": None, "*": "{coded.format}"}}'
+        )
+    turned = RowTranspose(1, coded.shape[1], coded.shape[0])
+    return replace(want, shape=coded.matrix, transpose=turned)
 
 
 def quantised(
@@ -265,29 +241,39 @@ def quantised(
             out.append(want)
             continue
         of_rows = any(r.tensor in changed for r in want.source)
-        for each in _parts(checkpoint, want, src, name, of_rows=of_rows):
+        for each in parts_of(checkpoint, want, src, name, of_rows=of_rows):
             there = beside.get(each.name)
             if there is not None:
                 reusable = there.reusable_nbytes
                 each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
             out.append(each)
-    count = Counter(want.name for want in out)
-    twice = next((want for want in out if count[want.name] > 1), None)
-    if twice is not None and twice.name in wants.names:
-        raise ValueError(
-            f"quant: {twice.name!r} would be a part of a quantised weight, and the checkpoint has "
-            "a tensor of that name: leave the weight as it is, or rename the tensor"
-        )
-    if twice is not None:
-        raise ValueError(
-            f"quant: {twice.name!r} would be a part of two tensors, for their names differ in the "
-            "last part alone"
-        )
+    check_distinct([want.name for want in out], wants.names)
     return Wants.of(checkpoint, out)
 
 
+def check_distinct(names: Collection[str], before: Collection[str]) -> None:
+    """Raise ValueError where two tensors would have one name.
+
+    Args:
+        names: of all tensors, when weights are quantised.
+        before: of the tensors as they are asked for.
+    """
+    if len(set(names)) == len(names):
+        return
+    ((twice, _),) = Counter(names).most_common(1)
+    if twice in before:
+        raise ValueError(
+            f"quant: {twice!r} would be a part of a quantised weight, and the checkpoint has "
+            "a tensor of that name: leave the weight as it is, or rename the tensor"
+        )
+    raise ValueError(
+        f"quant: {twice!r} would be a part of two tensors, for their names differ in the "
+        "last part alone"
+    )
+
+
 def compile_encoders(wants: Wants) -> None:
-    """Compile what will quantise: what that takes of the process is no part of a load."""
+    """Compile what will quantise."""
     some = {
         (coding.format, coding.of_rows, src.name): (coding, src)
         for coding, src in zip(wants.codings, wants.srcs, strict=True)
@@ -317,10 +303,43 @@ def held_nbytes(weight: Quantised) -> int:
     return 2 * weight.statistics_nbytes + sum(part.nbytes for part in weight.parts[1:])
 
 
-def _parts(
+def turned(checkpoint: Checkpoint, want: Want, format: str | None) -> Want:
+    """Ask for the transpose of a Conv1D's weight, where its format's library quantises that."""
+    is_such = format is not None and FORMATS[format].turns_conv1d and len(want.shape) == 2
+    if not is_such or not is_conv1d(checkpoint.config, want.source[0].tensor):
+        return want
+    return replace(want, shape=want.shape[::-1], transpose=RowTranspose(1, *want.shape))
+
+
+@cache
+def _codings(
+    name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
+) -> tuple[tuple[Part, Coding], ...]:
+    """The parts of a weight, and how each is made: one object for all weights alike."""
+    made = FORMATS[name].of(shape, src)
+    coding = Coding(
+        *(name, shape, "", made.unit_numel),
+        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
+        made.device_parts if in_order else None,
+    )
+    return tuple((part, replace(coding, part=part.suffix)) for part in made.parts)
+
+
+def parts_of(
     checkpoint: Checkpoint, want: Want, src: DType, name: str, *, of_rows: bool
 ) -> Iterator[Want]:
-    """One want for each part of a weight in a format."""
+    """One want for each part of a weight in a format.
+
+    Args:
+        checkpoint: the headers.
+        want: the weight.
+        src: its dtype.
+        name: of the format.
+        of_rows: functions change its rows on the way.
+
+    Raises:
+        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+    """
     tensor = want.source[0].tensor
     path = checkpoint.tensors[tensor].shard
     pattern = json.dumps(escape(tensor), ensure_ascii=False)
@@ -339,12 +358,9 @@ def _parts(
     if why:
         raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
     in_order = want.transpose is None and not of_rows and want.source[0].columns is None
-    coding = Coding(
-        *(name, want.shape, "", made.unit_numel),
-        *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
-        made.device_part if in_order else None,
-    )
-    for part in made.parts:
+    if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
+        in_order = in_order and len(want.source) == 1
+    for part, coding in _codings(name, want.shape, src, of_rows=of_rows, in_order=in_order):
         at = want.source[0]
         codes = not part.suffix
         held = want if codes else Want("", (), ())
@@ -357,7 +373,7 @@ def _parts(
             transpose=want.transpose if codes else None,
             held=held.held,
             reusable_nbytes=held.reusable_nbytes,
-            coding=replace(coding, part=part.suffix),
+            coding=coding,
         )
 
 

@@ -13,7 +13,6 @@ from streamload.devices.base import Copy, CopyTable, Read, Staging
 from streamload.job import Job, Unit
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES
 from streamload.planning.chunks import Chunk, Pack
-from streamload.planning.plan import STATISTIC_NBYTES
 from streamload.units import round_up
 
 
@@ -121,12 +120,12 @@ def copy_of(
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
     offset = start - chunk.runs[0].start if chunk.runs else 0
     if p.cast == "device" and casts is not None:
-        numel = offset // p.src.itemsize
-        address += p.placed_nbytes(numel)
-        statistics = job.statistics_address(chunk.placement)
-        if statistics:
-            statistics += (p.numel_at(chunk.start) + numel) // p.unit_numel * STATISTIC_NBYTES
-        return casts.copy(chunk.placement, p, at, nbytes, address, scratch, statistics)
+        numel = offset * 8 // p.src.bits
+        first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
+        first += numel
+        address += -chunk.start if p.turned_there else p.placed_nbytes(numel)
+        beside = job.beside_address(chunk.placement)
+        return casts.copy(chunk.placement, p, at, nbytes, address, scratch, beside, first)
     return Copy(at, nbytes, address + offset)
 
 

@@ -17,10 +17,15 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def fits(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pattern matches a name; "*" may match none."""
+    return pattern == "*" or any(fnmatchcase(name, pattern) for name in names)
+
+
 def check_patterns(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
     """Raise ValueError for a pattern that matches no name, as a slip does. "*" may match none."""
     for pattern in patterns:
-        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+        if not fits(pattern, names):
             raise ValueError(f"{what}: no tensor's name matches {pattern!r}")
 
 

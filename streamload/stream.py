@@ -25,11 +25,10 @@ from streamload.headroom import Headroom
 from streamload.interrupt import Interrupt, deferred_interrupt, nothing
 from streamload.job import Job, StreamStats, Target, Unit
 from streamload.planning.budget import STAGING, Ledger
-from streamload.planning.plan import Plan, units_ahead
+from streamload.planning.plan import BATCH_UNITS, Plan, units_ahead
 from streamload.reading import Opener, open_shard
 from streamload.worker import Outcome, Worker
 
-_BATCH_UNITS = 4
 _TOLD_TOGETHER = 4  # units that a worker has finished
 # The next is begun while the last units of one are under way, and as many more as it takes to keep
 # the workers busy: with two, 100 files of 40 MB came to an H200 at a quarter of the rate of four.
@@ -84,7 +83,7 @@ def stream(
             stack.enter_context(ledger.lease(STAGING, plan.host_nbytes))
         job = Job(plan, checkpoint, target, devices, progress, opener, headroom, changes)
         for name in job.casting:
-            casts = DeviceCasts(name, devices[name], plan)
+            casts = DeviceCasts(name, devices[name], plan, checkpoint)
             job.casts[name] = stack.enter_context(closing(casts))
         units = job.units()
         crew = Crew(job, plan.threads, interrupt)
@@ -105,6 +104,8 @@ def stream(
                 for batch in of_shard:
                     interrupt.check()
                     for each in (batch, *job.parts()):
+                        while not job.has_room(each):
+                            crew.wait()
                         job.begin(each)
                         crew.submit(reader, each)
                         submitted[shard] += len(each)
@@ -147,9 +148,9 @@ def batches(units: Iterator[Unit], job: Job, workers: int) -> Iterator[Sequence[
     while chunks < _CUT_ALONE and (unit := next(units, None)) is not None:
         ahead.append(unit)
         chunks += len(unit)
-    ahead.extend(islice(units, max(_BATCH_UNITS * share - len(ahead), 0)))
+    ahead.extend(islice(units, max(BATCH_UNITS * share - len(ahead), 0)))
     while ahead:
-        most = min(_BATCH_UNITS, len(ahead) // share)
+        most = min(BATCH_UNITS, len(ahead) // share)
         batch = [ahead.popleft()]
         while len(batch) < most and _go_together(batch[0], ahead[0], job):
             batch.append(ahead.popleft())
@@ -215,6 +216,14 @@ class Crew:
             self._to_start = 0
             self._inline = None if number else Worker(self._job)
             self._most_in_flight = self._ahead * number
+
+    def wait(self) -> None:
+        """Wait for something under way. Raises what a worker met."""
+        if self._inline is not None:
+            self._take_all(self._inline.settle())
+        else:
+            assert self._in_flight.total(), "more is held than planned"
+            self._receive()
 
     def is_enough(self, units: int) -> bool:
         """Whether no more units than these can be under way at once."""

@@ -8,46 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from streamload.cast.table import Cast, CastCounts
 from streamload.checkpoint.readers import Reader
-from streamload.job import NO_COUNTS
 from streamload.planning.chunks import Run
 from streamload.planning.plan import Plan
-from streamload.quant.dequant import Decoder
-from streamload.quant.group import Packed
+from streamload.steps import Step
 
 _Array = np.ndarray[Any, Any]
 _LEAST_LINES = 16  # of a block, where there are so many
 _MOST_BETWEEN_NBYTES = 2**17  # a call costs as much as to read so many bytes that nobody wants
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """Dequantises what was read of a tensor, by where it lies in the file.
-
-    Attributes:
-        decoder: of the tensor.
-        info: the tensor.
-        pitch: file bytes from one line's beginning to the next one's.
-    """
-
-    decoder: Decoder
-    info: Packed
-    pitch: int
-
-    def __call__(
-        self, data: memoryview, out: memoryview, *, start: int, lines: int = 1
-    ) -> CastCounts:
-        """Dequantise lines that were gathered; the first begins at file byte ``start``."""
-        per_byte = 8 // self.info.dtype.bits
-        first = (start - self.info.start) * per_byte
-        return self.decoder.decode(data, out, first, lines, self.pitch * per_byte)
 
 
 class Turner:
@@ -61,27 +33,25 @@ class Turner:
         self,
         reader: Reader,
         run: Run,
-        cast: Cast | None,
+        step: Step,
         out: memoryview,
         offset: int,
         stride: int,
         width: int,
         source: memoryview,
-        decode: Decoding | None = None,
         unit: int = 1,
-    ) -> CastCounts:
+    ) -> None:
         """Read a run, and write its rows.
 
         Args:
             reader: of the file.
             run: its lines.
-            cast: of its elements; None where bytes stay as they are.
+            step: what becomes of its elements.
             out: where to.
             offset: byte of ``out`` at which the first row begins.
             stride: bytes from one row's beginning to the next one's.
             width: bytes of a row in ``out``.
             source: memory to read into, of ``Plan.slot_nbytes``; not used where files are mapped.
-            decode: in place of a cast, dequantises elements of lines.
             unit: rows that are read together.
         """
         if not self._blocks:
@@ -89,7 +59,6 @@ class Turner:
         cells = run.rows // unit
         cell_nbytes = run.line_nbytes // cells
         target = _array(out, width, (run.rows, run.lines), (stride, width), offset)
-        counts = NO_COUNTS
         nbytes = max(cell_nbytes, unit * width)
         for begin, end, whole in self._windows(reader, run, source, cell_nbytes):
             lines = min(end - begin, max(_fitting(self._blocks[0], cells * nbytes), 1))
@@ -102,18 +71,12 @@ class Turner:
                     upto = min(cell + most, cells)
                     here = (first, last, cell, upto)
                     found = self._piece(reader, run, whole, begin, *here, cell_nbytes)
-                    if decode is not None:
+                    if not step.moves:
                         start = run.start + first * run.pitch + cell * cell_nbytes
-                        each = partial(decode, start=start, lines=last - first)
-                        found, more = self._cast(each, found, width, unit)
-                        counts += more
-                    elif cast is not None:
-                        found, more = self._cast(cast, found, width)
-                        counts += more
+                        found = self._stepped(step, found, start, width, unit)
                     target[cell * unit : upto * unit, first:last] = found.T
                     del found
             del whole
-        return counts
 
     def _windows(
         self, reader: Reader, run: Run, source: memoryview, cell_nbytes: int
@@ -162,18 +125,16 @@ class Turner:
         shape = last - first, upto - cell
         return _array(block, cell_nbytes, shape, (nbytes, cell_nbytes))
 
-    def _cast(
-        self, cast: Cast, found: _Array, width: int, unit: int = 1
-    ) -> tuple[_Array, CastCounts]:
-        """Cast rows, ``unit`` in each cell, which come out one after the other."""
+    def _stepped(self, step: Step, found: _Array, start: int, width: int, unit: int) -> _Array:
+        """What becomes of lines from a file byte on: ``unit`` rows of each cell, side by side."""
         block, out = self._blocks
         nbytes = found.size * found.itemsize
         together = _array(block, found.itemsize, found.shape)
         if together.ctypes.data != found.ctypes.data:
             together[:] = found
         out = out[: found.size * unit * width]
-        counts = cast(block[:nbytes], out)
-        return _array(out, width, (found.shape[0], found.shape[1] * unit)), counts
+        step(block[:nbytes], out, at=0, start=start, lines=found.shape[0])
+        return _array(out, width, (found.shape[0], found.shape[1] * unit))
 
 
 def _array(

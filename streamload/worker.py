@@ -18,19 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from streamload._system import populate, scatter
-from streamload.cast.table import Cast, CastCounts
-from streamload.changes import Rows
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
-from streamload.dtypes import F32, DType
-from streamload.errors import CheckpointError, DeviceError, UnsupportedCastError
-from streamload.job import NO_COUNTS, NO_ERRORS, Counts, Job, Unit
+from streamload.errors import CheckpointError, DeviceError
+from streamload.job import NO_COUNTS, Counts, Job, Unit
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
-from streamload.quant.base import Encoder, QuantCounts
-from streamload.quant.group import Packed
 from streamload.reads import Slot, copy_of, reads_of
-from streamload.turning import Decoding, Turner
+from streamload.steps import Casting, Encoding, Step, step_of
+from streamload.turning import Turner
 
 Outcome = tuple[Unit, list[Counts], BaseException | None]
 
@@ -465,200 +461,87 @@ class Worker:
         whole: memoryview | None,
         base: int,
     ) -> Counts:
-        """Read the chunk's runs and cast them into ``out``, the chunk's bytes."""
-        if p.cast == "rows":
-            counts = NO_COUNTS
-            for run in chunk.runs:
-                with self._bytes(reader, run, whole, base) as src:
-                    counts += self._change(src, run, chunk, p, out)
-            return counts
-        if p.coding is not None and p.cast != "device":
-            return self._code(reader, chunk, p, out, whole, base)
-        if p.src.is_packed:
-            return self._dequantise(reader, chunk, p, out, whole, base)
-        cast = self._job.cast(p)
-        moved = p.src is p.dst or p.cast == "device"  # bytes stay what they are
-        counts = NO_COUNTS
-        for run in chunk.runs:
-            n = run.line_nbytes // run.rows
-            width = n if moved else n // p.src.itemsize * p.dst.itemsize
-            offset, stride = run.offset - chunk.start, run.stride
-            if p.cast == "device":  # the same places, in elements that are still to be cast
-                offset = offset // p.dst.itemsize * p.src.itemsize
-                stride = stride // p.dst.itemsize * p.src.itemsize
-            if p.turned and run.rows * run.lines > 1:
-                memory = self._memory(reader)
-                turned = None if moved else cast
-                counts += self._turner.turn(reader, run, turned, out, offset, stride, width, memory)
-                continue
-            if run.lines > 1:
-                lines = out[offset : offset + run.lines * width]
-                counts += self._read_lines(reader, run, None if moved else cast, lines)
-                continue
-            if moved and run.rows == 1 and not reader.mapped:
-                reader.read_into(run.start, out[offset : offset + n])
-                continue
-            with self._bytes(reader, run, whole, base) as src:
-                for row in range(run.rows):
-                    start = offset + row * stride
-                    counts += cast(src[row * n : (row + 1) * n], out[start : start + width])
-        return counts
-
-    def _change(
-        self, src: memoryview, run: Run, chunk: Chunk, p: Placement, out: memoryview
-    ) -> CastCounts:
-        """Let functions change the rows of a run, and cast what they return to its place."""
-        rows, dtype, cast = self._applied(src, run, chunk, p.dst)
-        given, n = rows.data, len(rows) // run.rows
-        width = n // dtype.itemsize * p.dst.itemsize
-        counts = NO_COUNTS
-        for row in range(run.rows):
-            start = run.offset - chunk.start + row * run.stride
-            counts += cast(given[row * n : (row + 1) * n], out[start : start + width])
-        return counts
-
-    def _code(
-        self,
-        reader: Reader,
-        chunk: Chunk,
-        p: Placement,
-        out: memoryview,
-        whole: memoryview | None,
-        base: int,
-    ) -> Counts:
-        """Quantise the chunk's runs, or take what belongs to codes that are there."""
+        """Read the chunk's runs, and write what they become into ``out``, the chunk's bytes."""
         if p.cast == "part":
             out[:] = self._job.value(chunk.placement)[chunk.start : chunk.stop]
             return NO_COUNTS
-        encoder = self._job.encoder(chunk.placement)
-        first = p.numel_at(chunk.start)
-        if p.turned:
-            raw = memoryview(bytearray(chunk.read_nbytes))
-            for run in chunk.runs:
-                n, at = run.line_nbytes // run.rows, run.offset - p.stored_nbytes(first)
-                memory = self._memory(reader)
-                self._turner.turn(reader, run, None, raw, at, run.stride, n, memory)
-            return encoder.encode(raw, out, first)
-        counts = NO_ERRORS
+        step = step_of(self._job, chunk, p)
+        if p.turned and isinstance(step, Encoding):
+            self._encode_turned(reader, chunk, p, step, out)
+            return step.counts
         for run in chunk.runs:
-            if run.lines > 1:
-                raw = self._gathered(reader, run)
-                counts += self._encode(encoder, raw, run, chunk, p, out)
-                continue
-            with self._bytes(reader, run, whole, base) as src:
-                given = self._changed(src, run, chunk) if p.changes else src
-                counts += self._encode(encoder, given, run, chunk, p, out)
-        return counts
-
-    def _dequantise(
-        self,
-        reader: Reader,
-        chunk: Chunk,
-        p: Placement,
-        out: memoryview,
-        whole: memoryview | None,
-        base: int,
-    ) -> CastCounts:
-        """Dequantise the chunk's runs: where a value lies in its tensor says which scale it has."""
-        counts = NO_COUNTS
-        for run in chunk.runs:
-            info = self._job.tensor_at(chunk, run.start)
-            assert isinstance(info, Packed), info.name
-            decoder = self._job.decoder(info, p)
-            offset, decode = run.offset - chunk.start, Decoding(decoder, info, run.pitch)
-            if p.turned and run.rows * run.lines > 1:
-                width, unit = p.dst.nbytes(p.part_numel), p.least_columns
-                memory = self._memory(reader)
-                counts += self._turner.turn(
-                    *(reader, run, None, out, offset, run.stride, width, memory), decode, unit
-                )
-                continue
-            if run.lines > 1:
-                raw = self._gathered(reader, run)
-                stop = offset + p.dst.nbytes(run.nbytes * 8 // p.src.bits)
-                counts += decode(raw, out[offset:stop], start=run.start, lines=run.lines)
-                continue
+            step.begin(run)
             n = run.line_nbytes // run.rows
-            with self._bytes(reader, run, whole, base) as src:
-                for row in range(run.rows):
-                    at = offset + row * run.stride
-                    # of 4 bits, the very last byte may have one value
-                    stop = min(at + p.dst.nbytes(n * 8 // p.src.bits), len(out))
-                    given = src[row * n : (row + 1) * n]
-                    counts += decode(given, out[at:stop], start=run.start + row * n)
-        return counts
+            numel = run.line_nbytes * 8 // p.src.bits // run.rows
+            width = n if step.moves else p.placed_nbytes(numel)
+            offset, stride = run.offset - chunk.start, run.stride
+            if p.cast == "device":  # the same places, in elements that are still to be cast
+                offset = p.src.nbytes(offset // p.dst.itemsize)
+                stride = p.src.nbytes(stride // p.dst.itemsize)
+            if p.turned and run.rows * run.lines > 1:
+                unit = p.least_columns if p.src.is_packed else 1
+                memory = self._memory(reader)
+                self._turner.turn(reader, run, step, out, offset, stride, width, memory, unit)
+            elif run.lines > 1:
+                lines = out[offset : offset + run.lines * width]
+                self._read_lines(reader, run, step, lines, run.offset)
+            elif step.moves and run.rows == 1 and not reader.mapped:
+                reader.read_into(run.start, out[offset : offset + n])
+            else:
+                with self._bytes(reader, run, whole, base) as src:
+                    given = step.changed(src, run.start)
+                    n = len(given) // run.rows
+                    for row in range(run.rows):
+                        at = offset + row * stride  # the last element may end before ``width``
+                        step(
+                            given[row * n : (row + 1) * n],
+                            out[at : at + width],
+                            at=chunk.start + at,
+                            start=run.start + row * n,
+                        )
+        return step.counts
 
-    def _changed(self, src: memoryview, run: Run, chunk: Chunk) -> memoryview:
-        """The rows of a run as functions change them, in float32."""
-        rows, dtype, cast = self._applied(src, run, chunk, F32)
-        out = memoryview(bytearray(len(rows) // dtype.itemsize * F32.itemsize))
-        cast(rows.data, out)
-        return out
+    def _encode_turned(
+        self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview
+    ) -> None:
+        """Put columns together before they are quantised."""
+        raw = memoryview(bytearray(chunk.read_nbytes))
+        begin = p.stored_nbytes(p.numel_at(chunk.start))
+        move = Casting(self._job.cast_of(p.src, p.src), moves=True)
+        for run in chunk.runs:
+            n, memory = run.line_nbytes // run.rows, self._memory(reader)
+            self._turner.turn(reader, run, move, raw, run.offset - begin, run.stride, n, memory)
+        step(raw, out, at=chunk.start, start=0)
 
-    def _applied(
-        self, src: memoryview, run: Run, chunk: Chunk, dst: DType
-    ) -> tuple[Rows, DType, Cast]:
-        """The bytes of a run's rows as functions change them, their dtype, and the cast of it."""
-        info, first = self._job.rows_at(chunk, run.start)
-        rows, dtype = self._job.changes.apply(info, src, first)
-        try:
-            return rows, dtype, self._job.cast_of(dtype, dst)
-        except UnsupportedCastError as error:
-            reason = f"its transform returned {dtype}: return {info.dtype}, as was given"
-            path = info.shard
-            raise UnsupportedCastError(
-                error.src, error.dst, reason=reason, tensor=info.name, path=path
-            ) from error
+    def _read_lines(self, reader: Reader, run: Run, step: Step, out: memoryview, at: int) -> None:
+        """Read lines at equal distances, and nothing between them, one after the other into out.
 
-    def _encode(
-        self,
-        encoder: Encoder,
-        src: memoryview,
-        run: Run,
-        chunk: Chunk,
-        p: Placement,
-        out: memoryview,
-    ) -> QuantCounts:
-        """Quantise the rows of a run, each at its place."""
-        counts = NO_ERRORS
-        n = len(src) // run.rows
-        numel = run.nbytes // run.rows // p.src.itemsize
-        for row in range(run.rows):
-            at = run.offset + row * run.stride
-            first = p.numel_at(at)
-            stop = at + p.placed_nbytes(numel)
-            given = src[row * n : (row + 1) * n]
-            counts += encoder.encode(given, out[at - chunk.start : stop - chunk.start], first)
-        return counts
-
-    def _gathered(self, reader: Reader, run: Run) -> memoryview:
-        """The lines of a run as they are, one after the other, in memory of their own."""
-        raw = memoryview(bytearray(run.nbytes))
-        self._read_lines(reader, run, None, raw)
-        return raw
-
-    def _read_lines(
-        self, reader: Reader, run: Run, cast: Cast | None, out: memoryview
-    ) -> CastCounts:
-        """Read lines at equal distances, and nothing between them, one after the other into out."""
-        n = run.line_nbytes
+        Args:
+            reader: of the file.
+            run: the lines.
+            step: what becomes of them.
+            out: where to.
+            at: byte of the parameter at which ``out`` begins.
+        """
+        n, width = run.line_nbytes, len(out) // run.lines
         if reader.mapped:
             with reader.view(run.start, run.stop) as view:
+                if not step.moves and not step.gathers:
+                    for line in range(run.lines):
+                        start, to = line * run.pitch, line * width
+                        some, given = out[to : to + width], view[start : start + n]
+                        step(given, some, at=at + to, start=run.start + start)
+                    return
+                raw = out if step.moves else memoryview(bytearray(run.nbytes))
                 lines = np.ndarray((run.lines, n), np.uint8, view, strides=(run.pitch, 1))
-                if cast is None:
-                    np.ndarray((run.lines, n), np.uint8, out)[:] = lines
-                    del lines
-                    return NO_COUNTS
+                np.ndarray((run.lines, n), np.uint8, raw)[:] = lines
                 del lines
-                counts, width = NO_COUNTS, len(out) // run.lines
-                for line in range(run.lines):
-                    at = line * run.pitch
-                    counts += cast(view[at : at + n], out[line * width : (line + 1) * width])
-                return counts
-        into = out if cast is None else self._memory(reader)[: run.nbytes]
-        for line in range(run.lines):
-            reader.read_into(run.start + line * run.pitch, into[line * n : (line + 1) * n])
-        return NO_COUNTS if cast is None else cast(into, out)
+        else:
+            raw = out if step.moves else self._memory(reader)[: run.nbytes]
+            for line in range(run.lines):
+                reader.read_into(run.start + line * run.pitch, raw[line * n : (line + 1) * n])
+        if not step.moves:
+            step(raw, out, at=at, start=run.start, lines=run.lines)
 
     def _bytes(
         self, reader: Reader, run: Run, whole: memoryview | None, base: int

@@ -276,6 +276,8 @@ class Machine:
         bytes_at = at[:, None] + np.arange(nbytes)
         if first == "ld":
             values = memory[bytes_at].view(dtype)
+            if dtype.kind == "i":  # registers are wider
+                values = values.astype(np.int64)
             for index, name in enumerate(parts):
                 self._set(name, values[:, index], who)
         elif first == "st":

@@ -313,7 +313,14 @@ def test_no_conversion_that_is_told_it_fits_is_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("quant", "count"),
-    [("nf4", 0), ("nf4-nested", 0), ("int8", 0), ("q8_0", 0), ("nf4-nested", 300)],
+    [
+        ("nf4", 0),
+        ("nf4-nested", 0),
+        ("int8", 0),
+        ("q8_0", 0),
+        ("nf4-nested", 300),
+        ("nf4-nested", 2_000),
+    ],
     ids=str,
 )
 def test_no_conversion_that_quantises_is_killed(

@@ -18,7 +18,7 @@ from test_quant_loads import LAYERS, NAMES, found_in, load, matrix, model, write
 
 import streamload
 import streamload.transformers
-from streamload import Node
+from streamload import Node, compare, open_checkpoint
 from streamload.cli import main
 from streamload.conversion import convert as conversion
 from streamload.conversion.way import Way
@@ -219,15 +219,52 @@ def test_what_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_transposed_layers_are_refused_by_name(tmp_path: Path) -> None:
-    """transformers quantises the transpose of GPT-2's weights; as GGUF's blocks they are taken."""
+def test_transposed_layers_without_a_module_are_refused_by_name(tmp_path: Path) -> None:
+    """compressed-tensors has no Conv1D; as GGUF's blocks they are taken as they are stored."""
     path = write(tmp_path / "in", {f"h.{i}.attn.c_attn.weight": matrix(i, 64, 192) for i in (0, 1)})
     (path / "config.json").write_text('{"model_type": "gpt2"}')
-    for name in ("nf4", "int8"):
-        with pytest.raises(UnsupportedCastError, match="stores it transposed") as caught:
-            quiet(path, tmp_path / "out", quant=name)
-        assert caught.value.tensor == "h.0.attn.c_attn.weight"
+    with pytest.raises(UnsupportedCastError, match="stores it transposed") as caught:
+        quiet(path, tmp_path / "out", quant="int8")
+    assert caught.value.tensor == "h.0.attn.c_attn.weight"
     assert quiet(path, tmp_path / "out", quant="q8_0").errors
+    assert streamload.diff(path, tmp_path / "out", quant="q8_0", progress=False).ok
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "bitsandbytes-int8"])
+@pytest.mark.parametrize("block_nbytes", [None, 2**14])
+def test_the_transpose_of_a_conv1d_is_quantised(
+    tmp_path: Path, name: str, block_nbytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bitsandbytes does: by slabs of columns, next to tensors that lie as they are read."""
+    arrays = {}
+    for i, shape in enumerate([(64, 193), (192, 64), (35, 67)]):
+        arrays[f"h.{i}.attn.c_attn.weight"] = matrix(i, *shape).astype(ml_dtypes.bfloat16)
+        arrays[f"h.{i}.attn.c_attn.bias"] = matrix(9 + i, shape[1]).astype(ml_dtypes.bfloat16)
+    path, flipped = (
+        write(tmp_path / "in", arrays),
+        write(
+            tmp_path / "flipped",
+            {n: np.ascontiguousarray(a.T) if a.ndim == 2 else a for n, a in arrays.items()},
+        ),
+    )
+    (path / "config.json").write_text('{"model_type": "gpt2"}')
+    if block_nbytes is not None:
+        way = Way(3, block_nbytes=block_nbytes, behind=1)
+        monkeypatch.setattr(conversion, "choose_way", lambda *_, **__: way)
+        monkeypatch.setattr(compare, "way", lambda *_: (block_nbytes, "auto"))
+    out = tmp_path / "out"
+    report = quiet(path, out, quant=name, verify=True)
+    assert bytes_of(out) == found_in(load(flipped, quant=name))
+    assert report.errors.keys() == {n for n in arrays if n.endswith("weight")}
+    assert streamload.diff(path, out, quant=name, progress=False).ok
+    weight = open_checkpoint(out).tensors["h.1.attn.c_attn.weight"]
+    with open(weight.shard, "r+b") as file:
+        file.seek(weight.stop - 1)
+        file.write(b"\x7e")
+    (found,) = streamload.diff(path, out, quant=name, progress=False).differences
+    assert found.name == weight.name
+    assert found.values is not None
+    assert found.values.count == 1
 
 
 def test_on_the_command_line(
@@ -355,6 +392,36 @@ def test_one_call_does_not_dequantise_and_quantise_a_weight(
     assert report.errors.keys() == {sample.name}
 
 
+@pytest.mark.parametrize("what", ["dtype", "quant"])
+def test_patterns_of_tensors_that_are_not_chosen(tmp_path: Path, what: str) -> None:
+    """A pattern fits a tensor of the checkpoint; which of them are chosen is another matter."""
+    path, nodes = source(tmp_path / "in"), [Node("a", "10MB"), Node("b", "10MB")]
+    value = {"dtype": "float32", "quant": "int8"}[what]
+    rules: Any = {what: {"*.0.self_attn.q_proj.*": value, "*.1.self_attn.q_proj.*": value}}
+    quiet(path, tmp_path / "out", nodes=nodes, select="*layers.1.*", **rules)
+    names = [n for part in ("a", "b") for n in _names(tmp_path / "out" / part)]
+    assert names
+    assert all("layers.1." in name for name in names)
+    quiet(path, tmp_path / "all", select="*layers.1.*", **rules)
+    assert streamload.diff(path, tmp_path / "all", select="*layers.1.*", progress=False, **rules).ok
+    for call in (quiet, streamload.diff):
+        with pytest.raises(ValueError, match=f"{what}: no tensor's name matches"):
+            call(path, tmp_path / "all", **{what: {"*.7.*": value}})
+
+
+def _names(path: Path) -> list[str]:
+    return list(tensors_of(path)) if path.is_dir() else []
+
+
+def test_patterns_of_quantised_weights(tmp_path: Path) -> None:
+    """A pattern may be of a weight that is stored in parts, as of any other tensor."""
+    sample = dequant_samples.mxfp4()
+    path = stored(tmp_path / "in", sample)
+    rules = {sample.name: None, "*.up.*": "q8_0"}
+    quiet(path, tmp_path / "out", quant=rules)
+    assert streamload.diff(path, tmp_path / "out", quant=rules, progress=False).ok
+
+
 # --- transformers opens them ----------------------------------------------------------------------
 
 
@@ -398,3 +465,47 @@ def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_
     kind = {"int8": "Linear", "bitsandbytes-int8": "Linear8bitLt"}.get(name, "Linear4bit")
     assert kinds == {kind, "LlamaRMSNorm"}
     assert type(theirs.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nf4", "nf4-nested", "fp4", "bitsandbytes-int8"])
+def test_transformers_opens_gpt2(tmp_path: Path, name: str) -> None:
+    """Its Conv1D become bitsandbytes' Linears, with the bytes that transformers itself makes."""
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, dtype="bfloat16"
+    )
+    made = transformers.GPT2LMHeadModel(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    made.save_pretrained(tmp_path / "in")
+    quiet(tmp_path / "in", tmp_path / "out", quant=name)
+    assert streamload.diff(tmp_path / "in", tmp_path / "out", quant=name, progress=False).ok
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if name != "bitsandbytes-int8":
+        kind, _, nested = name.partition("-")
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        options |= {"bnb_4bit_use_double_quant": bool(nested)}
+    theirs, opened = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, **given)
+        for folder, given in (
+            ("in", {"quantization_config": transformers.BitsAndBytesConfig(**options)}),
+            ("out", {}),
+        )
+    )
+    ours = streamload.transformers.from_pretrained(tmp_path / "out", device="cpu", progress=False)
+    expected = theirs.state_dict()
+    for found in (opened.state_dict(), ours.state_dict()):
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            if not ("nested" in name and "quant_state" in key):  # the mean depends on threads
+                # transformers has biases in float32 where it quantises itself
+                assert torch.equal(found[key].double(), tensor.double()), key
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = [each(ids).logits for each in (opened, ours)]
+    assert torch.equal(*logits)

@@ -18,7 +18,7 @@ from safetensors_files import write_safetensors
 from thread_group import World, run
 
 import streamload
-from streamload import RowRange, Source
+from streamload import RowRange, Source, compare
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dequantise import asked, dequantised
@@ -28,9 +28,10 @@ from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.planning.parts import Columns
 from streamload.planning.plan import Plan
-from streamload.quant.dequant import TARGETS, Decoder, decoder_of
+from streamload.quant.dequant import TARGETS, Decoder, decoder_of, layout_of
 from streamload.quant.group import Packed
 from streamload.quant.stored import read_whole
+from streamload.units import round_up
 from streamload.verify import verify
 
 torch = pytest.importorskip("torch")
@@ -127,6 +128,37 @@ def test_scales_of_any_size(tmp_path: Path, kind: str, dst: DType, clamp: bool) 
     unsigned = f"u{dst.itemsize}"
     assert np.array_equal(one.view(unsigned)[~nan], other.view(unsigned)[~nan])
     assert not (clamp and kind == "int8" and np.isinf(one.astype(np.float32)).any())
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((64, 8192), [128, 128]), ((192, 256), [128, 128]), ((192, 256), None), ((64, 256), None)],
+)
+def test_blocks_of_fp8_are_those_of_the_configuration(
+    tmp_path: Path, shape: tuple[int, int], size: list[int] | None
+) -> None:
+    """128 x 128 unless it says otherwise, even where the scales are as many as the rows."""
+    sample = dequant_samples.fp8("l.0.q.weight", shape)
+    stated = {} if size is None else {"weight_block_size": size}
+    path = write(tmp_path, [sample], quantization_config={"quant_method": "fp8", **stated})
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_block_longer_than_any_matrix_is_all_of_it(tmp_path: Path) -> None:
+    """The kernel counts in 64 bits, and a block of 2^64 rows is cut to those that there are."""
+    sample = dequant_samples.fp8("l.0.q.weight", (64, 256))
+    how = {"quant_method": "fp8", "weight_block_size": [2**64, 128]}
+    path = write(tmp_path, [sample], quantization_config=how)
+    found = load(path, "float32").state_dict["l.0.q.weight"]
+    assert np.array_equal(found, sample.rounded("float32"))
+
+
+def test_a_weight_costs_no_look_at_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models may have tens of thousands of weights; the folder of layouts is listed once."""
+    found = layout_of("fp8")
+    monkeypatch.setattr("pkgutil.iter_modules", None)
+    assert layout_of("fp8") is found is not None
 
 
 def test_lines_are_those_of_their_places(tmp_path: Path) -> None:
@@ -324,7 +356,8 @@ def test_split_plan_and_iterate(tmp_path: Path) -> None:
     assert {p.name for p in made.placements} == {*IDS, "norm.weight"}
     kinds = {p.src.name for p in made.placements if p.src.is_packed}
     assert kinds == {dtype.name for dtype in PACKED.values()}
-    nbytes = sum(2 * s.exact.size for s in SAMPLES) + 2 * 37
+    sizes = [*(2 * s.exact.size for s in SAMPLES), 2 * 37]
+    nbytes = sum(round_up(size, 64) for size in sizes)  # as a device that nobody looks at rounds
     assert made.resident_nbytes == nbytes
     assert "from mxfp4 to bfloat16 by llvm" in str(made)
     scales = max(p.scales_nbytes for p in made.placements)
@@ -522,4 +555,93 @@ def test_convert_for_nodes(tmp_path: Path) -> None:
     for part in ("a", "b"):
         assert all(
             i.dtype is F16 for i in open_checkpoint(tmp_path / "out" / part).tensors.values()
+        )
+
+
+def test_planned_for_cuda(tmp_path: Path) -> None:
+    """What is read in one piece is sent as it is stored; its scales are in the device's scratch."""
+    path = write(tmp_path, SAMPLES)
+    options: Any = {"device": "cuda:0", "budget": "1GB", "dtype": "bfloat16"}
+    made = streamload.plan(path, **options)
+    packed = {p.name: p for p in made.placements if p.src.is_packed}
+    assert {p.cast for p in packed.values()} == {"device"}
+    assert all(0 < p.there_nbytes <= p.scales_nbytes + 80 for p in packed.values())
+    assert packed["l.0.experts.gate_up_proj"].turned_there
+    assert Plan.from_json(made.to_json()) == made
+    by_host = streamload.plan(path, cast="llvm", **options)
+    assert {p.cast for p in by_host.placements if p.src.is_packed} == {"llvm"}
+    (device,) = made.devices
+    slots = 2 * max(made.threads, 1) * made.slot_nbytes
+    assert device.scratch_nbytes >= slots + sum(p.there_nbytes for p in packed.values())
+
+
+# --- diff and verify ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_nbytes", [None, 4096])
+def test_diff_sees_what_dequantising_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_nbytes: int | None
+) -> None:
+    """A conversion is equal to what numpy makes of the values, and one element is enough."""
+    if block_nbytes is not None:
+        monkeypatch.setattr(compare, "way", lambda *_: (block_nbytes, "auto"))
+    path, out = write(tmp_path / "in", SAMPLES, shards=2), tmp_path / "out"
+    streamload.convert(path, out, dtype="float16", progress=False)
+    found = streamload.diff(path, out, dtype="float16", progress=False)
+    assert found.ok, str(found)
+    assert found.equal_count == len(IDS) + 1
+    some = {"l.0.q.weight": "float16", "l.0.experts*": "bfloat16"}
+    streamload.convert(path, tmp_path / "some", dtype=some, progress=False)
+    assert streamload.diff(path, tmp_path / "some", dtype=some, progress=False).ok
+    for name in IDS:
+        info = open_checkpoint(out).tensors[name]
+        at = info.stop - 2
+        with open(info.shard, "r+b") as file:
+            file.seek(at)
+            last = file.read(2)
+            file.seek(at)
+            file.write(bytes([last[0] ^ 1, last[1]]))
+        (difference,) = streamload.diff(path, out, dtype="float16", progress=False).differences
+        assert difference.name == name
+        assert difference.values is not None
+        assert difference.values.count == 1
+        assert difference.values.first == tuple(n - 1 for n in info.shape)
+        with open(info.shard, "r+b") as file:
+            file.seek(at)
+            file.write(last)
+
+
+def test_diff_of_parts_alone(tmp_path: Path) -> None:
+    """Values without their scales are compared for what they are."""
+    path = write(tmp_path / "in", SAMPLES)
+    streamload.convert(path, tmp_path / "out", select="*.k.weight", progress=False)
+    assert streamload.diff(path, tmp_path / "out", select="*.k.weight", progress=False).ok
+    assert streamload.diff(tmp_path / "out", tmp_path / "out", progress=False).ok
+
+
+def test_diff_by_numbers_and_out_of_range(tmp_path: Path) -> None:
+    """Another dtype is compared as numbers; what overflows is an error where it is asked for."""
+    sample = dequant_samples.fp8()
+    path, out = write(tmp_path / "in", [sample]), tmp_path / "out"
+    streamload.convert(path, out, dtype="bfloat16", progress=False)
+    (weight, _) = streamload.diff(path, out, dtype="float32", progress=False).differences
+    assert weight.dtypes == ("float32", "bfloat16")
+    assert weight.compared
+    large = {
+        n: (c, s, np.full(s, 1e9, np.float32).tobytes() if "scale" in n else d)
+        for n, (c, s, d) in sample.tensors.items()
+    }
+    path = write(tmp_path / "large", [dequant_samples.Sample(sample.name, large, sample.exact)])
+    streamload.convert(path, tmp_path / "inf", dtype="float16", progress=False)
+    streamload.convert(
+        path, tmp_path / "most", dtype="float16", out_of_range="clamp", progress=False
+    )
+    assert streamload.diff(path, tmp_path / "inf", dtype="float16", progress=False).ok
+    clamped = streamload.diff(
+        path, tmp_path / "most", dtype="float16", out_of_range="clamp", progress=False
+    )
+    assert clamped.ok
+    with pytest.raises(OutOfRangeError, match=sample.name):
+        streamload.diff(
+            path, tmp_path / "inf", dtype="float16", out_of_range="error", progress=False
         )

@@ -66,6 +66,7 @@ LAYERS = (
     ("quant.units",),
     ("quant.four_bit", "quant.int8", "quant.q8_0", "quant.dequant_kernels"),
     ("quant.dequant",),
+    ("quant.elements",),
     ("quant.dequant_fp8", "quant.dequant_four_bit", "quant.dequant_int8", "quant.dequant_mxfp4"),
     ("quant.q4_0",),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache", "planning.parts"),
@@ -79,11 +80,11 @@ LAYERS = (
     ("planning.feasible",),
     ("planning.planner",),
     ("planning.chunks",),
-    ("devices.base",),
+    ("devices.base", "devices.staging"),
     ("devices.names", "devices.slots"),
     ("devices.probing",),
     ("devices.ptx",),
-    ("quant.ptx", "quant.nested_ptx"),
+    ("quant.dequant_ptx", "quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
@@ -99,7 +100,8 @@ LAYERS = (
     ("adapters",),
     ("options",),
     ("job",),
-    ("reads", "turning"),
+    ("reads", "steps"),
+    ("turning",),
     ("worker",),
     ("stream",),
     ("report",),
@@ -109,7 +111,7 @@ LAYERS = (
     ("target",),
     ("lookup",),
     ("match",),
-    ("hints",),
+    ("engine", "hints"),
     ("decide",),
     ("load",),
     ("iterate", "offloading.deciding", "offloading.rounds", "offloading.rows"),
@@ -129,7 +131,7 @@ LAYERS = (
     ("conversion.quantising", "conversion.renaming"),
     ("conversion.planning",),
     ("conversion.disk",),
-    ("conversion.journal", "conversion.destination", "conversion.turned", "conversion.way"),
+    ("conversion.journal", "conversion.destination", "conversion.way"),
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.limits", "bench.processes", "bench.loaders"),
@@ -174,6 +176,7 @@ READ_ENVIRONMENT = (
 )
 START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
+    "device_casts",  # to send scales ahead
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
     "offloading.rounds",  # what brings layers while the caller computes
     "checkpoint.wire",  # to connect, which nothing interrupts

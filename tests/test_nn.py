@@ -382,3 +382,20 @@ def test_auto_chooses_a_format_for_a_model(tmp_path: Path) -> None:
     report = streamload.load_state_dict(Transformer(), path, budget=whole - 1000, **options)
     assert any("auto" in note and "q8_0" in note for note in report.notes)
     assert report.errors
+
+
+def test_auto_passes_over_formats_that_no_layer_has(tmp_path: Path) -> None:
+    """It takes int8 where rows have no blocks, and refuses a budget for which all are too large."""
+
+    class Layers:
+        def __init__(self) -> None:
+            self.layers = [nn.Linear(132, 132, bias=False) for _ in range(16)]
+
+    arrays = {f"layers.{i}.weight": np.ones((132, 132), np.float32) for i in range(16)}
+    tensors = {n: ("F32", a.shape, a.tobytes()) for n, a in arrays.items()}
+    path = write_safetensors(tmp_path / "model.safetensors", tensors)
+    options: dict[str, Any] = {"device": "CPU", "quant": "auto", "progress": False}
+    report = streamload.load_state_dict(Layers(), path, budget="0.9MB", **options)
+    assert any('quant="auto" took int8' in note for note in report.notes)
+    with pytest.raises(PlanInfeasibleError, match="needs"):
+        streamload.load_state_dict(Layers(), path, budget="0.1MB", **options)

@@ -420,6 +420,15 @@ def test_auto_takes_the_least_loss_that_fits(tmp_path: Path) -> None:
         load(path, budget=needs["q8_0"])
 
 
+def test_auto_passes_over_formats_that_cannot_hold_a_weight(tmp_path: Path) -> None:
+    """Rows of 33 elements have no blocks of 32; the plan says so."""
+    names = [f"layers.{i}.weight" for i in range(8)]
+    path = write(tmp_path, {name: matrix(0, 33, 33) for name in names})
+    made = streamload.plan(path, budget=20_000, device="host", quant="auto")
+    (note,) = (note for note in made.notes if "auto" in note)
+    assert "took int8" in note and "q8_0 cannot hold every weight" in note
+
+
 def test_on_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -268,6 +268,7 @@ def test_two_weights_of_a_module_are_two(tmp_path: Path) -> None:
         {"l.res_blocks": filled("U8", 2, 3), "l.weight": filled("I8", 3)},
         {"l._weight_qdata": filled("I8", 3, 3)},
         {"table": filled("F8_E4M3", 3, 3)},
+        {"l.weight": filled("I8"), "l.weight_scale": filled("F32", 3, 1)},
         {"l.qweight": filled("I32", 3, 3), "l.lookup_table": filled("F16", 3, 16)},
         {"l.weight_packed": filled("I32", 3, 3), "l.scale_packed": filled("F16", 3, 1)},
         {"l.a_blocks": filled("U8", 2, 3), "l.a_scales": filled("U8", 2)},
@@ -428,15 +429,28 @@ STATES: dict[str, tuple[Tensors, str]] = {
     "no shape": (nf4(shape=None), "no valid shape"),
     "odd block": (nf4(blocksize=63), "no valid blocksize.*63"),
     "block of true": (nf4(blocksize=True), "no valid blocksize"),
+    "endless block": (nf4(blocksize=2**64), "no valid blocksize.*4096"),
     "block too large": (nf4(blocksize=128), r"blocks of 128.*expected \[8\], found \[16\]"),
     "integers": (nf4(dtype="int8"), "no dtype of weights.*int8"),
     "nested block": (nested(nested_blocksize=8), r"blocks of 8.*expected \[2\], found \[4\]"),
+    "endless nested block": (nested(nested_blocksize=2**62), "nothing valid of the nested"),
     "no nested offset": (nested(nested_offset=None), "nothing valid of the nested"),
+    "endless nested offset": (nested(nested_offset=10**400), "nothing valid of the nested"),
+    "NaN as nested offset": (nested(nested_offset=float("nan")), "nothing valid of the nested"),
     "other width": (
         packed() | {"l.q.weight_shape": shape_of(8, 640)},
         r"do not fit the packed.*found \[8, 640\]",
     ),
     "other rows": (packed() | {"l.q.weight_shape": shape_of(9, 64)}, "do not fit the packed"),
+    "no width": (
+        packed(zeros=True)
+        | {"l.q.weight_shape": shape_of(8, 0), "l.q.weight_scale": filled("BF16", 1)},
+        r"do not fit the packed.*found \[8, 0\]",
+    ),
+    "zeros of a scalar scale": (
+        packed() | {"l.q.weight_scale": filled("BF16"), "l.q.weight_zero_point": filled("I32", 2)},
+        r"shape.*\[1, 1\]",
+    ),
     "groups": (
         packed() | {"l.q.weight_scale": filled("BF16", 8, 3)},
         "groups do not divide the 64 values",

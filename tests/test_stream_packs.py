@@ -19,16 +19,15 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.devices.base import (
-    DONE,
     BulkFailure,
     CopyTable,
     DeviceInfo,
-    HostStaging,
     Read,
     Staging,
     Ticket,
 )
 from streamload.devices.host import HostDevice, HostFramework
+from streamload.devices.staging import DONE, HostStaging
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, TruncatedFileError
 from streamload.planning.budget import STAGING, Ledger

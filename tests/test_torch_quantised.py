@@ -169,6 +169,25 @@ def test_modules_are_copied_moved_and_saved(saved: tuple[Any, Path]) -> None:
     assert error(other(IDS).float(), logits) < 0.02
 
 
+@pytest.mark.parametrize("fails_at", range(6))
+def test_a_move_that_fails_leaves_all_parts(saved: tuple[Any, Path], fails_at: int) -> None:
+    """As where a device has too little memory: the module computes what it did."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="nf4-nested", device="cpu")
+    before = model(IDS)
+    calls = iter(range(1000))
+
+    def move(tensor: Any) -> Any:
+        if next(calls) == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return tensor.clone()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        model.layers[0].up._apply(move)
+    assert torch.equal(model(IDS), before)
+
+
 def test_patterns_choose(saved: tuple[Any, Path]) -> None:
     """A format for each weight; what is not named stays a Linear."""
     _, path = saved

@@ -250,6 +250,9 @@ def test_blocks_that_are_cut_are_dequantised(tmp_path: Path) -> None:
     powers = torch.exp2(exponents.float() - 127)
     by_exponents = dequantised(values, exponents, (32, 32), torch.float32)
     assert torch.equal(by_exponents, dequantised(values, powers, (32, 32), torch.float32))
+    for shape in ((4, 0), (0, 4)):
+        empty = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+        assert dequantised(empty, torch.ones(()), (32, 32), torch.float32).shape == shape
 
 
 def test_fp8_experts_are_fused_with_their_scales(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from test_transformers_quantised import (
 )
 
 from streamload.bench.processes import call, command, measure
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -139,6 +141,13 @@ def test_experts_that_no_module_can_hold_are_named(tmp_path: Path) -> None:
     assert "4 tensors of 393 kB" in note and "experts.gate_up_proj" in note
 
 
+def test_experts_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
+    """As other weights are, with the line to write instead."""
+    plain(tmp_path, "Mixtral", torch.bfloat16, **EXPERTS["Mixtral"] | {"intermediate_size": 48})
+    with pytest.raises(UnsupportedCastError, match=r"experts\.0\.w2\.weight.*None"):
+        load(tmp_path, quant="q8_0")
+
+
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     """The plan counts codes; without quant= it does not fit, and "auto" finds what does."""
     make(tmp_path, "Llama")
@@ -148,6 +157,16 @@ def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:
     model = load(tmp_path, quant="auto", budget=nbytes + 4096)  # and buffers
     assert type(model.model.layers[1].mlp.up_proj) is QuantLinear
     assert any('quant="auto" took q8_0' in note for note in model.streamload_report.notes)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+def test_models_are_pickled_and_copied(tmp_path: Path, name: str) -> None:
+    """Their modules have classes that are made when a model is loaded."""
+    make(tmp_path, name)
+    model = load(tmp_path, quant="nf4")
+    expected = logits(model)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(logits(other), expected)
 
 
 def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dequant_samples
 import ml_dtypes
 import needs
 import numpy as np
@@ -16,7 +19,8 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload import RowRange, Source, open_checkpoint
 from streamload.planning.parts import RowTranspose
-from streamload.verify import Mismatch, verify
+from streamload.quantise import coded
+from streamload.verify import Mismatch, _codes, verify
 
 TENSORS = {
     "bf": ("BF16", (4, 8), np.arange(32, dtype=np.float32).astype(ml_dtypes.bfloat16).tobytes()),
@@ -184,3 +188,62 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     found, _, grown_kib = done.stdout.rpartition(" ")
     assert found == "[]"
     assert int(grown_kib) < 40_000
+
+
+# --- quantised on the way, and dequantised --------------------------------------------------------
+
+
+def test_what_is_dequantised_streams(tmp_path: Path) -> None:
+    """A weight of 64 MB of elements takes a few blocks; its values and scales stay as stored."""
+    sample = dequant_samples.fp8(shape=(4096, 8192))
+    path = dequant_samples.write(tmp_path, [sample, dequant_samples.mxfp4(shape=(2, 256, 4096))])
+    report = streamload.load_state_dict(None, path, device="host", dtype="bfloat16", progress=False)
+    del sample
+    tracemalloc.start()
+    try:
+        assert verify(report, open_checkpoint(path)) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40_000_000
+    array = report.state_dict["l.0.q.weight"]
+    array[4000, 77] += 1
+    (found,) = verify(report, open_checkpoint(path))
+    assert (found.name, found.element) == ("l.0.q.weight", 4000 * 8192 + 77)
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "bitsandbytes-int8", "int8"])
+def test_codes_of_cuda_are_those_of_a_near_reciprocal(tmp_path: Path, format: str) -> None:
+    """Each unit may be that of another reciprocal, a step from the nearest; no code is another."""
+    x = np.random.default_rng(0).standard_normal((512, 384)).astype(np.float32)
+    # elements at the bounds of codes, which hang on the last bit of the reciprocal
+    scales = np.random.default_rng(1).uniform(0.5, 2, (512, 1)).astype(np.float32)
+    x[:, ::2] = scales * np.float32(0.8833333) if format == "fp4" else scales * np.float32(0.5)
+    x[:, ::64] = scales
+    tensors = {"l.0.w.weight": ("F32", x.shape, x.tobytes())}
+    path = write_safetensors(tmp_path / "m.safetensors", tensors)
+    report = streamload.load_state_dict(None, path, device="host", quant=format, progress=False)
+    (p,) = (p for p in report.plan.placements if p.coding is not None and not p.coding.part)
+    assert p.coding is not None
+    made = coded(p.coding, p.src)
+    rng = np.random.default_rng(2)
+    ways = []
+    for one in made.on_cuda:
+        out = bytearray(p.nbytes)
+        one.encoder(p.src, "numpy").encode(memoryview(x.tobytes()), memoryview(out), 0)
+        ways.append(np.frombuffer(out, np.uint8).reshape(-1, made.unit_nbytes))
+    codes = np.array(ways)[rng.integers(0, len(ways), len(ways[0])), np.arange(len(ways[0]))]
+
+    def found(there: bytes) -> bytes:
+        beside: dict[str, bytes] = {}
+        placed = replace(p, cast="device")
+        read = lambda start, stop: there[start:stop]  # noqa: E731
+        made = b"".join(_codes(placed, open_checkpoint(path), 2**16, beside, read))
+        assert len(beside) == len(made_parts)
+        return made
+
+    made_parts = made.parts[1:]
+    assert found(codes.tobytes()) == codes.tobytes()
+    wrong = codes.copy()
+    wrong[5, 3] ^= 0x51
+    assert found(wrong.tobytes()) != wrong.tobytes()

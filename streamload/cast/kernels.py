@@ -335,41 +335,44 @@ def _function(
         widen = "zext" if src.bits < 64 else "bitcast"  # an extension must extend
         wide = f"{widen} {v.type(lane)} {after} to {v.type('i64')}"
         ends.append(
-            _END.format(slot=slot, wide=wide, total=v.reduced("add", "i64", f"%wide{slot}"))
+            f"%wide{slot} = {wide}\n  %add{slot} = " + v.reduced("add", "i64", f"%wide{slot}")
         )
-    return _FUNCTION.format(
+        ends.append(TOLD.format(slot=slot, value=f"%add{slot}"))
+    return LOOP.format(
         name=name,
-        source=lane,
+        arguments="ptr %src, ptr %out, i64 %numel, ptr %tally",
+        attributes="noinline",
         target=f"i{dst.bits}",
+        index="%at",
         stored=v.type(f"i{dst.bits}"),
         width=width,
         carried="\n  ".join(carried),
-        body="\n  ".join(v.lines),
+        body="\n  ".join([f"%src.at = getelementptr {lane}, ptr %src, i64 %at", *v.lines]),
         y=y,
-        ends="".join(ends),
+        ends="\n  ".join(ends),
     )
 
 
-_END = """
-  %wide{slot} = {wide}
-  %add{slot} = {total}
+#: Adds a value of 64 bits to a count of the tally.
+TOLD = """
   %slot{slot} = getelementptr i64, ptr %tally, i64 {slot}
   %old{slot} = load i64, ptr %slot{slot}
-  %new{slot} = add i64 %old{slot}, %add{slot}
+  %new{slot} = add i64 %old{slot}, {value}
   store i64 %new{slot}, ptr %slot{slot}
 """
 
-_FUNCTION = """
-define internal void @{name}(ptr %src, ptr %out, i64 %numel, ptr %tally) noinline nounwind {{
+#: A function that makes elements of ``%out`` in steps of ``width``, which divides ``%numel``: a
+#: body of blocks from ``loop`` to ``join`` makes ``y`` from ``%at`` on.
+LOOP = """
+define internal void @{name}({arguments}) {attributes} nounwind {{
 entry:
   %any = icmp ne i64 %numel, 0
   br i1 %any, label %loop, label %exit
 loop:
   %at = phi i64 [0, %entry], [%next, %join]
   {carried}
-  %src.at = getelementptr {source}, ptr %src, i64 %at
   {body}
-  %out.at = getelementptr {target}, ptr %out, i64 %at
+  %out.at = getelementptr {target}, ptr %out, i64 {index}
   store {stored} {y}, ptr %out.at, align 1
   %next = add i64 %at, {width}
   %more = icmp ult i64 %next, %numel

@@ -49,7 +49,7 @@ _MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
 _MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
 # A file of JSON may be longer than memory has room for: it is held three times while it is parsed,
 # and the objects of a member take 220 to 250 bytes. What is shorter than this is not worth a look.
-_LONG_NBYTES = 2**18
+_LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
 _U64 = "an integer from 0 to 2**64 - 1"

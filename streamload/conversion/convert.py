@@ -240,8 +240,10 @@ def convert(
     checkpoint = opened(source)
     checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
     dtypes = [wanted for _, wanted in policy.rules]
-    weights = quantised_weights(checkpoint, options)
-    way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes))
+    way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
+    if formats:  # to list the weights takes memory, too: the first look says if there is any
+        weights, turned = quantised_weights(checkpoint, options)
+        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")

@@ -54,7 +54,7 @@ from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
 from streamload.quantise import NO_QUANT, QuantPolicy
-from streamload.selection import Selection, check_patterns
+from streamload.selection import Selection, check_patterns, fits
 from streamload.units import format_bytes, format_table, round_up
 
 _ALIGNMENT = 64
@@ -111,6 +111,7 @@ class OutTensor:
     dtype: DType  # in the output
     shape: tuple[int, ...]  # in the output
     coding: Coding | None  # what it is of a weight that is quantised
+    turned: bool  # the transpose of that weight is quantised
     start: int  # first byte, counted from the start of its file
     stop: int  # last byte, exclusive
 
@@ -123,6 +124,11 @@ class OutTensor:
     def is_beside(self) -> bool:
         """Whether it is made when the codes of its weight are there, without reading."""
         return self.coding is not None and bool(self.coding.part)
+
+    @property
+    def lies_elsewhere(self) -> bool:
+        """Whether its bytes are made of others than those that lie in their order in the file."""
+        return self.turned or isinstance(self.info, Packed)
 
     @property
     def read_nbytes(self) -> int:
@@ -384,12 +390,12 @@ def plan_conversion(
 # --- which tensors, as what -----------------------------------------------------------------------
 
 
-def quantised_weights(checkpoint: Checkpoint, options: ConvertOptions) -> list[Quantised]:
-    """The weights that are quantised; raises as `plan_conversion`."""
-    if not options.quant:
-        return []
-    chosen, fill, dtypes = _chosen(checkpoint, options)
-    return weights_of(becomes(chosen, fill, dtypes, options.quant))
+def quantised_weights(
+    checkpoint: Checkpoint, options: ConvertOptions
+) -> tuple[list[Quantised], bool]:
+    """See `weights_of`; raises as `plan_conversion`."""
+    chosen, fill, _ = _chosen(checkpoint, options)
+    return weights_of(chosen, fill, options.quant)
 
 
 def _chosen(
@@ -442,11 +448,13 @@ def _parts(
     for node in options.nodes:
         if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
             raise ValueError(f"the node {node.name!r} cannot have a folder of that name")
-    rules = {pattern: dtype or "checkpoint" for pattern, dtype in options.policy.rules}
+    # names were checked: a pattern may be of tensors that are not chosen
+    names = all_names(chosen)
+    rules = {p: dtype or "checkpoint" for p, dtype in options.policy.rules if fits(p, names)}
     plan = split(
         chosen,
         nodes=options.nodes,
-        quant=dict(options.quant.rules) or None,
+        quant={p: name for p, name in options.quant.rules if fits(p, names)} or None,
         dtype=rules | {"*": rules.get("*", "checkpoint")},
         out_of_range=options.out_of_range,
         rename=options.rename,
@@ -538,13 +546,18 @@ def _file(path: str, tensors: Sequence[Wanted], metadata: Mapping[str, str]) -> 
     # stable: but for the few of odd lengths, in the order in which they are read
     ordered = sorted(tensors, key=lambda each: -_divisor(_nbytes(each)))
     stops = list(accumulate(map(_nbytes, ordered), initial=0))
-    places = list(zip(ordered, pairwise(stops), strict=True))
-    entries = [b'"__metadata__":' + _json(dict(metadata))]
-    entries += [_entry(each, *place) for each, place in places]
-    text = b"{" + b",".join(entries) + b"}"
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    at = len(header)
+    # grown in place: there may be very many tensors
+    text = bytearray(8)
+    text += b'{"__metadata__":' + _json(dict(metadata))
+    for each, place in zip(ordered, pairwise(stops), strict=True):
+        text += b"," + _entry(each, *place)
+    text += b"}"
+    text += b" " * (-len(text) % _ALIGNMENT)
+    at = len(text)
+    text[:8] = (at - 8).to_bytes(8, "little")
+    header = bytes(text)
+    del text
+    places = zip(ordered, pairwise(stops), strict=True)
     out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
     return OutFile(path, header, at + stops[-1], tuple(out))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -12,18 +13,16 @@ from streamload.decide import wants_of
 from streamload.dequantise import all_dequantised
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.families import is_conv1d
 from streamload.mapping import Source
 from streamload.planning.parts import Coding
 from streamload.quant.base import FORMATS, Quantised
 from streamload.quant.group import config_key, shape_in_models
-from streamload.quantise import QuantPolicy, coded, quantised
+from streamload.quantise import QuantPolicy, check_distinct, parts_of, turned
 
 _WEIGHT = ".weight"
 #: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
 _NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
-#: Models whose layers transformers stores transposed, as its ``Conv1D``, and these layers.
-_TRANSPOSED_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
-_TRANSPOSED = re.compile(r"(^|\.)(c_attn|q_attn|c_proj|c_fc)\.weight$")
 #: A head that shares the embedding's weight has no tensor: transformers would quantise it.
 _HEAD = "lm_head"
 
@@ -36,6 +35,7 @@ class Wanted(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     coding: Coding | None = None
+    turned: bool = False  # its transpose is quantised
 
 
 def becomes(
@@ -57,23 +57,43 @@ def becomes(
         found = ((name, chosen.tensors[source.rows[0].tensor]) for name, source in fill.items())
         return {i.name: [Wanted(n, i, dtypes[i.name], shape_in_models(i))] for n, i in found}
     wants = wants_of(chosen, fill)
-    wants = quantised(chosen, wants, policy.formats(chosen, wants))
     out: dict[str, list[Wanted]] = {}
-    columns = (wants.names, wants.infos, wants.shapes, wants.dtypes, wants.codings)
-    for name, info, shape, asked, coding in zip(*columns, strict=True):
-        if coding is None:
-            dtype = dtypes[info.name]
-        else:
-            assert asked is not None, name
-            dtype = asked
-        out.setdefault(info.name, []).append(Wanted(name, info, dtype, shape, coding))
+    # one by one: there may be very many, and a want takes much more than what is kept of it
+    for want, info, format in zip(wants, wants.infos, policy.formats(chosen, wants), strict=True):
+        mine = out.setdefault(info.name, [])
+        if format is None:
+            mine.append(Wanted(want.name, info, dtypes[info.name], want.shape))
+            continue
+        want = turned(chosen, want, format)
+        is_turned = want.transpose is not None
+        for part in parts_of(chosen, want, info.dtype, format, of_rows=False):
+            assert part.dtype is not None, part.name
+            mine.append(Wanted(part.name, info, part.dtype, part.shape, part.coding, is_turned))
+    check_distinct([each.name for parts in out.values() for each in parts], wants.names)
     return out
 
 
-def weights_of(made: Mapping[str, Sequence[Wanted]]) -> list[Quantised]:
-    """The weights that are quantised."""
-    codes = (parts[0] for parts in made.values())
-    return [coded(each.coding, each.info.dtype) for each in codes if each.coding is not None]
+def weights_of(
+    chosen: Checkpoint, fill: Mapping[str, Source], policy: QuantPolicy
+) -> tuple[list[Quantised], bool]:
+    """The weights that are quantised, one object for all alike; without those that cannot be.
+
+    And whether the transpose of some is.
+    """
+    wants = wants_of(chosen, fill)
+    kinds: dict[tuple[str, tuple[int, ...], DType], Quantised] = {}
+    keys = []
+    any_turned = False
+    formats = policy.formats(chosen, wants)
+    for want, src, format in zip(wants, wants.srcs, formats, strict=True):
+        if format is not None:
+            as_made = turned(chosen, want, format)
+            any_turned |= as_made is not want
+            keys.append((format, as_made.shape, src))
+    for key in dict.fromkeys(keys):
+        with suppress(ValueError):  # planning refuses it by name
+            kinds[key] = FORMATS[key[0]].of(*key[1:])
+    return [made for key in keys if (made := kinds.get(key)) is not None], any_turned
 
 
 def described(
@@ -110,8 +130,7 @@ def described(
         raise CheckpointError(
             checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
         )
-    if checkpoint.config.get("model_type") in _TRANSPOSED_MODELS:
-        _check_transposed(codes)
+    _check_transposed(checkpoint, codes)
     if not checkpoint.config:
         return {}, ["there is no config.json to say how the weights are quantised"]
     others = [
@@ -140,16 +159,16 @@ def _left(tensors: Iterable[Wanted]) -> list[str]:
     ]
 
 
-def _check_transposed(codes: Mapping[str, Wanted]) -> None:
-    """Refuse weights that transformers has transposed: it quantises them the other way round."""
-    for name, each in codes.items():
-        if each.coding is not None and _TRANSPOSED.search(name):
-            tensor = each.info.name
+def _check_transposed(checkpoint: Checkpoint, codes: Mapping[str, Wanted]) -> None:
+    """Refuse weights of Conv1D in a format whose library has no module for them."""
+    for each in codes.values():
+        tensor = each.info.name
+        if each.coding is not None and not each.turned and is_conv1d(checkpoint.config, tensor):
             raise UnsupportedCastError(
                 each.info.dtype.name,
                 each.coding.format,
-                reason="its model stores it transposed (Conv1D), and transformers reads its "
-                "transpose alone as quantised; q8_0 takes it as it is, or leave it: "
+                reason="its model stores it transposed (Conv1D), and transformers has no such "
+                "module in that format; bitsandbytes-int8 and nf4 have one, or leave it: "
                 f'quant={{"{tensor}": None, "*": "{each.coding.format}"}}',
                 tensor=tensor,
                 path=each.info.shard,

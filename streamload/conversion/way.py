@@ -60,6 +60,7 @@ def choose_way(
     weights: Sequence[Quantised] = (),
     *,
     nodes: bool,
+    turned: bool = False,
 ) -> Way:
     """The fastest way that free memory is enough for, or PlanInfeasibleError.
 
@@ -68,6 +69,7 @@ def choose_way(
         dtypes: what floats become; None stands for what they are.
         weights: what is quantised.
         nodes: whether it is split over nodes.
+        turned: whether the transpose of some is quantised.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
@@ -89,15 +91,18 @@ def choose_way(
     ]
     under_way = sorted(map(held_nbytes, weights), reverse=True)  # each thread is in one weight
     each_nbytes = _TENSOR_NBYTES + _NODE_TENSOR_NBYTES * nodes
-    count = len(checkpoint.tensors) + sum(len(weight.parts) - 1 for weight in weights)
-    tensors_nbytes = each_nbytes * count
-    tensors_nbytes += _TEXTS * sum(header.data_start for header in checkpoint.shards)
+    beside = [len(part.suffix) for weight in weights for part in weight.parts[1:]]
+    tensors_nbytes = each_nbytes * (len(checkpoint.tensors) + len(beside))
+    texts_nbytes = sum(header.data_start for header in checkpoint.shards)
+    entry_nbytes = texts_nbytes // max(len(checkpoint.tensors), 1)  # of a part, with its suffix
+    tensors_nbytes += _TEXTS * (texts_nbytes + entry_nbytes * len(beside) + sum(beside))
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     is_cast = any(d is not None and floats - {d} for d in dtypes)
     casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights)) + _QUANT_NBYTES * bool(weights)
     packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
-    turned_blocks = 3 * any(info.lies_turned for info in packed)
+    # columns are gathered, and turned
+    turned_blocks = 3 * (turned or any(info.lies_turned for info in packed))
     always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),

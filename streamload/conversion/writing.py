@@ -28,7 +28,6 @@ from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
-from streamload.conversion.turned import turned
 from streamload.conversion.way import Way
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
@@ -37,6 +36,7 @@ from streamload.interrupt import deferred_interrupt
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder, QuantCounts
 from streamload.quant.dequant import Decoders
+from streamload.quant.elements import elements
 from streamload.quant.group import Packed
 from streamload.quantise import encoder_of
 from streamload.reading import Room, Shards, cut, file_kind, page_cache
@@ -74,7 +74,7 @@ class _Tensor:
     hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
     digest: str = ""
     counts: CastCounts = ZERO
-    beside: list[_Tensor] = field(default_factory=list)  # of codes, the other parts
+    beside: Sequence[_Tensor] = ()  # of codes, the other parts
     encoder: Encoder | None = None  # of codes, from the first block to the last
     errors: QuantCounts | None = None  # of codes
 
@@ -134,10 +134,11 @@ class Block:
             # the last unit of a weight may be short
             part = Part(tensor, read, min(read_stop, info.stop), first, last)
             window = self.windows[-1] if self.windows else [part]
-            before = window[-1].tensor.out.info
+            before = window[-1].tensor.out
             if (
-                before.shard == info.shard
-                and not isinstance(before, Packed)  # it has a window of its own
+                before.info.shard == info.shard
+                and not before.lies_elsewhere  # it has a window of its own
+                and not tensor.out.turned
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
@@ -384,11 +385,10 @@ class Writer:
         errors: list[QuantCounts] = []
         for window in block.windows:
             info, start, stop = window[0].tensor.out.info, window[0].read, window[-1].read_stop
-            if isinstance(info, Packed):
+            if window[0].tensor.out.lies_elsewhere:
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
-                    self._dequantise(part, info, out, room)
-                errors.append(_NO_ERRORS)
+                    errors.append(self._make_elements(part, out, room))
                 self._has_read(info, stop - start)
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
@@ -411,19 +411,21 @@ class Writer:
         if not unread:
             self._shards.close(info.shard)
 
-    def _dequantise(self, part: Part, info: Packed, out: memoryview, room: Room) -> None:
-        """Dequantise what a part is made of."""
-        tensor, dtype, bits = part.tensor, part.tensor.out.dtype, info.dtype.bits
+    def _make_elements(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
+        """Dequantise what a part is made of, or quantise some of its transpose."""
+        tensor, info, dtype = part.tensor, part.tensor.out.info, part.tensor.out.dtype
+        read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
+        most = room.block_nbytes
+        if not isinstance(info, Packed):
+            data = memoryview(bytearray(part.read_stop - part.read))
+            n = info.dtype.itemsize
+            first, stop = (part.read - info.start) // n, (part.read_stop - info.start) // n
+            elements(info, None, info.dtype, read, first, stop, data, most)
+            return self._make(part, data, out)
         decoder = self._decoders.of(info, dtype)
         first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
-        if info.lies_turned:
-            read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
-            most = room.block_nbytes
-            self._counted(tensor, turned(info, decoder, dtype, read, first, stop, out, most))
-            return
-        begin, end = info.start + first * bits // 8, info.start + (stop * bits + 7) // 8
-        with self._shards.block(info.shard, begin, end, room, info.name) as data:
-            self._counted(tensor, decoder.decode(data, out, first))
+        self._counted(tensor, elements(info, decoder, dtype, read, first, stop, out, most))
+        return _NO_ERRORS
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
         """Cast, or quantise; gives what quantising did not keep."""
@@ -499,7 +501,7 @@ class Writer:
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
-    def _put_beside(self, codes: _Tensor) -> list[_Tensor]:
+    def _put_beside(self, codes: _Tensor) -> Sequence[_Tensor]:
         """Write the other parts of a weight that has all of its codes; gives what is written."""
         if codes.encoder is None:
             return []

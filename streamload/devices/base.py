@@ -21,6 +21,7 @@ from streamload.dtypes import DType
 from streamload.errors import DeviceError
 from streamload.planning.allocators import NO_COSTS, AllocatorKind, TensorCosts
 from streamload.planning.parts import Block
+from streamload.quant.base import CodedWeight
 
 DTypeStatus = Literal["native", "emulated", "broken", "absent"]
 
@@ -209,6 +210,15 @@ class DeviceMemory(Protocol):
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes ``start`` to ``stop`` (exclusive), when what was begun before has ended or not."""
+
+    def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        """Write an array from byte ``start`` on; what is begun afterwards reads it.
+
+        Any thread may.
+        """
+
+    def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
+        """Run a `BulkCopier.function`, with arguments of 64 bits each, to its end."""
 
     def close(self) -> None:
         """Give it back; nothing may be under way that uses it."""
@@ -487,15 +497,13 @@ class Swap:
     """Modules for quantised weights that can stand in the place of a model's own.
 
     Attributes:
-        coded: parameters that will hold the codes of weights, by each of their names: the format,
-            the shape of the weight as it is quantised, and whether the checkpoint has it
-            transposed.
+        coded: the weights that parameters will hold as codes, by each name of these.
         put: puts the modules in place, without values, and returns what lets the model be as it
             was. A codes' parameter goes on holding the memory of the weight until that is released.
         dense_nbytes: of the largest weight that these modules dequantise at once, to compute.
     """
 
-    coded: Mapping[str, tuple[str, tuple[int, ...], bool]]
+    coded: Mapping[str, CodedWeight]
     put: Callable[[], Callable[[], None]]
     dense_nbytes: int = 0
 
@@ -518,8 +526,8 @@ class ModelTensors(Protocol):
         """Tensors of a model that no checkpoint has, with their devices ("meta": no values)."""
         return {}
 
-    def coded(self, model: Any) -> Mapping[str, tuple[str, tuple[int, ...], bool]]:
-        """Parameters that hold the codes of weights, as in `Swap.coded`."""
+    def coded(self, model: Any) -> Mapping[str, CodedWeight]:
+        """The weights that parameters hold as codes, by each name of these."""
         return {}
 
     def swap(self, model: Any, formats: Mapping[str, str]) -> Swap:
@@ -585,28 +593,3 @@ class Framework(ModelTensors, DeviceFinder, Prober, Protocol):
     """One framework. Its file states what differs from the defaults here."""
 
     name: str
-
-
-class HostStaging:
-    """Staging in a page-aligned anonymous map, which is given back when it is closed."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.view = memoryview(self._map)[:nbytes]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        with suppress(BufferError):  # an error's traceback refers to it: it goes then
-            self.view.release()
-            self._map.close()
-
-
-class _Done:
-    """The ticket of a copy that has finished."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-#: The ticket of every copy that has finished when it returns.
-DONE = _Done()

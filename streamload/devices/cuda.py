@@ -16,10 +16,12 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from streamload._system import address_of, direct_memory, populate
 from streamload.devices.base import BulkCopier, BulkFailure, Read, Staging, Ticket
 from streamload.devices.bulk import Loop, addresses_of, libc_calls
-from streamload.devices.ptx import SYMBOL, cast_ptx
+from streamload.devices.ptx import BLOCK_THREADS, SYMBOL, cast_ptx
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, DeviceError
 from streamload.planning.budget import available_cpus
@@ -335,6 +337,20 @@ class _Memory(_Stream):
             self._context.call("cuMemcpyDtoHAsync_v2", *arguments)
             self._context.check(self._slow.cuStreamSynchronize(self.stream), "reading counts")
         return out.raw
+
+    def write(self, start: int, data: np.ndarray[Any, Any]) -> None:
+        with self._context.current():
+            arguments = (self.address + start, data.ctypes.data, data.nbytes, self.stream)
+            self._context.call("cuMemcpyHtoDAsync_v2", *arguments)
+            self._context.call("cuStreamSynchronize", self.stream)
+
+    def run(self, kernel: int, blocks: int, arguments: Sequence[int]) -> None:
+        values = [ctypes.c_uint64(value) for value in arguments]
+        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        shape = (blocks, 1, 1, BLOCK_THREADS, 1, 1)
+        with self._context.current():
+            self._context.call("cuLaunchKernel", kernel, *shape, 0, self.stream, places, None)
+            self._context.call("cuStreamSynchronize", self.stream)
 
     def close(self) -> None:
         with self._context.current():

@@ -36,13 +36,14 @@ _VECTOR_NBYTES = 16  # the widest access of a thread
 #: LLVM's name of the target.
 TRIPLE = "nvptx64-nvidia-cuda"
 _CPU, _FEATURES = "sm_50", "+ptx60"  # PTX 6.0 has the shuffles, and every driver since 2017
-_COUNTS = 3
+#: What a kernel counts: elements that overflowed, vanished, changed.
+COUNTS = 3
 
+#: What kernels begin with that count so.
+PRELUDE = f"""
+target triple = "{TRIPLE}"
 
-_KERNEL = """
-target triple = "{triple}"
-
-@sums = internal addrspace(3) global [{counts} x i32] undef, align 4
+@sums = internal addrspace(3) global [{COUNTS} x i32] undef, align 4
 
 declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
@@ -50,7 +51,11 @@ declare i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
 declare i32 @llvm.nvvm.shfl.sync.down.i32(i32, i32, i32, i32) convergent
 declare void @llvm.nvvm.barrier0() convergent
+"""
 
+_KERNEL = (
+    PRELUDE
+    + """
 define ptx_kernel void @{symbol}(i64 %src, i64 %out, i64 %numel, i64 %tally) nounwind {{
 entry:
   %tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
@@ -114,9 +119,11 @@ end:
   ret void
 }}
 """
+)
 
-_CLEAR = """
-  %clears = icmp ult i32 %tid, {counts}
+#: How they clear their sums; the label ``begin`` is next.
+CLEAR = f"""
+  %clears = icmp ult i32 %tid, {COUNTS}
   br i1 %clears, label %clear, label %begin
 clear:
   %clear.p = getelementptr i32, ptr addrspace(3) @sums, i32 %tid
@@ -234,7 +241,7 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
     width = _VECTOR_NBYTES // max(src.itemsize, dst.itemsize)
     casts, sums = [], []
     slots: tuple[int, ...] = ()
-    begun = {slot: "0" for slot in range(_COUNTS)}  # what the sums are before a loop
+    begun = {slot: "0" for slot in range(COUNTS)}  # what the sums are before a loop
     for name, before, numel in (("vector", "begin", width), ("single", "vector", 1)):
         start = len(v.lines)
         added = _cast_elements(v, src, dst, f"%{name}.at", numel, clamp)
@@ -250,20 +257,18 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
         )
         begun = loop
     return _KERNEL.format(
-        triple=TRIPLE,
         symbol=SYMBOL,
-        counts=_COUNTS,
         src_nbytes=src.itemsize,
         out_nbytes=dst.itemsize,
         src_mask=width * src.itemsize - 1,
         out_mask=width * dst.itemsize - 1,
         width=width,
-        clear=_CLEAR.format(counts=_COUNTS) if slots else "",
+        clear=CLEAR if slots else "",
         vector_sums=sums[0],
         vector_cast=casts[0],
         single_sums=sums[1],
         single_cast=casts[1],
-        tell=_tell(v, begun) if slots else "",
+        tell=tell(v, begun) if slots else "",
     )
 
 
@@ -300,8 +305,8 @@ def _pointer(v: Vector, dtype: DType, base: str, at: str) -> str:
     return v.emit(f"inttoptr i64 {v.op('add', 'i64', base, offset)} to ptr addrspace(1)")
 
 
-def _tell(v: Vector, sums: dict[int, str]) -> str:
-    """Add each thread's sums to the tally."""
+def tell(v: Vector, sums: dict[int, str]) -> str:
+    """Instructions that add each thread's sums, an i32 by slot, to the tally."""
     start = len(v.lines)
     totals = dict(sums)
     for slot in totals:
@@ -317,4 +322,4 @@ def _tell(v: Vector, sums: dict[int, str]) -> str:
         place = v.emit(f"getelementptr i32, ptr addrspace(3) @sums, i32 {slot}")
         v.emit(f"atomicrmw add ptr addrspace(3) {place}, i32 {total} monotonic")
     adds = "\n  ".join(v.lines[start:])
-    return _TELL.format(counts=_COUNTS, shuffles=shuffles, adds=adds)
+    return _TELL.format(counts=COUNTS, shuffles=shuffles, adds=adds)

@@ -33,18 +33,17 @@ from tinygrad.uop.ops import UOp
 from streamload._system import address_of, bytes_at
 from streamload.devices import cuda
 from streamload.devices.base import (
-    DONE,
     Device,
     DeviceInfo,
     DTypeStatus,
     Framework,
-    HostStaging,
     ProbeResult,
     Staging,
     Ticket,
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.tinygrad_tensors import (
     ALLOCATORS,
     SHARED,

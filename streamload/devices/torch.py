@@ -20,13 +20,11 @@ import torch
 from streamload._system import trim_heap
 from streamload.devices import cuda
 from streamload.devices.base import (
-    DONE,
     Device,
     DeviceInfo,
     DTypeStatus,
     Framework,
     HeapDevice,
-    HostStaging,
     ProbeResult,
     Staging,
     Swap,
@@ -34,6 +32,7 @@ from streamload.devices.base import (
 )
 from streamload.devices.names import environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
+from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.torch_tensors import (
     TO_TORCH,
     coded_of,

@@ -1,4 +1,4 @@
-"""Modules of torch whose weights stay quantised: each dequantises its own when it is computed with.
+"""Modules of torch whose weights stay quantised; a forward dequantises what it needs.
 
 A module keeps its identity, its other parameters and its hooks: it gets another class, and the
 parts of a format as buffers in place of a parameter, under the names that the parts have in a
@@ -11,7 +11,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -21,26 +21,14 @@ from torch.nn import functional
 
 from streamload.devices.base import Swap
 from streamload.devices.torch_tensors import CODED
-from streamload.dtypes import F32
 from streamload.quant import dynamic
-from streamload.quant.base import FORMATS, Quantised
+from streamload.quant.base import CodedWeight
+from streamload.quant.int8 import BITSANDBYTES_STEP
+from streamload.quant.q8_0 import BLOCK
 
-_Said = tuple[str, tuple[int, ...], bool]
 _Parts = Mapping[str, torch.Tensor]
 
 _STEP_NUMEL = 2**20  # elements that are dequantised at once: 16 MB beside the weight, for 4 bits
-_BITSANDBYTES_STEP = 7.874015718698502e-3  # 1 / 127, as bitsandbytes decodes
-_GGUF_BLOCK = 32
-
-
-def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of a weight as its codes have it: all axes but the last are rows."""
-    return math.prod(shape[:-1]), shape[-1]
-
-
-@cache
-def _made(format: str, shape: tuple[int, ...]) -> Quantised:
-    return FORMATS[format].of(matrix(shape), F32)
 
 
 # --- decoding: elements `start` to `stop` of the flattened weight, whole units, in float32 --------
@@ -55,24 +43,24 @@ def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
 def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
     width = parts[""].shape[1]
     rows = slice(start // width, stop // width)
-    return parts[""][rows] * parts["SCB"][rows, None] * _BITSANDBYTES_STEP
+    return parts[""][rows] * parts["SCB"][rows, None] * float(BITSANDBYTES_STEP)
 
 
 def _gguf_blocks(
     parts: _Parts, start: int, stop: int, nbytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales in a column, and the bytes of codes, a block a row."""
-    blocks = parts[""].view(-1, nbytes)[start // _GGUF_BLOCK : stop // _GGUF_BLOCK]
+    blocks = parts[""].view(-1, nbytes)[start // BLOCK : stop // BLOCK]
     return blocks[:, :2].contiguous().view(torch.float16).float(), blocks[:, 2:]
 
 
 def _q8_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    scales, codes = _gguf_blocks(parts, start, stop, 2 + _GGUF_BLOCK)
+    scales, codes = _gguf_blocks(parts, start, stop, 2 + BLOCK)
     return codes.view(torch.int8) * scales
 
 
 def _q4_0(parts: _Parts, start: int, stop: int) -> torch.Tensor:
-    scales, packed = _gguf_blocks(parts, start, stop, 2 + _GGUF_BLOCK // 2)
+    scales, packed = _gguf_blocks(parts, start, stop, 2 + BLOCK // 2)
     codes = torch.cat([packed & 15, packed >> 4], 1)
     return (codes.float() - 8) * scales
 
@@ -114,9 +102,9 @@ _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
 
 
 class Coded(nn.Module):
-    """What modules have in common that hold weights quantised."""
+    """What modules share that hold weights quantised."""
 
-    _streamload_dtype: torch.dtype  # that the weights had
+    _streamload_dtype: torch.dtype  # of the weights before
 
     def dense(
         self,
@@ -133,8 +121,8 @@ class Coded(nn.Module):
             index: along the first axis of the weight; None for all of it.
             device: where it is computed, with the parts brought there; None: where they are.
         """
-        format, shape, _ = getattr(self, CODED)[leaf]
-        made = _made(format, shape)
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        made, shape = coded.made, coded.shape
         device = device or self._buffers[leaf].device
         parts = {part.suffix: self._buffers[part.name(leaf)].to(device) for part in made.parts}
         shape, numel = (shape[1:] if index is not None else shape), math.prod(shape)
@@ -147,38 +135,47 @@ class Coded(nn.Module):
         with torch.no_grad():
             for at in range(0, count, step):
                 end = min(at + step, count)
-                piece = _DECODERS[format](parts, first + at, first + end)
+                piece = _DECODERS[coded.format](parts, first + at, first + end)
                 out[at:end] = piece.reshape(-1)
         return out.view(shape)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        own = type(self).__bases__[1]
+        return _empty, (own, frozenset(getattr(self, CODED))), self.__dict__
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move parts with the module, as they are: scales are never cast apart from codes."""
+        """Move parts with the module, as they are: scales are never cast apart from codes.
+
+        Where moving fails, for want of memory, all parts are where they were.
+        """
         names = _names(getattr(self, CODED))
         held = {name: self._buffers.pop(name) for name in names}
-        device = next(iter(held.values())).device
-        like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
-        self._streamload_dtype = like.dtype
-        super()._apply(fn, recurse)
-        for name, old in held.items():
-            flat = old.detach().reshape(-1).view(torch.uint8)
-            self._buffers[name] = fn(flat).view(old.dtype).reshape(old.shape)
+        try:
+            device = next(iter(held.values())).device
+            like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
+            super()._apply(fn, recurse)
+            flat = {name: old.detach().reshape(-1).view(torch.uint8) for name, old in held.items()}
+            held = {
+                name: fn(flat[name]).view(old.dtype).reshape(old.shape)
+                for name, old in held.items()
+            }
+            self._streamload_dtype = like.dtype
+        finally:
+            self._buffers.update(held)
         return self
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
-        """Take parts whose names have a dot: torch holds those for names of other modules."""
+        """Take parts whose names have a dot, which torch takes for names of submodules."""
         super()._load_from_state_dict(state, prefix, *others)
         own = {prefix + name for name in _names(getattr(self, CODED))}
         unexpected = others[3]
         unexpected[:] = [name for name in unexpected if name not in own]
 
 
-def _names(coded: Mapping[str, _Said]) -> list[str]:
+def _names(coded: Mapping[str, CodedWeight]) -> list[str]:
     """The names of all parts in a module."""
-    return [
-        part.name(leaf)
-        for leaf, (fmt, shape, _) in coded.items()
-        for part in _made(fmt, shape).parts
-    ]
+    return [name for leaf, each in coded.items() for name in each.names(leaf)]
 
 
 class _Product(Coded):
@@ -238,6 +235,16 @@ def _experts_class(own: type[Any], leaves: frozenset[str]) -> type[Any]:
     return type(f"Quant{own.__name__}", (Coded, own), entries)
 
 
+def _class_of(own: Any, leaves: frozenset[str]) -> type[Any]:
+    """The class for modules of a class whose parameters of these names are codes."""
+    return _product_class(own) if leaves == {"weight"} else _experts_class(own, leaves)
+
+
+def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
+    """A module without a state, for pickle."""
+    return object.__new__(_class_of(own, leaves))
+
+
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """Take all parts out of their modules, while others walk over tensors and move them."""
@@ -267,26 +274,27 @@ def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 3 and decorated and hasattr(module, "is_transposed")
 
 
-def _said(module: nn.Module, leaf: str, format: str) -> _Said | None:
-    """What a module would hold of a parameter; None where it cannot."""
+def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
+    """The weight that a module would hold as codes; None where it cannot."""
     parameter = module._parameters[leaf]
     if type(parameter) is not nn.Parameter:  # sharded, packed by others, or not there
         return None
     shape = tuple(parameter.shape)
-    own = type(module)
+    coded, own = CodedWeight(format, shape), type(module)
     if leaf == "weight" and own is nn.Linear:
-        return format, shape, False
+        return coded
     if leaf == "weight" and (own.__module__, own.__name__) == (
         "transformers.pytorch_utils",
         "Conv1D",
     ):
-        return format, shape[::-1], True
+        return CodedWeight(format, shape[::-1], transposed=True)
     if not _is_experts(module, parameter):
         return None
-    made = _made(format, shape)
-    if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
-        return None  # an expert begins within a unit, or two weights would share a part's name
-    return format, shape, False
+    with suppress(ValueError):  # of a format that cannot hold it: the load names the tensor
+        made = coded.made
+        if math.prod(shape[1:]) % made.unit_numel or any(part.beside for part in made.parts):
+            return None  # an expert begins within a unit, or two weights would share a part's name
+    return coded
 
 
 def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:
@@ -309,8 +317,8 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             by_name[name] = module, leaf
             holders = shared.setdefault(id(module._parameters[leaf]), {})
             holders.setdefault((id(module), leaf), (name, (module, leaf)))
-    coded: dict[str, _Said] = {}
-    groups: list[list[tuple[_Place, _Said]]] = []
+    coded: dict[str, CodedWeight] = {}
+    groups: list[list[tuple[_Place, CodedWeight]]] = []
     dense_nbytes = 0
     for name, format in formats.items():
         if name not in by_name:
@@ -324,17 +332,16 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
         coded |= {other: first for other, _ in holders.values()} | {name: first}
         groups.append([(place, first) for _, place in holders.values()])
         itemsize = module._parameters[leaf].itemsize
-        one_nbytes = math.prod(first[1][-2:]) * itemsize  # of experts, one at a time
+        one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
         dense_nbytes = max(dense_nbytes, one_nbytes)
     return Swap(coded, lambda: _put(groups), dense_nbytes)
 
 
-def _put(groups: Iterable[list[tuple[_Place, _Said]]]) -> Callable[[], None]:
+def _put(groups: Iterable[list[tuple[_Place, CodedWeight]]]) -> Callable[[], None]:
     """Let modules hold codes, without values yet; returns what lets them be as they were."""
     before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
     for group in groups:
-        (format, shape, _) = group[0][1]
-        made = _made(format, shape)
+        made = group[0][1].made
         beside = {
             part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
             for part in made.parts[1:]
@@ -350,10 +357,7 @@ def _put(groups: Iterable[list[tuple[_Place, _Said]]]) -> Callable[[], None]:
             module.__dict__.setdefault(CODED, {})[leaf] = said
             module.__dict__["_streamload_dtype"] = old.dtype
     for module, own, _, _ in before.values():
-        leaves = frozenset(getattr(module, CODED))
-        is_product = leaves == {"weight"}
-        made_class: Any = _product_class if is_product else partial(_experts_class, leaves=leaves)
-        module.__class__ = made_class(own)
+        module.__class__ = _class_of(own, frozenset(getattr(module, CODED)))
 
     def undo() -> None:
         for module, own, parameters, buffers in before.values():

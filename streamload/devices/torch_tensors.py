@@ -22,6 +22,7 @@ from streamload.devices.slots import Slot, SlotParameter, dict_slots, make_param
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import DeviceError
 from streamload.planning.parts import Block
+from streamload.quant.base import CodedWeight
 
 # torch's floats below 8 bits are packed, and its shapes count the packs: tensors of the
 # checkpoint's shapes are those of whole bytes
@@ -34,7 +35,7 @@ _FROM_TORCH = {dtype: name for name, dtype in TO_TORCH.items()}
 _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its segment with others
 
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
-#: On a module: by the leaf of a parameter's name, what it holds the codes of, as in `Swap.coded`.
+#: On a module: by the leaf of a parameter's name, the `CodedWeight` that it holds.
 CODED = "_streamload_coded"
 #: On what stands in a module for a weight that streams: its name.
 STREAMED = "_streamload_streamed"
@@ -461,8 +462,8 @@ def places_of(model: Any) -> list[tuple[str, tuple[nn.Module, str]]]:
     ]
 
 
-def coded_of(model: Any) -> dict[str, tuple[str, tuple[int, ...], bool]]:
-    """What modules say that they hold the codes of; see `devices.torch_modules.CODED`."""
+def coded_of(model: Any) -> dict[str, CodedWeight]:
+    """The weights that a module holds as codes, by their names."""
     if not isinstance(model, nn.Module):
         return {}
     wrappers = _wrappers(model)

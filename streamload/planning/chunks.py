@@ -301,7 +301,7 @@ class Cut:
             parts = _ranges(p, self._checkpoint, self._shard_of)
             mine = next(part for part in parts if part.offset == offset)
             yield from _strided(index, p, mine, largest(p))
-        elif p.transpose is None:
+        elif p.transpose is None or p.turned_there:
             yield from _contiguous(index, p, shard, start, stop, offset, largest(p))
         else:
             ranges = list(_ranges(p, self._checkpoint, self._shard_of))

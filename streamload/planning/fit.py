@@ -17,6 +17,8 @@ from streamload.planning.demand import DeviceSpec
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.partition import Part
 from streamload.planning.plan import (
+    BATCH_UNITS,
+    BULK_NBYTES,
     HOST_CASTS,
     LOAD_NBYTES,
     SEGMENTS,
@@ -24,9 +26,11 @@ from streamload.planning.plan import (
     Placement,
     Placements,
     Plan,
+    senders,
     slot_nbytes,
     units_ahead,
 )
+from streamload.quant.dynamic import MAP_NBYTES
 from streamload.units import round_up
 
 MIN_CHUNK_NBYTES = 64 * 2**10
@@ -36,6 +40,8 @@ _CHANGED_ARRAYS = 3  # of the rows that are changed, in float32 or what is wider
 # What the process takes for a part beside codes, more than for a tensor of the checkpoint: its
 # want, its name and its placement. Seen were 330 to 840 bytes on the host, up to 860 elsewhere.
 _PART_NBYTES = 900
+# Most bytes that a device holds beside tensors, of those that follow what is needed.
+_THERE_NBYTES = 16 * 2**20
 NUMPY_SCRATCH_NBYTES = 4 * 2**20  # temporaries of one numpy cast call, whatever its length
 
 
@@ -62,6 +68,11 @@ class Share:
             that is dequantised until its elements are.
         statistics_share: the same as a part of what is read for a tensor.
         statistics_most_nbytes: what all of these hold together.
+        sent_nbytes: the most that the host holds of a tensor that a device dequantises.
+        nests: a device quantises statistics.
+        there_nbytes: the most that a device which casts a tensor holds beside it meanwhile.
+        there_share: the same as a part of what is read for a tensor.
+        there_most_nbytes: what all of these hold together.
     """
 
     spec: DeviceSpec
@@ -81,6 +92,11 @@ class Share:
     statistics_nbytes: int
     statistics_share: float
     statistics_most_nbytes: int
+    sent_nbytes: int
+    nests: bool
+    there_nbytes: int
+    there_share: float
+    there_most_nbytes: int
 
     @classmethod
     def of(cls, spec: DeviceSpec, placements: Placements, release_first: bool = False) -> Share:
@@ -95,7 +111,7 @@ class Share:
         whole = [p for p in placements if p.coding and not p.coding.part] if codes else []
         packed = [p for p, _ in counted if p.scales_nbytes]
         held = [(p, c.statistics_nbytes) for p, c in coded]
-        held += [(p, p.scales_nbytes) for p in packed]
+        held += [(p, p.scales_nbytes) for p in packed if p.cast != "device"]
         turned = [p for p in packed if p.turned]
         times = {id(p): count for p, count in counted}
         return cls(
@@ -104,7 +120,9 @@ class Share:
             *base,
             fresh_nbytes=_fresh(placements, spec, *base),
             casts={p.cast for p, _ in counted},
-            host_moves=any(p.cast in HOST_CASTS or p.transpose for p, _ in counted),
+            host_moves=any(
+                p.cast in HOST_CASTS or (p.transpose and not p.turned_there) for p, _ in counted
+            ),
             tally_nbytes=sum(p.tally_nbytes * count for p, count in own),
             resizes=any(p.src.bits != p.dst.bits for p, _ in own),
             turns=any(p.turned for p, _ in counted),
@@ -123,6 +141,11 @@ class Share:
             statistics_nbytes=max((n for _, n in held), default=0),
             statistics_share=max((n / max(p.src_nbytes, 1) for p, n in held), default=0),
             statistics_most_nbytes=sum(n * times[id(p)] for p, n in held),
+            sent_nbytes=max((p.scales_nbytes for p in packed if p.cast == "device"), default=0),
+            nests=any(p.coding is not None and p.coding.nests for p, _ in own),
+            there_nbytes=max((p.there_nbytes for p, _ in own), default=0),
+            there_share=max((p.there_nbytes / max(p.src_nbytes, 1) for p, _ in own), default=0),
+            there_most_nbytes=sum(p.there_nbytes * count for p, count in own),
         )
 
     @property
@@ -139,7 +162,23 @@ class Share:
         """
         ahead = nbytes * units_ahead(staged=not self.spec.host_visible)
         under_way = 2 * self.statistics_nbytes + int(ahead * self.statistics_share)  # at either end
-        return min(under_way, self.statistics_most_nbytes)
+        sent = senders(self.sent_nbytes) * self.sent_nbytes
+        return min(under_way, self.statistics_most_nbytes) + sent
+
+    def there_under_way(self, slot_nbytes: int, workers: int) -> int:
+        """Bytes that a device holds beside tensors that it casts: what is begun waits for more.
+
+        What is handed out at once always fits: parts of a tensor at either end, and one that is
+        left free where memory ends.
+
+        Args:
+            slot_nbytes: of a slot.
+            workers: the threads, of a slot each.
+        """
+        ahead = int(workers * slot_nbytes * units_ahead(staged=True) * self.there_share)
+        batch = int(BATCH_UNITS * max(BULK_NBYTES, slot_nbytes) * self.there_share)
+        held = 3 * self.there_nbytes + max(batch, min(ahead, _THERE_NBYTES))
+        return min(held, self.there_most_nbytes) + MAP_NBYTES * self.nests
 
     def has_room(self, scratch_nbytes: int) -> bool:
         """Whether so much scratch fits beside the parameters."""
@@ -269,6 +308,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
         spec = share.spec
         if share.tally_nbytes:
             before = slots * plan.slot_nbytes if share.resizes else 0
+            before += share.there_under_way(plan.slot_nbytes, workers)
             scratch[at] += round_up(before + share.tally_nbytes, DRIVER_BLOCK_NBYTES)
         elif "device" in share.casts:
             # raw bits, and the cast before it is in place

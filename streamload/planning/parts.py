@@ -125,8 +125,8 @@ class Coding:
         dst_unit_nbytes: bytes of its codes.
         statistics_nbytes: what the host holds until all codes are there.
         of_rows: functions change whole rows of the weight before.
-        device_part: the part that kernels of a device write beside the codes, "" where they write
-            none; None where the codes are made on the host.
+        device_parts: the parts that kernels of a device write beside the codes; None where the
+            codes are made on the host.
     """
 
     format: str
@@ -137,7 +137,12 @@ class Coding:
     dst_unit_nbytes: int
     statistics_nbytes: int
     of_rows: bool = False
-    device_part: str | None = None
+    device_parts: tuple[str, ...] | None = None
+
+    @property
+    def nests(self) -> bool:
+        """Whether a device quantises the statistics as well, when all codes are there."""
+        return self.device_parts is not None and len(self.device_parts) > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,11 @@ SLOT_ALIGNMENT = 64  # chunks in a staging slot begin at multiples of this
 # What a slot has beyond its chunks for reads past the page cache: they begin at a multiple of the
 # reader's alignment before the first byte that is wanted, and end at one after the last.
 DIRECT_ROOM_NBYTES = 2 * 4096
+# Most bytes that a worker is handed at once where they go as they are, piece by piece through its
+# slots, without the interpreter; fewer of a load that has little for each.
+BULK_NBYTES = 2**24
+# Most units that a worker is handed at once.
+BATCH_UNITS = 4
 # Most bytes of a block of lines that become columns; a thread holds two.
 TURN_NBYTES = 2**19
 # Most bytes of rows that are changed at once, but for a row that is longer.
@@ -59,6 +64,8 @@ _STAGED_LOAD_NBYTES = 4 * 2**20
 _CONNECTION_NBYTES = 2**20
 # Allocators that take segments of the device's memory, which many tensors share.
 SEGMENTS: frozenset[AllocatorKind] = frozenset({"cuda_caching", "cuda_expandable"})
+_SCALES_NBYTES = 2**24  # on the host, on their way to a device
+_MOST_SENDERS = 4
 _LISTED = 8  # placements that are printed
 
 
@@ -68,6 +75,11 @@ def units_ahead(*, staged: bool) -> int:
     Those are handed out and told several at a time.
     """
     return STAGING_SLOTS + (_STAGED_AHEAD if staged else 1)
+
+
+def senders(scales_nbytes: int) -> int:
+    """How many threads send scales ahead to a device, of weights with up to so many bytes."""
+    return max(min(_SCALES_NBYTES // max(scales_nbytes, 1), _MOST_SENDERS), 1)
 
 
 def slot_nbytes(nbytes: int) -> int:
@@ -105,6 +117,8 @@ class Placement:
             written in place, or really given back. The others have none yet, or share it.
         coding: what it is of a quantised tensor; None of any other.
         scales_nbytes: what the host holds while its values are dequantised; 0 of any other.
+        there_nbytes: what a device that casts it holds until all of it is there: scales, or
+            statistics that are quantised then.
     """
 
     name: str
@@ -121,6 +135,7 @@ class Placement:
     reusable_nbytes: int = 0
     coding: Coding | None = None
     scales_nbytes: int = 0
+    there_nbytes: int = 0
 
     @property
     def numel(self) -> int:
@@ -220,10 +235,17 @@ class Placement:
         return any(r.columns is not None for r in self.source)
 
     @property
+    def turned_there(self) -> bool:
+        """Whether it is read in its order, and the device that dequantises it transposes it."""
+        return self.cast == "device" and self.src.is_packed and self.transpose is not None
+
+    @property
     def turned(self) -> bool:
         """Whether the transpose may move parts of rows, as that of a matrix does."""
         shape = self.shape if self.coding is None else self.coding.shape
-        return self.transpose is not None and self.transpose.rows != (shape or (1,))[0]
+        if self.transpose is None or self.turned_there:
+            return False
+        return self.transpose.rows != (shape or (1,))[0]
 
 
 class Placements(Sequence[Placement]):
@@ -592,4 +614,6 @@ class Plan:
 
 
 def _coding(found: dict[str, Any]) -> Coding:
-    return Coding(**found | {"shape": tuple(found["shape"])})
+    there = found["device_parts"]
+    parts = None if there is None else tuple(there)
+    return Coding(**found | {"shape": tuple(found["shape"]), "device_parts": parts})

@@ -29,7 +29,7 @@ from streamload.planning.kv_cache import KvCache
 from streamload.planning.partition import Item, Node, Part, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
-from streamload.quant.dequant import check_target, scales_nbytes
+from streamload.quant.dequant import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, together
 from streamload.units import round_up
@@ -162,10 +162,12 @@ def _place(
     Those of one kind are alike in all that a kind says: it is made once.
     """
     scales = _scales_nbytes(checkpoint, wants)
+    beside = _there_nbytes(wants)
     keys = list(
         zip(
             *(map(attrgetter("name"), each) for each in (wants.srcs, dsts, specs)),
-            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows, scales),
+            *(wants.shapes, wants.transposes, wants.held, wants.codings, mapped, rows),
+            *(scales, beside),
             strict=True,
         )
     )
@@ -175,11 +177,17 @@ def _place(
         what = wants.srcs[at], dsts[at], specs[at]
         coding = wants.codings[at]
         if coding is not None:
-            on_device = specs[at].casts and coding.device_part is not None
+            on_device = specs[at].casts and coding.device_parts is not None
             cast = "part" if coding.part else "device" if on_device else "quant"
+        elif specs[at].casts and beside[at]:
+            cast = "device"
         else:
             cast = "mapped" if mapped[at] else "rows" if rows[at] else engine(*what)
-        kinds[key] = kind = replace(_kind(wants[at], *what, cast), scales_nbytes=scales[at])
+        kinds[key] = kind = replace(
+            _kind(wants[at], *what, cast),
+            scales_nbytes=scales[at],
+            there_nbytes=beside[at] if cast == "device" else 0,
+        )
         is_cast = coding is None and kind.src is not kind.dst
         small = kind.src.bits <= 8 or not supported(kind.src, kind.dst)  # the small have scales
         if kind.dst.name in specs[at].unsupported or (is_cast and small):
@@ -210,6 +218,27 @@ def _scales_nbytes(checkpoint: Checkpoint, wants: Wants) -> Sequence[int]:
         return [0] * len(wants)
     found = ([checkpoint.tensors[r.tensor] for r in source] for source in wants.sources)
     return [sum(scales_nbytes(i.group) for i in each if isinstance(i, Packed)) for each in found]
+
+
+def _there_nbytes(wants: Wants) -> Sequence[int]:
+    """What a device that quantises or dequantises each holds beside it; 0 of others.
+
+    It dequantises what is read in one piece, in order.
+    """
+    found = [0] * len(wants)
+    if not wants.any_packed and not any(wants.codings):
+        return found
+    for at, (info, coding) in enumerate(zip(wants.infos, wants.codings, strict=True)):
+        if coding is not None and coding.nests and not coding.part:
+            found[at] = round_up(coding.statistics_nbytes, 8)
+        if not isinstance(info, Packed) or coding is not None:
+            continue
+        rows, *more = wants.sources[at]
+        t = wants.transposes[at]
+        by_element = t is None or (t.rows == math.prod(wants.shapes[at]) and not rows.start)
+        if by_element and not more and rows.columns is None and info.numel <= MOST_NUMEL:
+            found[at] = there_nbytes(info.group)
+    return found
 
 
 def _dsts(wants: Wants, specs: Sequence[DeviceSpec], policy: DTypePolicy) -> Sequence[DType]:

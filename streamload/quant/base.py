@@ -17,7 +17,7 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from streamload.dtypes import BF16, F16, F32, DType
 Array = np.ndarray[Any, np.dtype[Any]]
 #: "llvm" compiles a kernel for this CPU, "numpy" is the oracle, "auto" is the first that works.
 Engine = Literal["auto", "llvm", "numpy"]
-#: Whose arithmetic a format follows where its library's differ between devices.
+#: The device whose arithmetic a format follows, where its library computes differently on each.
 Arithmetic = Literal["cpu", "cuda"]
 #: What can be quantised; float64 has to be cast first.
 SOURCES: tuple[DType, ...] = (F32, BF16, F16)
@@ -37,10 +37,10 @@ class Part:
     """One array of a quantised tensor.
 
     Attributes:
-        suffix: what is added to the tensor's name: "" for the codes, ".absmax" and the like.
-        dtype: of its elements.
-        shape: of the array.
-        beside: the suffix replaces the last part of the tensor's name instead, as in
+        suffix: the end of the array's name, after the tensor's: "" for the codes, ".absmax".
+        dtype: the dtype of its elements.
+        shape: its shape.
+        beside: whether the suffix replaces the last part of the tensor's name instead, as in
             ``layer.weight`` and ``layer.SCB``.
     """
 
@@ -103,10 +103,10 @@ class QuantCounts:
 
     @classmethod
     def of(cls, values: object) -> QuantCounts:
-        """Read what `dataclasses.astuple` made of one, from JSON.
+        """Read counts from the list that `dataclasses.astuple` and JSON make of them.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the value is no such list.
         """
         if (
             not isinstance(values, list | tuple)
@@ -118,7 +118,7 @@ class QuantCounts:
         return cls(*values)
 
     def rounded(self) -> QuantCounts:
-        """With six digits: the last ones of sums depend on where a tensor was cut."""
+        """Round to six digits: the last digits of a sum depend on where the tensor was cut."""
         return replace(
             self,
             largest_error=float(f"{self.largest_error:.6g}"),
@@ -134,7 +134,7 @@ class QuantCounts:
 
     @property
     def relative(self) -> float:
-        """Root mean square of the errors, in units of that of the elements."""
+        """Root mean square of the errors, divided by that of the elements."""
         if self.squared_error == 0:
             return 0.0
         if self.squared == 0 or math.isinf(self.squared_error):
@@ -177,9 +177,10 @@ class Quantised(Protocol):
         unit_nbytes: bytes of the codes of a whole unit.
         units: how many there are, a short one included.
         statistics_nbytes: bytes of float32 statistics that are held until `Encoder.finish`.
-        device_part: the part that kernels of a device write beside the codes, "" where there is
-            none; None where the statistics become something else.
-        repeats: whether those kernels make the codes that the host makes.
+        device_parts: the parts that kernels of a device write beside the codes: one where
+            statistics stay as they are, their codes and scales where they are nested; None where
+            the statistics become something else.
+        on_cuda: what makes the codes that those kernels make: of each unit, one of these does.
     """
 
     @property
@@ -197,9 +198,9 @@ class Quantised(Protocol):
     @property
     def statistics_nbytes(self) -> int: ...  # noqa: D102
     @property
-    def device_part(self) -> str | None: ...  # noqa: D102
+    def device_parts(self) -> tuple[str, ...] | None: ...  # noqa: D102
     @property
-    def repeats(self) -> bool: ...  # noqa: D102
+    def on_cuda(self) -> tuple[Quantised, ...]: ...  # noqa: D102
 
     def encoder(self, src: DType, engine: Engine = "auto") -> Encoder:
         """An encoder for one tensor, from bytes of dtype ``src``.
@@ -211,10 +212,10 @@ class Quantised(Protocol):
         """
 
     def constants(self, offset: float = 0.0) -> dict[str, Array]:
-        """The parts that depend on no statistics but their mean, by suffix.
+        """Make the parts that depend on no statistic but the mean, by suffix.
 
         Args:
-            offset: that mean, where statistics are nested.
+            offset: the mean of the statistics, where these are nested.
         """
 
     def decode(self, parts: Mapping[str, Any]) -> Array:
@@ -228,13 +229,51 @@ class Quantised(Protocol):
         """
 
     def bound(self, parts: Mapping[str, Any]) -> Array:
-        """How far `decode` is from the tensor at most, element by element.
+        """The largest error that each element of `decode` can have.
 
-        It depends on the statistics alone, and holds for finite tensors whose scales are finite.
+        The bound follows from the statistics alone. It holds where elements and scales are finite.
 
         Returns:
             A float64 array that broadcasts to the tensor's shape.
         """
+
+
+class CodedWeight(NamedTuple):
+    """A weight that a parameter of a model holds as codes.
+
+    Attributes:
+        format: the name of its format.
+        shape: its shape, as it is quantised.
+        transposed: whether the checkpoint has it transposed.
+    """
+
+    format: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The shape in which it is quantised: all axes but the last number its rows."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def made(self) -> Quantised:
+        """What it becomes, whatever dtype it had."""
+        return _made(self.format, self.matrix)
+
+    def names(self, codes: str) -> list[str]:
+        """The names of its parts, where the codes have the name ``codes``, which comes first."""
+        return [part.name(codes) for part in self.made.parts]
+
+
+@cache
+def _made(format: str, shape: tuple[int, int]) -> Quantised:
+    return FORMATS[format].of(shape, F32)
 
 
 class Format(Protocol):
@@ -242,24 +281,28 @@ class Format(Protocol):
 
     Attributes:
         name: as users write it.
+        turns_conv1d: whether its library has transformers' Conv1D as a Linear, whose weight is the
+            transpose of what checkpoints hold.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
+    @property
+    def turns_conv1d(self) -> bool: ...  # noqa: D102
 
     def of(self, shape: tuple[int, ...], src: DType) -> Quantised:
-        """What a tensor becomes.
+        """Describe what a tensor becomes.
 
         Raises:
-            ValueError: the format cannot hold such a tensor; the message says why.
+            ValueError: the format cannot hold the tensor; the message says why.
         """
 
     def config(self, left: Sequence[str], dtype: str) -> dict[str, Any] | None:
         """What config.json says of a checkpoint in this format, as its ``quantization_config``.
 
         Args:
-            left: the modules with matrices that are left as they are.
-            dtype: what most other tensors are, and what is computed in.
+            left: the modules whose matrices stay as they are.
+            dtype: the dtype of most other tensors, in which the model computes.
 
         Returns:
             None where transformers has no such format.
@@ -269,6 +312,11 @@ class Format(Protocol):
 def flushed(x: Array) -> Array:
     """Float32 values with zeros for subnormals, as CUDA's fast arithmetic has them."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+def stepped(x: Array, steps: int) -> Array:
+    """Positive float32 values so many steps away in the last place: -1, 0 or 1."""
+    return np.nextafter(x, np.float32(math.inf * steps)) if steps else x
 
 
 _registered: dict[str, Format] = {}
@@ -307,10 +355,10 @@ FORMATS: Mapping[str, Format] = _Formats()
 
 
 def check_source(name: str, shape: tuple[int, ...], src: DType) -> int:
-    """The number of elements of a tensor that can be quantised.
+    """Check that a tensor can be quantised, and return how many elements it has.
 
     Raises:
-        ValueError: it is not of floats that can, or empty.
+        ValueError: the tensor is empty, or its dtype is none of `SOURCES`.
     """
     if src not in SOURCES:
         raise ValueError(

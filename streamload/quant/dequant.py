@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -35,11 +36,17 @@ from streamload.quant.base import Array, Engine
 from streamload.quant.dequant_kernels import Kernel, Values, compile_kernel
 from streamload.quant.group import Group, Packed
 from streamload.quant.stored import read_whole
+from streamload.units import round_up
 
 #: What quantised weights become.
 TARGETS: tuple[DType, ...] = (BF16, F16, F32)
 #: Reads a tensor of a group, all of it.
 Read = Callable[[TensorInfo], bytes]
+
+#: What a device has before the scales of a weight: see `quant.dequant_ptx`.
+PLACE_NBYTES = 64
+#: Most elements of a weight that a device dequantises: it numbers them in 32 bits.
+MOST_NUMEL = 2**32 - 1
 
 _ORACLE_NUMEL = 1 << 15
 _EXPONENTS = ("U8", "F8_E8M0")  # scales that are exponents of two, 127 more
@@ -102,10 +109,14 @@ class Weight:
 
 
 class Decoder:
-    """Dequantises one weight to a dtype; any thread may call `decode`, several at once."""
+    """Dequantises one weight to a dtype; any thread may call `decode`, several at once.
+
+    Attributes:
+        weight: how its values lie, and its scales.
+    """
 
     def __init__(self, weight: Weight, dst: DType, clamp: bool, kernel: Kernel | None) -> None:
-        self._weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
+        self.weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
 
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
@@ -127,7 +138,7 @@ class Decoder:
             ValueError: the lengths do not go together.
         """
         numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
-        bits = self._weight.values.bits
+        bits = self.weight.values.bits
         skipped = first * bits % 8 // bits  # of the first byte
         nbytes = ((skipped + numel) * bits + 7) // 8
         if odd or data.nbytes != nbytes * lines or (lines > 1 and (skipped or pitch * bits % 8)):
@@ -158,7 +169,7 @@ class Decoder:
         lines: int,
         pitch: int,
     ) -> CastCounts:
-        w = self._weight
+        w = self.weight
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
         arrays = (source, target, w.scales, w.zeros, w.table)
         addresses = [array.__array_interface__["data"][0] for array in arrays]
@@ -173,7 +184,7 @@ class Decoder:
     def _by_oracle(
         self, data: memoryview, out: memoryview, first: int, lines: int, pitch: int
     ) -> CastCounts:
-        w, itemsize = self._weight, self._dst.itemsize
+        w, itemsize = self.weight, self._dst.itemsize
         counts = ZERO
         n, width = data.nbytes // lines, out.nbytes // lines
         skipped = first * w.values.bits % 8 // w.values.bits
@@ -219,17 +230,35 @@ def register(kind: str, layout: Layout) -> None:
 
 def layout_of(kind: str) -> Layout | None:
     """The layout of groups of a kind; None where they stay as they are stored."""
+    return _layouts().get(kind)
+
+
+@cache
+def _layouts() -> dict[str, Layout]:
+    """All layouts: there may be very many weights to ask for, so files are listed once."""
     package = importlib.import_module("streamload.quant")
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("dequant_"):
             importlib.import_module(f"{package.__name__}.{module.name}")
-    return _registered.get(kind)
+    return _registered
 
 
 def scales_nbytes(group: Group) -> int:
     """What the host holds while the values of a weight stream: scales as stored, and as floats."""
     others = [info for info in group.members.values() if info is not group.values]
-    return sum(info.nbytes + 4 * info.numel for info in others)
+    layout = layout_of(group.kind)
+    as_stored = layout is not None and not layout.refused(group) and layout.values(group).exponents
+    return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
+
+
+def there_nbytes(group: Group) -> int:
+    """What a device that dequantises a weight holds of it: scales as it reads them; 0 for none."""
+    layout = layout_of(group.kind)
+    if layout is None or layout.refused(group):
+        return 0
+    others = [info for info in group.members.values() if info is not group.values]
+    itemsize = 1 if layout.values(group).exponents else 4
+    return round_up(PLACE_NBYTES + sum(itemsize * info.numel for info in others), 8)
 
 
 def check_target(info: Packed, dst: DType) -> None:
@@ -264,9 +293,7 @@ def decoder_of(
             kernel for this machine.
     """
     check_target(info, dst)
-    layout = layout_of(info.group.kind)
-    assert layout is not None, info.group.kind
-    weight = layout.weight(info.group, read)
+    weight = weight_of(info, read)
     clamp = out_of_range == "clamp"
     kernel = None
     if engine != "numpy":
@@ -276,6 +303,13 @@ def decoder_of(
             if engine == "llvm":
                 raise
     return Decoder(weight, dst, clamp, kernel)
+
+
+def weight_of(info: Packed, read: Read) -> Weight:
+    """Read all of a weight but its values; raises CheckpointError where that is invalid."""
+    layout = layout_of(info.group.kind)
+    assert layout is not None, info.group.kind
+    return layout.weight(info.group, read)
 
 
 class Decoders:
@@ -331,13 +365,13 @@ def floats(info: TensorInfo, data: bytes) -> Array:
         exponents = raw.astype(np.int32) - 127
         found = np.where(raw == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
     else:
-        found = raw.view(info.dtype.numpy).astype(np.float32)
+        found = raw.view(info.dtype.numpy).astype(np.float32, copy=False)
     check_finite(info, np.isfinite(found))
-    return found.astype(np.float32)
+    return found
 
 
 def check_finite(info: TensorInfo, finite: Array) -> None:
-    """Raise CheckpointError for a tensor that has not only finite numbers."""
+    """Raise CheckpointError unless all numbers of a tensor are finite."""
     count = finite.size - int(np.count_nonzero(finite))
     if count:
         raise CheckpointError(

@@ -30,6 +30,10 @@ class _Values(Pairs):
 
     def instructions(self, v: Vector, codes: str) -> str:
         """See `Values.instructions`."""
+        if v.width == 1:
+            index = v.convert("zext", "i8", codes, "i64")
+            place = v.emit(f"getelementptr float, ptr %table, i64 {index}")
+            return v.emit(f"load float, ptr {place}")
         values = []
         for code in range(16):
             place = v.emit(f"getelementptr float, ptr %table, i64 {code}")

@@ -20,8 +20,7 @@ from streamload.quant.base import Array
 from streamload.quant.dequant import Read, Weight, by_blocks, floats, register
 from streamload.quant.dequant_kernels import Bytes
 from streamload.quant.group import Group
-
-_BITSANDBYTES_STEP = np.float64(np.float32(7.874015718698502e-3))  # 1 / 127, as it has it
+from streamload.quant.int8 import BITSANDBYTES_STEP
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class _Bitsandbytes:
             problem = "the rows of the weight do not follow each other"
             raise CheckpointError(form.shard, problem, [0], list(found), tensor=form.name)
         scb = group.members["SCB"]
-        scales = floats(scb, read(scb)).astype(np.float64) * _BITSANDBYTES_STEP
+        scales = floats(scb, read(scb)).astype(np.float64) * np.float64(BITSANDBYTES_STEP)
         members = {"weight": group.values, "scale": scb}
         group = replace(group, members=members)
         return by_blocks(group, _Values(), scales.astype(np.float32))

@@ -7,7 +7,7 @@ product that is a midpoint, or a number of the target, may have been rounded to 
 and value are short enough. Such vectors, and any with zeros by a scale of 0, NaN or what is out of
 range, take the product in float64, which is exact, and `cast.kernels.careful`.
 
-Kernels depend on nothing outside themselves, as those of `cast.kernels`.
+Like the kernels of `cast.kernels`, these call no function of another object.
 """
 
 from __future__ import annotations
@@ -16,32 +16,24 @@ import threading
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_void_p
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from streamload._kept import keep, read_kept
 from streamload.cast.floats import FORMATS, plain_range
-from streamload.cast.kernels import ENVIRONMENT, NARROW, Vector, careful
-from streamload.cast.llvm import (
-    ELF,
-    Target,
-    compile_object,
-    host_target,
-    link_object,
-    undefined_symbols,
-)
+from streamload.cast.kernels import ENVIRONMENT, LOOP, NARROW, TOLD, Vector, careful
+from streamload.cast.llvm import link_kernel
 from streamload.dtypes import F32, F64, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import Array
-from streamload.quant.kernels import splat
+from streamload.quant.kernels import kept_object, splat
 
 SYMBOL = "dequantise"
 _WIDTH = 32  # elements of a step
 
 
 class Values(Protocol):
-    """What the values of a layout are. Equal ones share a kernel.
+    """How the values of a layout are stored. Layouts that are equal share a kernel.
 
     Attributes:
         name: of the layout, for errors.
@@ -104,15 +96,15 @@ class Pairs:
         return np.stack(both, axis=1).reshape(-1)
 
 
-def _load(v: Vector, values: Values) -> str:
-    """The codes from ``%index`` on, an i8 each."""
+def load(v: Vector, values: Values, index: str = "%index") -> str:
+    """The codes from element ``index`` of ``%src`` on, an i8 each."""
     if values.bits == 8:
-        place = v.emit("getelementptr i8, ptr %src, i64 %index")
+        place = v.emit(f"getelementptr i8, ptr %src, i64 {index}")
         return v.emit(f"load {v.type('i8')}, ptr {place}, align 1")
-    place = v.emit("getelementptr i8, ptr %src, i64 " + v.emit("lshr i64 %index, 1"))
+    place = v.emit("getelementptr i8, ptr %src, i64 " + v.emit(f"lshr i64 {index}, 1"))
     if v.width == 1:
         both = v.emit(f"load i8, ptr {place}, align 1")
-        is_second = v.emit("trunc i64 %index to i1")
+        is_second = v.emit(f"trunc i64 {index} to i1")
         low, high = v.op("and", "i8", both, 15), v.op("lshr", "i8", both, 4)
         first, second = (high, low) if values.high_first else (low, high)
         return v.select(is_second, "i8", second, first)
@@ -150,89 +142,91 @@ def _exact(
     ]
 
 
+def product(
+    v: Vector,
+    values: Values,
+    dst: DType,
+    codes: str,
+    sums: list[str],
+    *,
+    clamp: bool,
+    key: str = "",
+) -> tuple[str, list[str]]:
+    """Elements from their codes, ``%scale``, ``%zero`` and ``%guard``, and the sums after them.
+
+    Args:
+        v: where the instructions go.
+        values: what the codes are.
+        dst: what the elements are.
+        codes: an i8 each.
+        sums: i64, what `_exact` counts.
+        clamp: elements that overflow become the largest finite value of their sign.
+        key: what the names of labels end with; the last label is ``join`` and this.
+    """
+    value = values.instructions(v, codes)
+    if values.has_zeros:
+        value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
+    scale = splat(v, "float", "%scale")
+    of = v.type(f"i{dst.bits}")
+    if dst is F32:
+        y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
+        v.lines += [f"br label %join{key}", f"join{key}:"]
+        return y, ends
+    lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
+    bits = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
+    start, stop = plain_range(F32, dst, direct=False)
+    magnitude = v.op("and", "i32", bits, FORMATS["F32"].magnitude)
+    is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
+    low = v.op("and", "i32", bits, (1 << (lost - 1)) - 1)
+    is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
+    is_special = v.op("or", "i1", is_special, is_doubtful)
+    is_special = v.op("and", "i1", is_special, v.op("fcmp une", "float", value, 0.0))
+    any_special = v.emit(v.reduced("or", "i1", is_special))
+    v.lines += [f"br i1 {any_special}, label %careful{key}, label %plain{key}", f"careful{key}:"]
+    cared, cared_sums = _exact(v, dst, value, scale, sums, clamp=clamp)
+    v.lines += [f"br label %join{key}", f"plain{key}:"]
+    narrowed = NARROW[dst.code](v, bits)
+    is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", bits, (1 << lost) - 1), 0)
+    plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
+    v.lines += [f"br label %join{key}", f"join{key}:"]
+    y = v.emit(f"phi {of} [{cared}, %careful{key}], [{narrowed}, %plain{key}]")
+    ends = [
+        v.emit(f"phi i64 [{a}, %careful{key}], [{b}, %plain{key}]")
+        for a, b in zip(cared_sums, plain_sums, strict=True)
+    ]
+    return y, ends
+
+
 def _segment(
     name: str, values: Values, dst: DType, *, clamp: bool, native_half: bool, width: int
 ) -> str:
     """IR of a function for elements of one scale; ``width`` divides how many."""
     v = Vector(width, native_half)
-    value = values.instructions(v, _load(v, values))
-    if values.has_zeros:
-        value = v.op("fsub", "float", value, splat(v, "float", "%zero"))
-    scale = splat(v, "float", "%scale")
     sums = [f"%sum{slot}" for slot in range(3)]
     of = v.type(f"i{dst.bits}")
-    if dst is F32:
-        y, ends = _exact(v, dst, value, scale, sums, clamp=clamp)
-        v.lines += ["br label %join", "join:"]
-    else:
-        lost = FORMATS["F32"].mantissa_bits - FORMATS[dst.code].mantissa_bits
-        product = v.convert("bitcast", "float", v.op("fmul", "float", value, scale), "i32")
-        start, stop = plain_range(F32, dst, direct=False)
-        magnitude = v.op("and", "i32", product, FORMATS["F32"].magnitude)
-        is_special = v.op("icmp uge", "i32", v.op("sub", "i32", magnitude, start), stop - start)
-        low = v.op("and", "i32", product, (1 << (lost - 1)) - 1)
-        is_doubtful = v.op("icmp eq", "i32", low, splat(v, "i32", "%guard"))
-        is_special = v.op("or", "i1", is_special, is_doubtful)
-        is_special = v.op("and", "i1", is_special, v.op("fcmp une", "float", value, 0.0))
-        any_special = v.emit(v.reduced("or", "i1", is_special))
-        v.lines += [f"br i1 {any_special}, label %careful, label %plain", "careful:"]
-        cared, cared_sums = _exact(v, dst, value, scale, sums, clamp=clamp)
-        v.lines += ["br label %join", "plain:"]
-        plain = NARROW[dst.code](v, product)
-        is_rounded = v.op("icmp ne", "i32", v.op("and", "i32", product, (1 << lost) - 1), 0)
-        plain_sums = [*sums[:2], _count(v, sums[2], is_rounded)]
-        v.lines += ["br label %join", "join:"]
-        y = v.emit(f"phi {of} [{cared}, %careful], [{plain}, %plain]")
-        ends = [
-            v.emit(f"phi i64 [{a}, %careful], [{b}, %plain]")
-            for a, b in zip(cared_sums, plain_sums, strict=True)
-        ]
+    y, ends = product(v, values, dst, load(v, values), sums, clamp=clamp)
     carried = [
         f"{total} = phi i64 [0, %entry], [{end}, %join]"
         for total, end in zip(sums, ends, strict=True)
     ]
-    added = [
-        f"%slot{i} = getelementptr i64, ptr %tally, i64 {i}\n  %old{i} = load i64, ptr %slot{i}\n"
-        f"  %new{i} = add i64 %old{i}, {end}\n  store i64 %new{i}, ptr %slot{i}"
-        for i, end in enumerate(ends)
-    ]
-    return _SEGMENT.format(
+    return LOOP.format(
         name=name,
+        arguments=_ARGUMENTS,
+        attributes="alwaysinline" if width > 1 else "noinline",
         carried="\n  ".join(carried),
-        body="\n  ".join(v.lines),
+        body="\n  ".join(["%index = add i64 %first, %at", *v.lines]),
         target=f"i{dst.bits}",
+        index="%index",
         stored=of,
         y=y,
         width=width,
-        ends="\n  ".join(added),
-        attributes="alwaysinline" if width > 1 else "noinline",
+        ends="".join(TOLD.format(slot=slot, value=end) for slot, end in enumerate(ends)),
     )
 
 
-_SEGMENT = """
-define internal void @{name}(
+_ARGUMENTS = """
     ptr noalias %src, ptr noalias %out, i64 %first, i64 %numel, float %scale, float %zero,
     i32 %guard, ptr noalias %table, ptr noalias %tally
-) {attributes} nounwind {{
-entry:
-  %any = icmp ne i64 %numel, 0
-  br i1 %any, label %loop, label %exit
-loop:
-  %at = phi i64 [0, %entry], [%next, %join]
-  {carried}
-  %index = add i64 %first, %at
-  {body}
-  %out.at = getelementptr {target}, ptr %out, i64 %index
-  store {stored} {y}, ptr %out.at, align 1
-  %next = add i64 %at, {width}
-  %more = icmp ult i64 %next, %numel
-  br i1 %more, label %loop, label %end
-end:
-  {ends}
-  br label %exit
-exit:
-  ret void
-}}
 """
 
 _PLACE = (
@@ -319,22 +313,24 @@ exit:
 """
 
 
-def _scale(values: Values) -> str:
-    """The instructions for a segment's scale, and what products by it are doubtful."""
-    one = Vector(1, native_half=False)
+def scale_of(values: Values, one: Vector, index: str = "%index") -> None:
+    """Instructions for ``%scale`` and ``%zero``, and for ``%guard``: which products are doubtful.
+
+    They are number ``index`` of ``%scales`` and ``%zeros``.
+    """
     if values.exponents:
-        place = one.emit("getelementptr i8, ptr %scales, i64 %index")
+        place = one.emit(f"getelementptr i8, ptr %scales, i64 {index}")
         wide = one.emit(f"zext i8 {one.emit(f'load i8, ptr {place}')} to i32")
         shifted = one.op("shl", "i32", wide, 23)
         is_least = one.op("icmp eq", "i32", wide, 0)
         bits = one.select(is_least, "i32", 1 << 22, shifted)  # 2^-127 is subnormal
         one.lines.append(f"%scale = bitcast i32 {bits} to float")
     else:
-        place = one.emit("getelementptr float, ptr %scales, i64 %index")
+        place = one.emit(f"getelementptr float, ptr %scales, i64 {index}")
         one.lines.append(f"%scale = load float, ptr {place}")
         bits = one.emit("bitcast float %scale to i32")
     if values.has_zeros:
-        place = one.emit("getelementptr float, ptr %zeros, i64 %index")
+        place = one.emit(f"getelementptr float, ptr %zeros, i64 {index}")
         one.lines.append(f"%zero = load float, ptr {place}")
     else:
         one.lines.append("%zero = fadd float 0.0, 0.0")
@@ -342,7 +338,6 @@ def _scale(values: Values) -> str:
     mask = (1 << min(values.significant_bits, 23)) - 1
     is_short = one.op("icmp eq", "i32", one.op("and", "i32", bits, mask), 0)
     one.lines.append(f"%guard = select i1 {is_short}, i32 -1, i32 0")
-    return "\n  ".join(one.lines)
 
 
 def kernel_ir(
@@ -360,6 +355,8 @@ def kernel_ir(
         for name, width in (("vectors", _WIDTH), ("scalars", 1))
     )
     place = []
+    one = Vector(1, native_half)
+    scale_of(values, one)
     for slot, name in enumerate(_PLACE):
         place.append(f"%at.{name} = getelementptr i64, ptr %place, i64 {slot}")
         place.append(f"%{name} = load i64, ptr %at.{name}")
@@ -367,7 +364,7 @@ def kernel_ir(
         symbol=SYMBOL,
         enter=enter,
         place="\n  ".join(place),
-        scale=_scale(values),
+        scale="\n  ".join(one.lines),
         vector=_WIDTH,
         target=f"i{dst.bits}",
         leave=leave,
@@ -396,26 +393,10 @@ def compile_kernel(values: Values, dst: DType, *, clamp: bool) -> Kernel:
 
 @cache
 def _compile(values: Values, dst: DType, clamp: bool) -> Kernel | str:
-    try:
-        target = host_target()
-        for native_half in (True, False) if target.native_half else (False,):
-            ir = kernel_ir(
-                values, dst, clamp=clamp, native_half=native_half, architecture=target.architecture
-            )
-            image = _object(ir, target)
-            if not image.startswith(ELF) or not undefined_symbols(image):
-                kernel: Any = link_object(image, target, SYMBOL, _KERNEL_TYPE)
-                return kernel  # type: ignore[no-any-return]
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        return f"no LLVM kernel for this machine: {error}"
-    return "the compiled kernel would call functions that are not there"
+    def ir(native_half: bool, architecture: str) -> str:
+        return kernel_ir(
+            values, dst, clamp=clamp, native_half=native_half, architecture=architecture
+        )
 
-
-def _object(ir: str, target: Target) -> bytes:
-    """The kernel's object file, kept for later processes."""
-    depends_on = ("dequant", target.triple, target.cpu, target.features, ir)
-    kept = read_kept(*depends_on)
-    if kept is None:
-        kept = compile_object(ir, target)
-        keep(kept, *depends_on)
-    return kept
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
+    return kernel

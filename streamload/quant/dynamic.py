@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit dynamic type: what the statistics of 4-bit blocks are nested in.
+"""bitsandbytes' 8-bit dynamic type, which holds the nested statistics of 4-bit blocks.
 
 Source: bitsandbytes 0.50.2, `create_dynamic_map`, `quantize_cpu_impl` (csrc/cpu_ops.cpp) and
 `dQuantize` (csrc/kernels.cu). Blocks of 256 values share a scale, their largest magnitude. The CPU
@@ -14,6 +14,8 @@ import numpy as np
 from streamload.quant.base import Arithmetic, Array, flushed
 
 BLOCK = 256
+#: Bytes of `dynamic_map`.
+MAP_NBYTES = 4 * 256
 _STEPS = 65536
 _AT_ONCE = 2**16  # values, of whole blocks: temporaries of a few MB
 
@@ -50,8 +52,8 @@ def quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
 
     Args:
         x: one-dimensional; the last block may be short.
-        arithmetic: whose. CUDA's takes 1/scale from an approximation that is within a unit in the
-            last place of what is used here.
+        arithmetic: the device to compute like. CUDA approximates 1/scale within a unit in the
+            last place of the number used here.
     """
     starts = range(0, x.size, _AT_ONCE)
     some = [_quantised(x[start : start + _AT_ONCE], arithmetic) for start in starts]
@@ -107,5 +109,5 @@ def decoded(codes: Array, scales: Array) -> Array:
     return values
 
 
-#: How far a value is at most from its nearest in the map, and from the step it is looked up at.
+#: The largest distance of a value from its nearest in the map, and from its step.
 LARGEST_ERROR = float(np.diff(dynamic_map().astype(np.float64)).max()) / 2 + 2.0 / _STEPS

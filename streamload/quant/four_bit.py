@@ -17,7 +17,8 @@ lies within a unit in the last place for weights.
 On CUDA (`kQuantizeBlockwise`, csrc/kernels.cu, compiled with ``--use_fast_math``) subnormals are
 zeros, 1 / absmax is ``rcp.approx.ftz``, short blocks are as others, fp4's midpoints are constants
 of six digits and its ties go to zero on both sides, and in a block of zeros every code is 0. The
-arithmetic "cuda" does that; on the host its reciprocal is the nearest, on CUDA the device's own.
+arithmetic "cuda" does that; on the host its reciprocal is the nearest, on CUDA the device's own,
+which is at most a step in the last place from it (PTX ISA, "rcp.approx.ftz.f32": 1 ulp).
 
 Error: half the widest gap between values, times absmax; nested, also that of absmax itself.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,15 @@ import numpy as np
 from streamload.cast.kernels import Vector
 from streamload.dtypes import BY_CODE, F32, DType
 from streamload.quant import dynamic
-from streamload.quant.base import Arithmetic, Array, Part, check_source, flushed, register
+from streamload.quant.base import (
+    Arithmetic,
+    Array,
+    Part,
+    check_source,
+    flushed,
+    register,
+    stepped,
+)
 from streamload.quant.kernels import Packing, Scalars, magnitude_bits
 from streamload.quant.units import Encoded, Units
 
@@ -70,7 +79,7 @@ _JSON_FLOAT = 25  # characters that a float takes at most
 
 @dataclass(frozen=True)
 class _Ranks:
-    """How scaled elements become codes.
+    """How scaled elements become codes, by their rank among 15 bounds.
 
     Attributes:
         bounds: 15, ascending; an element's rank is how many are less.
@@ -181,16 +190,18 @@ class FourBitBlocks(Units):
     """A tensor as nf4 or fp4.
 
     Args:
-        kind: which.
+        kind: the 16 values.
         block: elements of a block.
-        nested: absmax are quantised as well.
-        arithmetic: whose.
+        nested: whether absmax are quantised as well.
+        arithmetic: the device to compute like.
+        steps: of CUDA's arithmetic, how far its reciprocal is from the nearest, in the last place.
     """
 
     kind: Kind
     block: int
     nested: bool
     arithmetic: Arithmetic
+    steps: int = 0
 
     has_statistics = True
 
@@ -203,6 +214,11 @@ class FourBitBlocks(Units):
     def unit_nbytes(self) -> int:
         """Bytes of a block's codes."""
         return self.block // 2
+
+    @property
+    def on_cuda(self) -> tuple[FourBitBlocks, ...]:
+        """See `Quantised.on_cuda`."""
+        return tuple(replace(self, arithmetic="cuda", steps=steps) for steps in (0, -1, 1))
 
     @property
     def _state(self) -> str:
@@ -227,9 +243,9 @@ class FourBitBlocks(Units):
         )
 
     @property
-    def device_part(self) -> str | None:
-        """See `Units.device_part`; nested, absmax are quantised when all are there."""
-        return None if self.nested else ".absmax"
+    def device_parts(self) -> tuple[str, ...]:
+        """See `Units.device_parts`; nested, absmax are quantised when all are there."""
+        return (".absmax", ".nested_absmax") if self.nested else (".absmax",)
 
     @property
     def recipe(self) -> _Recipe:
@@ -285,7 +301,7 @@ class FourBitBlocks(Units):
         x = flushed(x)
         absmax = np.abs(x).max(axis=1)
         with np.errstate(divide="ignore"):
-            inverse = flushed(np.float32(1) / absmax)
+            inverse = flushed(stepped(np.float32(1) / absmax, self.steps))
         is_zero = absmax == 0
         inverse[is_zero] = 0
         scaled = flushed(x * inverse[:, None])
@@ -335,8 +351,8 @@ class FourBitBlocks(Units):
     def bound(self, parts: Mapping[str, Any]) -> Array:
         """Half the widest gap, times the largest that absmax can be; and absmax's own error.
 
-        Two more terms: what CPUs and CUDA take for zero, and blocks beyond 2^126, the reciprocals
-        of which are zero on CUDA.
+        Two more terms cover magnitudes that CPUs and CUDA take for zero, and blocks beyond 2^126,
+        where CUDA's reciprocal is zero.
         """
         absmax, error = self._absmax(parts)
         largest = np.abs(absmax.astype(np.float64)) + error
@@ -352,16 +368,17 @@ class FourBit:
     """A format of this file.
 
     Attributes:
-        kind: which values.
-        nested: absmax are quantised as well.
+        kind: the 16 values.
+        nested: whether absmax are quantised as well.
         block: elements of a block, one of `BLOCKS`.
-        arithmetic: whose.
+        arithmetic: the device to compute like.
     """
 
     kind: Kind
     nested: bool = False
     block: int = 64
     arithmetic: Arithmetic = "cpu"
+    turns_conv1d = True
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What belongs together to one quantised weight, and what headers must say of it."""
+"""The tensors of one quantised weight, and the checks of their headers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Layouts:
 
     Attributes:
         checkpoint: its headers.
-        config: what its configuration says of how it is quantised; empty where it does not.
+        config: the part of its configuration that says how it is quantised; empty without one.
     """
 
     checkpoint: Checkpoint
@@ -153,7 +153,7 @@ class Layouts:
 
 
 def config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a configuration says of how the checkpoint is quantised; empty where it does not."""
+    """The part of a configuration that says how the checkpoint is quantised; empty without one."""
     for part in _parts(config):
         for key in CONFIG_KEYS:
             if isinstance(found := part.get(key), Mapping):
@@ -167,6 +167,6 @@ def config_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A configuration, and those of the models that it consists of, one level down."""
+    """A configuration, and the configurations inside it, one level down."""
     yield config
     yield from (value for value in config.values() if isinstance(value, dict))

@@ -2,8 +2,8 @@
 
 "int8": a row is all that one index of the first axis holds. Its scale is its largest magnitude
 divided by 127, in float32, and a code is an element divided by the scale, to nearest even, within
-127 of zero. A row of zeros has the scale 0 and codes 0, and so has one whose scale is too small for
-float32. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
+127 of zero. A row of zeros has the scale 0 and codes 0; so has a row whose scale float32 cannot
+hold. The scale is named and shaped as in the "int-quantized" layout of compressed-tensors
 (``weight_scale``, one column), so that ``code * scale`` decodes it there too.
 
 "bitsandbytes-int8": the layout of bitsandbytes 0.50.2 for ``load_in_8bit`` (``weight``, ``SCB``,
@@ -12,7 +12,7 @@ statistic of a row is its largest magnitude there, and a code is an element time
 127), to nearest even (`int8_vectorwise_quant` of its default backend, in torch). Where an element
 is beyond float16 the statistic is infinite and the codes of its row are 0, as bitsandbytes has
 them: such elements are counted as overflowed. On CUDA (`kInt8VectorQuant`) the reciprocal is
-approximate (``__fdividef``).
+approximate (``__fdividef``), at most a step in the last place from the nearest one.
 
 Error: half a step, that is half the scale, and what float32 rounds; in bitsandbytes' layout also
 what float16 rounds.
@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from streamload.cast.kernels import NARROW, WIDEN, Vector
 from streamload.dtypes import BY_CODE, F32, DType
-from streamload.quant.base import Array, Part, check_source, register
+from streamload.quant.base import Array, Part, check_source, register, stepped
 from streamload.quant.kernels import Packing, Scalars, magnitude_bits
 from streamload.quant.units import Encoded, Units
 
@@ -38,7 +38,8 @@ _I8, _U8 = BY_CODE["I8"], BY_CODE["U8"]
 _ROUNDER = 1.5 * 2.0**23
 _ROUNDER_BITS = 0x4B400000
 _INFINITE = 0x7F800000
-_BITSANDBYTES_STEP = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes decodes
+#: 1 / 127, by which bitsandbytes multiplies when it decodes.
+BITSANDBYTES_STEP = np.float32(7.874015718698502e-3)
 
 
 def nearest(v: Vector, x: str) -> tuple[str, str]:
@@ -99,11 +100,10 @@ class _BitsandbytesRecipe:
         is_infinite = v.op("icmp eq", "i32", magnitude_bits(v, half), _INFINITE)
         steps = v.op("fmul", "float", v.select(is_infinite, "float", 0.0, half), factor)
         code, value = nearest(v, steps)
-        decoded = v.op("fmul", "float", v.op("fmul", "float", value, statistic), _STEP)
+        decoded = v.op(
+            "fmul", "float", v.op("fmul", "float", value, statistic), float(BITSANDBYTES_STEP)
+        )
         return code, decoded
-
-
-_STEP = float(_BITSANDBYTES_STEP)
 
 
 def _through_half(v: Vector, x: str) -> str:
@@ -127,9 +127,9 @@ class _Rows(Units):
         return self.unit_numel
 
     @property
-    def device_part(self) -> str:
-        """See `Units.device_part`."""
-        return self.parts[1].suffix
+    def device_parts(self) -> tuple[str, ...]:
+        """See `Units.device_parts`."""
+        return (self.parts[1].suffix,)
 
     def _rows(self, parts: Mapping[str, Any], scales: str) -> tuple[Array, Array]:
         """The codes as float32, and the statistics, with as many axes."""
@@ -171,8 +171,15 @@ class Int8Rows(_Rows):
         return wide * (0.5 + 127 * 2.0**-22) + 128 * 2.0**-149
 
 
+@dataclass(frozen=True)
 class BitsandbytesRows(_Rows):
-    """A matrix as bitsandbytes' ``Int8Params``."""
+    """A matrix as bitsandbytes' ``Int8Params``.
+
+    Args:
+        steps: on CUDA, how far the reciprocal is from the nearest, in the last place.
+    """
+
+    steps: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -189,6 +196,11 @@ class BitsandbytesRows(_Rows):
         return _BitsandbytesRecipe()
 
     @property
+    def on_cuda(self) -> tuple[BitsandbytesRows, ...]:
+        """See `Quantised.on_cuda`."""
+        return tuple(replace(self, steps=steps) for steps in (0, -1, 1))
+
+    @property
     def device_recipe(self) -> _BitsandbytesRecipe:
         """See `Units.device_recipe`."""
         return _BitsandbytesRecipe(approximates=True)
@@ -198,10 +210,10 @@ class BitsandbytesRows(_Rows):
         with np.errstate(all="ignore"):
             half = x.astype(np.float16)
             statistics = np.abs(half).max(axis=1).astype(np.float32)
-            factors = np.float32(1) / statistics * np.float32(127)
+            factors = stepped(np.float32(1) / statistics, self.steps) * np.float32(127)
             steps = half.astype(np.float32) * factors[:, None]
             codes = np.rint(np.where(np.isfinite(steps), steps, np.float32(0)))
-            decoded = codes * statistics[:, None] * _BITSANDBYTES_STEP
+            decoded = codes * statistics[:, None] * BITSANDBYTES_STEP
         overflowed = int(np.count_nonzero(np.isinf(half)))
         return Encoded(codes.astype(np.int8), decoded, statistics, overflowed)
 
@@ -213,7 +225,7 @@ class BitsandbytesRows(_Rows):
         """See `Quantised.decode`; as `int8_vectorwise_dequant` computes it."""
         codes, statistics = self._rows(parts, "SCB")
         with np.errstate(invalid="ignore"):
-            decoded: Array = codes * statistics * _BITSANDBYTES_STEP
+            decoded: Array = codes * statistics * BITSANDBYTES_STEP
         return decoded
 
     def bound(self, parts: Mapping[str, Any]) -> Array:
@@ -229,11 +241,16 @@ class Int8:
 
     Attributes:
         name: as users write it.
-        layout: whose it is.
+        layout: "rows" as compressed-tensors has it, or that of bitsandbytes.
     """
 
     name: str
     layout: Literal["rows", "bitsandbytes"]
+
+    @property
+    def turns_conv1d(self) -> bool:
+        """See `Format`."""
+        return self.layout == "bitsandbytes"
 
     def of(self, shape: tuple[int, ...], src: DType) -> Int8Rows | BitsandbytesRows:
         """See `Format.of`."""

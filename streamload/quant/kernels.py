@@ -5,7 +5,7 @@ first is a maximum of integers. Only where that is not finite are NaN and infini
 element after the other; making them finite takes a few integer instructions, and is always done.
 Errors are float32 differences, and squares are summed in float64.
 
-Kernels depend on nothing outside themselves, as those of `cast.kernels` do not.
+Like the kernels of `cast.kernels`, these call no function of another object.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import QuantCounts
 
-#: How codes lie: a byte each; two a byte, the first in the high bits; two a byte, those of the
-#: unit's first half in the low bits.
+#: How codes lie: one in a byte; two in a byte, the first in the high bits ("pairs"); two in a byte,
+#: one of the unit's first half in the low bits ("halves").
 Packing = Literal["bytes", "pairs", "halves"]
 
 #: The kernel's name.
@@ -60,11 +60,11 @@ class Recipe(Protocol):
     """A format's own instructions, for the host and for CUDA.
 
     Attributes:
-        numel: elements of a unit; 0 where the caller says.
-        packing: how its codes lie.
+        numel: elements of a unit; 0 where each call says how many.
+        packing: how the codes of a unit lie.
         header_nbytes: bytes of a unit before its codes.
-        signed: the sign of the largest element matters; the first counts where several are largest.
-        goes_through_half: elements that float16 does not reach are counted.
+        signed: whether the largest element keeps its sign; of several, the first counts.
+        goes_through_half: whether elements beyond float16 are counted.
     """
 
     @property
@@ -525,12 +525,12 @@ def _compile(recipe: Recipe, src: DType) -> Kernel | str:
     def ir(native_half: bool, architecture: str) -> str:
         return kernel_ir(recipe, src, native_half=native_half, architecture=architecture)
 
-    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, _object)
+    kernel: Kernel | str = link_kernel(ir, SYMBOL, _KERNEL_TYPE, kept_object)
     return kernel
 
 
-def _object(ir: str, target: Target) -> bytes:
-    """The kernel's object file, kept for later processes."""
+def kept_object(ir: str, target: Target) -> bytes:
+    """The object file of a kernel, kept for later processes; see `cast.llvm.link_kernel`."""
     depends_on = ("quant", target.triple, target.cpu, target.features, ir)
     kept = read_kept(*depends_on)
     if kept is None:

@@ -163,7 +163,9 @@ class Q80Blocks(GGUFBlocks):
 
 
 class GGUFFormat:
-    """What both formats share: transformers reads them from GGUF files alone."""
+    """What both formats share: transformers reads these formats from GGUF files alone."""
+
+    turns_conv1d = False
 
     def config(self, left: Sequence[str], dtype: str) -> None:
         """See `Format.config`."""

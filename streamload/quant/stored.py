@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint belong together to quantised weights, and what follows from it.
+"""Which tensors of a checkpoint make up a quantised weight, and which casts that forbids.
 
 They are recognised by names, dtypes, shapes and the configuration. Nothing is read: only
 `read_states` reads the few bytes in which some layouts keep a weight's shape.
@@ -162,8 +162,8 @@ def kept_dtype(checkpoint: Checkpoint, info: TensorInfo) -> DType | None:
     """The dtype that a tensor keeps, whatever is asked for, since it belongs to a quantised weight.
 
     Returns:
-        None for other tensors, and for floats of 8 bits, which say themselves what they are: where
-        another dtype is asked for, `check_cast` refuses it.
+        None for other tensors, and for floats of 8 bits: where another dtype is asked for,
+        `check_cast` refuses it.
     """
     group = members(checkpoint).get(info.name)
     if group is None:
@@ -195,14 +195,14 @@ def check_cast(checkpoint: Checkpoint, name: str, dst: DType, instead: str) -> N
 
 
 def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[list[_T]]:
-    """Put what is made of tensors of one quantised weight next to each other, in one list.
+    """Group values by the quantised weight that their tensors belong to.
 
     Args:
         checkpoint: the headers.
-        rows: (tensor, what is made of it), in order.
+        rows: (tensor, value), in order.
 
     Returns:
-        Lists in the order of their first; each other tensor has one of its own.
+        A list for each weight and one for each other tensor, in the order of their first values.
     """
     of = members(checkpoint)
     out: dict[str, list[_T]] = {}
@@ -220,7 +220,7 @@ def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[lis
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """By tensor, the quantised weight that it belongs to, for people; none where one is invalid."""
+    """For messages: by tensor, the quantised weight that it belongs to; {} if one is invalid."""
     try:
         return {name: f"{group.name} ({group.kind})" for name, group in members(checkpoint).items()}
     except CheckpointError:  # it is checked or compared for what it is
@@ -230,10 +230,10 @@ def weights(checkpoint: Checkpoint) -> dict[str, str]:
 def by_weight(
     rows: Iterable[tuple[str, str]], quantised: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """What is said of tensors, in one row for those of each quantised weight.
+    """Join lines about tensors: one row for each quantised weight, one for each other tensor.
 
     Args:
-        rows: (tensor, what is said of it).
+        rows: (tensor, text about it).
         quantised: the weights that tensors belong to, of `weights`.
     """
     out: dict[str, str] = {}

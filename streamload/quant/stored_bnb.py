@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import NoReturn
 
 from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BY_NAME
@@ -22,6 +22,7 @@ _CODES = 16  # of a value of 4 bits
 _NESTED_CODES = 256
 _FLOATS = ("float16", "bfloat16", "float32")
 _MOST_STATE_NBYTES = 2**16
+_MOST_BLOCK = 4096  # elements, of the blocks that bitsandbytes has
 
 #: Last components of names that mark a group.
 LEAVES = (
@@ -93,7 +94,7 @@ def with_state(layouts: Layouts, group: Group, data: bytes) -> Group:
     """The group, with what the bytes of its state say; they are checked against the headers."""
     info = group.members["quant_state"]
 
-    def refuse(problem: str, expected: object, found: object) -> Any:
+    def refuse(problem: str, expected: object, found: object) -> NoReturn:
         layouts.refuse(info.name, f"the quantisation state {problem}", expected, found)
 
     try:
@@ -107,14 +108,13 @@ def with_state(layouts: Layouts, group: Group, data: bytes) -> Group:
         refuse("names another type than the tensor", kind, state.get("quant_type"))
     if state.get("dtype") not in _FLOATS:
         refuse("names no dtype of weights", " or ".join(_FLOATS), state.get("dtype"))
-    size = _power_of_two(state.get("blocksize"))
+    size = _block_size(state.get("blocksize"))
     if size is None:
-        refuse("has no valid blocksize", "a power of two", state.get("blocksize"))
-        raise AssertionError
+        expected = f"a power of two up to {_MOST_BLOCK}"
+        refuse("has no valid blocksize", expected, state.get("blocksize"))
     shape = state.get("shape")
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         refuse("has no valid shape", "a list of lengths", shape)
-        raise AssertionError
     numel, nbytes = math.prod(shape), group.values.nbytes
     itemsize = group.values.dtype.itemsize
     if -(-numel // 2 // itemsize) * itemsize != nbytes and -(-numel // 2) != nbytes:
@@ -124,12 +124,12 @@ def with_state(layouts: Layouts, group: Group, data: bytes) -> Group:
     _check_count(layouts, group.members["absmax"], -(-numel // size), numel, size)
     facts = {"blocksize": size, "quant_type": kind}
     if "nested_absmax" in group.members:
-        nested = _power_of_two(state.get("nested_blocksize"))
+        nested = _block_size(state.get("nested_blocksize"))
         offset = state.get("nested_offset")
-        if nested is None or type(offset) not in (int, float):
+        is_float32 = isinstance(offset, int | float) and abs(offset) < 2**128
+        if nested is None or not is_float32:
             expected = "nested_blocksize and nested_offset"
             refuse("says nothing valid of the nested statistics", expected, sorted(state))
-            raise AssertionError
         blocks = group.members["absmax"].numel
         _check_count(layouts, group.members["nested_absmax"], -(-blocks // nested), blocks, nested)
         facts |= {"nested_blocksize": nested, "nested_offset": offset}
@@ -142,8 +142,11 @@ def with_state(layouts: Layouts, group: Group, data: bytes) -> Group:
     )
 
 
-def _power_of_two(value: object) -> int | None:
-    return value if type(value) is int and value > 0 and not value & (value - 1) else None
+def _block_size(value: object) -> int | None:
+    """A number of elements of a block, or None: a power of two that bitsandbytes has."""
+    if type(value) is not int or not 0 < value <= _MOST_BLOCK or value & (value - 1):
+        return None
+    return value
 
 
 def _check_count(layouts: Layouts, info: TensorInfo, expected: int, numel: int, size: int) -> None:

@@ -18,12 +18,12 @@ _FLOATS = ("F16", "BF16", "F32")
 _SHAPE_DTYPES = ("I64", "I32")
 _AWQ_BITS = 4
 
-#: Formats whose words lie in the order of a kernel: what is in them is not known here.
+#: Formats whose words lie in the order of a kernel, which this module does not know.
 _OF_KERNELS = ("marlin", "bitblas", "gemv", "gemv_fast", "llm-awq", "qqq", "paroquant")
 
 #: Last components of names that mark a group.
 LEAVES = ("weight_packed", "qweight")
-#: What else belongs to a weight of compressed-tensors, where it is there.
+#: Tensors that a weight of compressed-tensors may have besides.
 _BESIDE = (
     *("weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("input_scale", "input_zero_point", "input_global_scale"),
@@ -76,12 +76,12 @@ def with_shape(layouts: Layouts, group: Group, found: list[int]) -> Group:
     values, name = group.values, group.members["shape"].name
     rows, words = values.shape
     width = found[1]
-    bits = group.bits or (_WORD_BITS * words // width if width > 0 else 0)
+    bits = (group.bits or _WORD_BITS * words // width) if width > 0 else 0
     fits = 0 < bits <= 8 and words in (
         -(-width // (_WORD_BITS // bits)),  # whole values in each word
         -(-width * bits // _WORD_BITS),
     )
-    if found[0] != rows or width < 0 or (width and not fits):
+    if found[0] != rows or not fits:
         bits_text = f" of {bits} bits" if bits else ""
         layouts.refuse(
             name,
@@ -91,7 +91,7 @@ def with_shape(layouts: Layouts, group: Group, found: list[int]) -> Group:
         )
     block = _groups_of(layouts, values, group.members["scale"], rows, width)
     if (zeros := group.members.get("zero_point")) is not None:
-        groups = group.members["scale"].shape[-1]
+        groups = width // block
         packed = -(-rows * bits // _WORD_BITS), -(-rows // (_WORD_BITS // bits))
         layouts.check(zeros, ("I32", "I8"), *[(n, groups) for n in (*packed, rows)])
     if (order := group.members.get("g_idx")) is not None:

@@ -7,7 +7,7 @@ Sources: ``FP8Linear`` and ``Fp8Dequantize`` in transformers/integrations/finegr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
@@ -38,7 +38,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _SCALED_METHODS = ("fp8", "compressed-tensors", "fbgemm_fp8")
 _USUAL_BLOCK = 128
 _MX_BLOCK = 32
-#: What else belongs to a weight, where it is there.
+#: Tensors that a weight may have besides.
 _BESIDE = (
     *("weight_zero_point", "weight_scale_2", "weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
@@ -100,7 +100,7 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
     if name.endswith("_blocks"):
         return _mxfp4(layouts, name)
     values = layouts.find(name.removesuffix("_scale"))
-    if values is None or values.dtype.code != "I8":
+    if values is None or values.dtype.code != "I8" or not values.shape:
         return None
     return _scaled(layouts, values, layouts.checkpoint.tensors[name], "int8")
 
@@ -140,17 +140,19 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
     if found[: len(lead)] == lead and all(n == 1 for n in found[len(lead) :]):
         return (rows, columns)  # one for each matrix of a stack
     grid = found[len(lead) :] if found[: len(lead)] == lead else ()
+    stated = _stated_blocks(layouts)
+    # first what is stated: blocks of 128 in 64 x 8192 are 1 x 64, as many as rows
+    if (block := _fitting(stated, rows, columns, grid)) is not None:
+        return block
     if grid in ((rows,), (1, rows)):
         return (1, columns)
     if len(grid) == 2:
-        sizes = _stated_blocks(layouts)
+        sizes = stated or [(_USUAL_BLOCK, _USUAL_BLOCK)]
+        if (block := _fitting(sizes, rows, columns, grid)) is not None:
+            return block
         even = all(n and not whole % n for n, whole in zip(grid, (rows, columns), strict=True))
-        if even and not sizes:
+        if even and not stated:
             return (rows // grid[0], columns // grid[1])
-        sizes = sizes or [(_USUAL_BLOCK, _USUAL_BLOCK)]
-        for tall, wide in sizes:
-            if min(tall, wide) > 0 and grid == (-(-rows // tall), -(-columns // wide)):
-                return (tall, wide)
         if grid[0] == rows and grid[1] and not columns % grid[1]:
             return (1, columns // grid[1])
         layouts.refuse(
@@ -167,6 +169,16 @@ def _block(layouts: Layouts, values: TensorInfo, scale: TensorInfo) -> tuple[int
     )
 
 
+def _fitting(
+    sizes: Sequence[tuple[int, int]], rows: int, columns: int, grid: tuple[int, ...]
+) -> tuple[int, int] | None:
+    """The first size of blocks that gives a matrix this grid, cut to the matrix, or None."""
+    for tall, wide in sizes:
+        if grid == (-(-rows // tall), -(-columns // wide)):
+            return (min(tall, rows), min(wide, columns))
+    return None
+
+
 def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     """The sizes of blocks that the configuration says."""
     stated = [layouts.config.get("weight_block_size")]
@@ -177,7 +189,7 @@ def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     return [
         (size[0], size[1])
         for size in stated
-        if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size)
+        if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
     ]
 
 

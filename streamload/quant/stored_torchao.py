@@ -57,7 +57,7 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
 def _check_scale(
     layouts: Layouts, members: Mapping[str, TensorInfo], sizes: tuple[int, ...]
 ) -> None:
-    """Raise CheckpointError for a scale that has not one value for each block."""
+    """Raise CheckpointError unless the scale has one value for each block."""
     values, scale = members["weight"], members.get("scale")
     if len(sizes) != len(values.shape):
         problem, found = "its metadata have no valid block_size", list(sizes)

@@ -64,9 +64,9 @@ class Units(ABC):
         return -(-self.numel // self.unit_numel)
 
     @property
-    def device_part(self) -> str | None:
-        """The part that is the statistics as they are, "" without any; None where they change."""
-        return None if self.has_statistics else ""
+    def device_parts(self) -> tuple[str, ...] | None:
+        """See `Quantised.device_parts`."""
+        return None if self.has_statistics else ()
 
     @property
     def statistics_nbytes(self) -> int:
@@ -99,9 +99,9 @@ class Units(ABC):
         return self.recipe
 
     @property
-    def repeats(self) -> bool:
-        """Whether CUDA's kernels make the codes that the host makes."""
-        return self.device_recipe == self.recipe
+    def on_cuda(self) -> tuple[Units, ...]:
+        """See `Quantised.on_cuda`."""
+        return (self,)
 
     @abstractmethod
     def encoded(self, x: Array) -> Encoded:
@@ -113,7 +113,7 @@ class Units(ABC):
 
     def finished(self, statistics: Array) -> dict[str, Array]:
         """The parts beside the codes, by suffix."""
-        own = {self.device_part: statistics} if self.device_part else {}
+        own = dict.fromkeys(self.device_parts or (), statistics)
         return {**own, **self.constants()}
 
     @abstractmethod

@@ -33,6 +33,8 @@ def dequantised(
     scale = scale.to(torch.float32)
     rows, columns = values.shape
     out = torch.empty(rows, columns, dtype=dtype, device=values.device)
+    if not out.numel():
+        return out
     tall, wide = block if block is not None and scale.numel() > 1 else (rows, columns)
     scale = scale.reshape(-(-rows // tall), -(-columns // wide))
     step = max(_ROWS_NBYTES // (4 * columns * tall), 1) * tall

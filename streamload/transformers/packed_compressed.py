@@ -16,7 +16,6 @@ from compressed_tensors.utils import get_direct_state_dict
 from torch import nn
 from torch.nn import functional
 
-_HOOK = "ct_decompress_hook"
 _KINDS = (nn.Linear, nn.Embedding)
 
 

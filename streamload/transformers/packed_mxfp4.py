@@ -1,7 +1,7 @@
 """Experts of gpt-oss that keep their MXFP4 blocks, and dequantise one expert at a time.
 
-They stand where transformers, without its kernels, would hold all experts dequantised. The names of
-their buffers are those of the checkpoint.
+They stand where transformers, without its kernels, would hold all experts dequantised. Their
+buffers have the names of the checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PackedExperts(GptOssExperts):  # type: ignore[misc]
 
 
 def keep_packed(module: nn.Module) -> bool:
-    """Make such experts of those of transformers; whether they are."""
+    """Let experts of gpt-oss keep their blocks; returns False for any other module."""
     if not isinstance(module, GptOssExperts):
         return False
     module.__class__ = PackedExperts

@@ -67,7 +67,7 @@ class Quantised:
         Args:
             checkpoint: the headers.
             config: of transformers; what it says of quantisation becomes an object there.
-            asked: what a caller says of it; of that, transformers takes what is about computing.
+            asked: the caller's ``quantization_config``; transformers takes what concerns computing.
 
         Raises:
             CheckpointError: the method is opened by transformers alone, needs a package
@@ -315,7 +315,7 @@ class Quantised:
         """Do what has to be done when it is known what fills the model: nothing, here."""
 
     def check(self, model: Any, names: Names) -> None:
-        """Raise CheckpointError for a module for quantised weights whose weight is not quantised.
+        """Raise CheckpointError where a module expects quantised values, and the tensor has none.
 
         Args:
             model: on the meta device, prepared.
@@ -338,12 +338,14 @@ class Quantised:
 
     def assemble(self, model: Any) -> None:
         """Make what the modules compute with of what was loaded; nothing is copied."""
-        make = {"bitsandbytes": bitsandbytes_parameter, "torchao": self._torchao}.get(self.method)
         for prefix, leaf, group in self._staged:
             module = model.get_submodule(prefix)
             entries = {key: module._buffers.pop(key) for key in _entries(group)}
-            assert make is not None
-            module._parameters[leaf] = make(module, f"{prefix}.{leaf}", entries)
+            if self.method == "torchao":
+                made = self._torchao(module, f"{prefix}.{leaf}", entries)
+            else:
+                made = bitsandbytes_parameter(module, entries)
+            module._parameters[leaf] = made
             module._is_hf_initialized = True
         self._staged.clear()
 
@@ -399,9 +401,7 @@ def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
     return group.kind != "mxfp4" or weight.dim() == 3
 
 
-def bitsandbytes_parameter(
-    module: Any, name: str, entries: dict[str, torch.Tensor]
-) -> nn.Parameter:
+def bitsandbytes_parameter(module: Any, entries: dict[str, torch.Tensor]) -> nn.Parameter:
     """A parameter of bitsandbytes over the stored bytes."""
     from bitsandbytes.nn import Int8Params, Params4bit
 

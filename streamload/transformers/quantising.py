@@ -17,10 +17,9 @@ from transformers.pytorch_utils import Conv1D
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.names import framework
 from streamload.devices.torch_tensors import CODED
-from streamload.dtypes import F32
 from streamload.lookup import Devices
 from streamload.planning.parts import RowTranspose
-from streamload.quant.base import FORMATS
+from streamload.quant.base import CodedWeight
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
@@ -30,7 +29,7 @@ from streamload.units import format_bytes
 _METHOD = "bitsandbytes"
 _BLOCK = 64  # elements, which bitsandbytes' modules have unless told otherwise
 _8BIT = "bitsandbytes-int8"
-_8BIT_EXPERTS = "int8"  # bitsandbytes has matrices alone, whose scales would be named alike
+_8BIT_EXPERTS = "int8"  # bitsandbytes quantises matrices alone, and two would share the name SCB
 
 
 @dataclass(slots=True)
@@ -50,8 +49,8 @@ class Quantising(Quantised):
             asked: a ``BitsAndBytesConfig``, or a dict with what it takes.
 
         Raises:
-            ValueError: it is of another method, asks for what is not done here, or a package is not
-                installed.
+            ValueError: the method is not bitsandbytes, an option is not supported here, or a
+                package is not installed.
         """
         if isinstance(asked, Mapping) and asked.get("quant_method", _METHOD) == _METHOD:
             asked = BitsAndBytesConfig.from_dict({**asked})
@@ -144,12 +143,12 @@ class Quantising(Quantised):
         for prefix in self._modules:
             module = model.get_submodule(prefix)
             old = module._parameters.pop("weight")
-            made = FORMATS[self.format].of(tuple(old.shape), F32)
-            for part in made.parts:
+            coded = CodedWeight(self.format, tuple(old.shape))
+            for part in coded.made.parts:
                 dtype = getattr(torch, part.dtype.name)
                 empty = torch.empty(part.shape, dtype=dtype, device="meta")
                 module._buffers[part.name("weight")] = empty
-            setattr(module, CODED, {"weight": (self.format, tuple(old.shape), False)})
+            setattr(module, CODED, {"weight": coded})
         self._stage_experts(model, names)
 
     def _stage_experts(self, model: Any, names: Names) -> None:
@@ -188,11 +187,9 @@ class Quantising(Quantised):
         """Make of the parts what bitsandbytes' modules compute with; nothing is copied."""
         for prefix in self._modules:
             module = model.get_submodule(prefix)
-            ((_, shape, _),) = getattr(module, CODED).values()
+            names = getattr(module, CODED)["weight"].names("weight")
             delattr(module, CODED)
-            parts = [part.name("weight") for part in FORMATS[self.format].of(shape, F32).parts]
-            entries = {name: module._buffers.pop(name) for name in parts}
-            made = bitsandbytes_parameter(module, f"{prefix}.weight", entries)
-            module._parameters["weight"] = made
+            entries = {name: module._buffers.pop(name) for name in names}
+            module._parameters["weight"] = bitsandbytes_parameter(module, entries)
             module._is_hf_initialized = True
         self._modules.clear()

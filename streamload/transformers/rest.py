@@ -20,7 +20,6 @@ from streamload.lookup import Devices
 from streamload.mapping import Source
 from streamload.match import same_bytes
 from streamload.planning.allocators import taken
-from streamload.quantise import Coded
 from streamload.report import LoadReport
 from streamload.transformers.configuration import Wanted, folder_of
 from streamload.transformers.names import Names
@@ -102,7 +101,7 @@ def beside_nbytes(model: Any, names: Names, devices: Devices) -> int:
         if name in state and source.shape == tuple(state[name].shape)
     }
     for name, said in coded_of(model).items():
-        filled.update(id(state[each]) for each in (name, *Coded(*said).beside(name)))
+        filled.update(id(state[each]) for each in said.names(name))
     rest = [t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in filled]
     infos = [device.info for device in devices.opened.values()]
     return max(sum(taken(info.allocator, info.granularity_nbytes, rest)) for info in infos)

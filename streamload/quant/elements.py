@@ -1,4 +1,4 @@
-"""Parts of a weight that is dequantised, and turned: of columns of its lines."""
+"""Some elements of a weight that is dequantised, in the order in which models have them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,56 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from streamload.cast.table import ZERO, CastCounts
+from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import DType
 from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
 
+#: Opens bytes of a file, from one to another, exclusive.
+Read = Callable[[int, int], AbstractContextManager[memoryview]]
 
-def turned(
-    info: Packed,
-    decoder: Decoder,
+
+def elements(
+    info: TensorInfo,
+    decoder: Decoder | None,
     dtype: DType,
-    read: Callable[[int, int], AbstractContextManager[memoryview]],
+    read: Read,
     first: int,
     stop: int,
     out: memoryview,
     most_nbytes: int,
 ) -> CastCounts:
-    """Dequantise some elements of a tensor whose last two axes change places.
+    """Dequantise some elements of a tensor, or take those of its transpose as they are.
 
     Args:
         info: the tensor.
-        decoder: of it.
+        decoder: of it; None for elements of the transpose of a plain matrix.
         dtype: what elements become.
-        read: opens bytes of its file, from one to another, exclusive.
+        read: reads its file.
         first: number of the first element, in the order of the output.
         stop: of the last one, exclusive.
         out: the elements, written.
-        most_nbytes: that are read at once.
+        most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
+            much is read as the elements take.
     """
+    if decoder is None or (isinstance(info, Packed) and info.lies_turned):
+        return _turned(info, decoder, dtype, read, first, stop, out, most_nbytes)
+    bits = info.dtype.bits
+    with read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
+        return decoder.decode(data, out, first)
+
+
+def _turned(
+    info: TensorInfo,
+    decoder: Decoder | None,
+    dtype: DType,
+    read: Read,
+    first: int,
+    stop: int,
+    out: memoryview,
+    most_nbytes: int,
+) -> CastCounts:
+    """The same of a tensor whose last two axes change places: of columns of its lines."""
     *_, lines, columns = info.shape
     matrix, bits, n = lines * columns, info.dtype.bits, dtype.itemsize
     pitch, unit = columns * bits // 8, 8 // math.gcd(8, bits)
@@ -60,10 +83,15 @@ def turned(
                     apart = np.ndarray((upto - line, nbytes), np.uint8, view, strides=(pitch, 1))
                     data = np.array(apart)
                     del apart
-                made = np.empty((upto - line, b - a), f"u{n}")
-                given, to = (memoryview(each.data).cast("B") for each in (data, made))
-                found = decoder.decode(given, to, element, upto - line, columns)
-                counts += found if a == counted else ZERO
+                made = (
+                    data.view(f"u{n}")
+                    if decoder is None
+                    else np.empty((upto - line, b - a), f"u{n}")
+                )
+                if decoder is not None:
+                    given, to = (memoryview(each.data).cast("B") for each in (data, made))
+                    found = decoder.decode(given, to, element, upto - line, columns)
+                    counts += found if a == counted else ZERO
                 whole[line:upto, a - left : b - left] = made
         to = out[(at - first) * n : (at - first + end - begin) * n]
         np.frombuffer(to, f"u{n}")[:] = whole.T.reshape(-1)[begin - left * lines :][: end - begin]
