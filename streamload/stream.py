@@ -273,7 +273,7 @@ class Crew:
         if self._inline is not None and self._interrupt.will_raise:
             threading.Thread(target=self._job.stop, name="streamload-stop").start()
 
-    def wait(self, seconds: float) -> bool:
+    def listen(self, seconds: float) -> bool:
         """Wait for what a worker has done, or for `wake`. Raises what a worker met.
 
         Args:

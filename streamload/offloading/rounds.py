@@ -346,7 +346,7 @@ class Rounds:
                 *(self._opener, None, self._changes, self._sent),
             )
             for name in job.casting:
-                casts = DeviceCasts(name, device, plan)
+                casts = DeviceCasts(name, device, plan, self._checkpoint)
                 job.casts[name] = stack.enter_context(closing(casts))
             work = [
                 list(batches(job.units(layer.placements), job, plan.threads))
@@ -383,7 +383,7 @@ class Rounds:
                     self._crew = None
                     break
             if picked is None:
-                if crew.wait(_LOOK_S):
+                if crew.listen(_LOOK_S):
                     idle_since = time.monotonic()
                 continue
             number, first = picked
@@ -391,6 +391,8 @@ class Rounds:
             if not work[number]:
                 self._filled(number)
             for batch in work[number]:
+                while not job.has_room(batch):
+                    crew.wait()
                 job.begin(batch)
                 crew.submit(job.open(batch[0][0].shard), batch)
             self.stats.read_nbytes += self._layers[number].read_nbytes
