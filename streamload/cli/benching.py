@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
+from streamload.devices.names import environment_device
 
 
 def bench(
@@ -58,6 +60,16 @@ def bench(
         str | None, flags.option("FILE", "Write all figures there.", "--json")
     ] = None,
     svg_file: Annotated[str | None, flags.option("FILE", "Draw a chart there.", "--svg")] = None,
+    offload: Annotated[
+        bool,
+        flags.switch(
+            "--offload",
+            "Measure passes of an offloaded model of transformers: seconds a pass by budget. "
+            "--budget names budgets, separated by commas; --peers accelerate, diffusers and "
+            '"diffusers, low memory", separated by semicolons.',
+        ),
+    ] = False,
+    tokens: Annotated[int, flags.option("N", "With --offload: tokens of a pass.")] = 128,
     no_progress: flags.NoProgressOption = False,
 ) -> None:
     """Compare loaders on one checkpoint and device.
@@ -65,6 +77,22 @@ def bench(
     Each load is a process of its own. Loaders that are not installed or do not work are named,
     with the reason.
     """
+    say = (lambda text: None) if no_progress else complain
+    if offload:
+        _bench_offload(
+            path,
+            device or environment_device() or "cpu",
+            budgets=budget.split(",") if budget else (),
+            tokens=tokens,
+            runs=runs,
+            peers=[] if peers in (None, "none") else [n.strip() for n in str(peers).split(";")],
+            dtype=dtype,
+            timeout_s=timeout,
+            say=say,
+            json_file=json_file,
+            svg_file=svg_file,
+        )
+        return
     from streamload.bench.compare import Options, compare
     from streamload.bench.loaders import OURS
 
@@ -88,7 +116,7 @@ def bench(
             cores=cores,
             sites={name: folder for name, _, folder in pairs},
             limits=limits,
-            say=(lambda text: None) if no_progress else complain,
+            say=say,
         )
     )
     if json_file:
@@ -97,4 +125,29 @@ def bench(
         Path(svg_file).expanduser().write_text(found.svg())
     print_lines(*found.lines())
     if OURS not in found.loaders:
+        raise typer.Exit(1)
+
+
+def _bench_offload(
+    path: str,
+    device: str,
+    *,
+    peers: Sequence[str],
+    json_file: str | None,
+    svg_file: str | None,
+    **asked: Any,
+) -> None:
+    """Measure, print, and write what is asked for."""
+    from streamload.bench.offloading import PEERS, measure
+
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise typer.BadParameter(f"--peers: expected {'; '.join(PEERS)}, found {unknown[0]}")
+    found = measure(path, device, peers=peers, **asked)
+    if json_file:
+        Path(json_file).expanduser().write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    if svg_file:
+        Path(svg_file).expanduser().write_text(found.svg())
+    print_lines(*found.lines())
+    if all(point.problem for point in found.points):
         raise typer.Exit(1)

@@ -27,7 +27,8 @@ SLOT_ALIGNMENT_NBYTES = 512
 _SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece to
 # The chunks of layers are tried from the longest on.
 _CHUNKS = (None, 2 * 2**20, 2**19, 2**17)
-_NEVER = 2**62  # a budget that holds nothing back
+#: A budget that holds nothing back.
+ENDLESS_NBYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +363,11 @@ def _streamed(
         residence="memory",
     )
     endless = replace(
-        spec, budget_nbytes=_NEVER, free_nbytes=None, host_free_nbytes=None, reserve_nbytes=0
+        spec,
+        budget_nbytes=ENDLESS_NBYTES,
+        free_nbytes=None,
+        host_free_nbytes=None,
+        reserve_nbytes=0,
     )
     made = free.plan(checkpoint, mine, [endless], {}, cast)
     layers = [[wants.names[at] for at in by_name[name].wants] for name in found.streams]

@@ -1,0 +1,295 @@
+"""Seconds a pass against the budget: a model of transformers that is offloaded, beside its peers.
+
+Each budget, and each peer, has a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from streamload.bench.processes import Child, MeasurementError, call
+from streamload.chart import Bars, draw
+from streamload.errors import DeviceError
+from streamload.offloading.deciding import ENDLESS_NBYTES, OffloadPlan
+from streamload.offloading.entrance import plan_offload
+from streamload.units import format_bytes, format_table, parse_bytes
+
+_POINTS = 8  # budgets, where none are named
+OURS = "streamload"
+_MODULE = "streamload.bench.offloading"
+#: Ways of others to run a model that does not fit, by name: what makes a pass of them.
+PEERS: Mapping[str, str] = {
+    "accelerate": f"{_MODULE}:accelerate_passes",
+    "diffusers": f"{_MODULE}:group_passes",
+    "diffusers, low memory": f"{_MODULE}:lean_group_passes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What passes took under one budget.
+
+    Attributes:
+        name: whose they are.
+        budget_nbytes: what the device was to hold; None where a peer has no such thing.
+        seconds: of each pass but the first.
+        pass_nbytes: what a pass reads; None of peers.
+        device_nbytes: the most that the framework had allocated; None where it does not tell.
+        host_nbytes: the most RssAnon + RssShmem of the process.
+        problem: why there is no figure, or "".
+    """
+
+    name: str
+    budget_nbytes: int | None
+    seconds: tuple[float, ...] = ()
+    pass_nbytes: int | None = None
+    device_nbytes: int | None = None
+    host_nbytes: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadBench:
+    """What was measured. Prints as a table.
+
+    Attributes:
+        path: the checkpoint.
+        device: where it ran.
+        tokens: of a pass.
+        points: ours by budget, and then the peers'.
+    """
+
+    path: str
+    device: str
+    tokens: int
+    points: tuple[Point, ...]
+
+    def lines(self) -> list[str]:
+        """A line for each point."""
+        rows = [
+            (
+                point.name,
+                _size(point.budget_nbytes),
+                f"{median(point.seconds):.3f}" if point.seconds else point.problem,
+                _size(point.pass_nbytes),
+                _size(point.device_nbytes),
+                _size(point.host_nbytes),
+            )
+            for point in self.points
+        ]
+        titles = ("who", "budget", "s a pass", "reads", "on the device", "of the host")
+        return [
+            f"{self.path} on {self.device}, {self.tokens} tokens",
+            *format_table(titles, rows, right=1),
+        ]
+
+    def svg(self) -> str:
+        """Bars of the seconds a pass."""
+        rows = [
+            Bars(
+                f"{point.name if point.name != OURS else ''} {_size(point.budget_nbytes)}".strip(),
+                (median(point.seconds),),
+                ours=point.name == OURS,
+            )
+            for point in self.points
+            if point.seconds
+        ]
+        subtitle = f"{self.path}, {self.tokens} tokens, {self.device}"
+        return draw("Seconds a pass by budget", subtitle, "s", ("seconds a pass",), rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures."""
+        return asdict(self)
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_bytes(nbytes)
+
+
+def measure(
+    path: str,
+    device: str,
+    *,
+    budgets: Sequence[str] = (),
+    tokens: int = 128,
+    runs: int = 5,
+    peers: Sequence[str] = (),
+    peer_budget: str | None = None,
+    dtype: str = "checkpoint",
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> OffloadBench:
+    """Measure passes of a model of transformers under several budgets.
+
+    Args:
+        path: the checkpoint, with ``config.json``.
+        device: one of torch's.
+        budgets: sizes; none: eight from the least that will do to one that all fits in.
+        tokens: of a pass.
+        runs: passes of each process, after a first that is not counted.
+        peers: names in `PEERS`.
+        peer_budget: what peers may hold on the device; None for the second least budget.
+        dtype: what all floats become.
+        timeout_s: for each answer of a process.
+        say: told what is being measured.
+
+    Raises:
+        PlanInfeasibleError: not even the least fits.
+        CheckpointError: the checkpoint is invalid.
+    """
+    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, device, dtype)
+    points = []
+    for nbytes in sizes:
+        say(f"{format_bytes(nbytes)}")
+        job = call(
+            f"{_MODULE}:passes",
+            path=path,
+            device=device,
+            budget=nbytes,
+            tokens=tokens,
+            dtype=dtype,
+        )
+        points.append(_measured(OURS, nbytes, job, runs, timeout_s))
+    allowed = parse_bytes(peer_budget) if peer_budget else sizes[min(1, len(sizes) - 1)]
+    for name in peers:
+        say(name)
+        job = call(PEERS[name], path=path, device=device, budget=allowed, tokens=tokens)
+        budget = allowed if name == "accelerate" else None
+        points.append(_measured(name, budget, job, runs, timeout_s))
+    return OffloadBench(path, device, tokens, tuple(points))
+
+
+def _budgets(path: str, device: str, dtype: str) -> list[int]:
+    """Budgets from the least that will do to all."""
+    given: dict[str, Any] = {"dtype": dtype, "device": device}
+    whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
+    most, least = whole.needed_nbytes, 1
+    low, high = 0, most
+    while high - low > most // 1000:  # the least is in between
+        middle = (low + high) // 2
+        try:
+            least = plan_offload(path, budget=max(middle, 1), **given).needed_nbytes
+            high = middle
+        except MemoryError:
+            low = middle
+    least = max(least, high)
+    step = (most - least) / (_POINTS - 1)
+    return [int(least + step * at) for at in range(_POINTS - 1)] + [int(most * 1.01)]
+
+
+def _measured(
+    name: str, budget_nbytes: int | None, job: dict[str, Any], runs: int, timeout_s: float
+) -> Point:
+    try:
+        with Child(job, timeout_s=timeout_s) as child:
+            said = [child.lap()[0] for _ in range(runs + 1)][1:]
+            host = child.peak.anon_nbytes
+    except MeasurementError as error:
+        return Point(name, budget_nbytes, problem=str(error))
+    last = said[-1]
+    return Point(
+        name,
+        budget_nbytes,
+        tuple(lap["seconds"] for lap in said),
+        last.get("pass_nbytes"),
+        last.get("device_nbytes"),
+        host,
+    )
+
+
+# --- what runs in the processes -------------------------------------------------------------------
+
+
+def passes(
+    path: str, device: str, budget: int, tokens: int, dtype: str
+) -> Callable[[], dict[str, Any]]:
+    """Passes of ours."""
+    import streamload.transformers
+
+    load: Any = streamload.transformers.from_pretrained
+    model = load(path, device=device, budget=budget, dtype=dtype, offload=True, progress=False)
+    report = model.streamload_offload.report
+    return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})
+
+
+def accelerate_passes(
+    path: str, device: str, budget: int, tokens: int
+) -> Callable[[], dict[str, Any]]:
+    """Passes of a model that transformers and accelerate keep on the disk beyond a budget."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    number: int | str = torch.device(device).index or 0 if device.startswith("cuda") else "cpu"
+    folder = tempfile.mkdtemp(prefix="streamload-bench-")  # it goes with the machine's others
+    room: dict[int | str, int] = {number: budget}
+    if device.startswith("cuda"):
+        room["cpu"] = 0
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype="auto",
+        device_map="auto",
+        max_memory=room,
+        offload_folder=folder,
+    )
+    return _lap(model, device, tokens, {})
+
+
+def group_passes(
+    path: str, device: str, budget: int, tokens: int, low_memory: bool = False
+) -> Callable[[], dict[str, Any]]:
+    """Passes of a model whose layers diffusers' hooks bring by a stream."""
+    import torch
+    from diffusers.hooks import apply_group_offloading
+    from transformers import AutoModelForCausalLM
+
+    if not device.startswith("cuda"):
+        raise DeviceError(device, "group offload with streams is for CUDA")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    apply_group_offloading(
+        model,
+        onload_device=torch.device(device),
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=True,
+        low_cpu_mem_usage=low_memory,
+    )
+    return _lap(model, device, tokens, {})
+
+
+def lean_group_passes(
+    path: str, device: str, budget: int, tokens: int
+) -> Callable[[], dict[str, Any]]:
+    """The same with ``low_cpu_mem_usage``: it locks no copy of the model in memory."""
+    return group_passes(path, device, budget, tokens, low_memory=True)
+
+
+def _lap(
+    model: Any, device: str, tokens: int, said: dict[str, Any]
+) -> Callable[[], dict[str, Any]]:
+    """One pass, with the counters of the framework."""
+    import torch
+
+    on_cuda = device.startswith("cuda")
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(device)
+    model.eval()
+    gc.collect()
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def lap() -> dict[str, Any]:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+        if not on_cuda:
+            return said
+        torch.cuda.synchronize(device)
+        return {**said, "device_nbytes": torch.cuda.max_memory_allocated(device)}
+
+    return lap
