@@ -423,7 +423,7 @@ def test_a_tied_head_is_copied_to_its_node(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "in" / SINGLE, tensors)
     config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    quiet(tmp_path / "in", tmp_path / "out", nodes=[Node("a", 64), Node("b", 64)])
+    quiet(tmp_path / "in", tmp_path / "out", nodes=[Node("a", 512), Node("b", 512)])
     embedding = tensors_of(tmp_path / "out" / "a")["model.embed_tokens.weight"]
     assert tensors_of(tmp_path / "out" / "b")["lm_head.weight"] == embedding
 
