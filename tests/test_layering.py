@@ -135,8 +135,8 @@ LAYERS = (
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.limits", "bench.processes", "bench.loaders"),
-    ("bench.worker", "bench.results"),
-    ("bench.compare",),
+    ("bench.worker", "bench.results", "bench.passes"),
+    ("bench.compare", "bench.offloading"),
     ("",),  # streamload/__init__.py
     ("cli.output", "cli.flags"),
     ("cli.loads", "cli.files", "cli.benching"),
@@ -158,14 +158,14 @@ FRAMEWORKS = {
     "torch": (
         *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
         *("devices.torch_tensors", "offloading.torch_model"),
-        *("nodes.torch", "bench.loaders"),
+        *("nodes.torch", "bench.loaders", "bench.passes"),
         *_TRANSFORMERS,
         "diffusers",
     ),
     "mpi4py": ("nodes.mpi",),
-    "transformers": (*_TRANSFORMERS, "diffusers"),
+    "transformers": (*_TRANSFORMERS, "diffusers", "bench.passes"),
     "accelerate": (*_TRANSFORMERS, "diffusers"),
-    "diffusers": ("diffusers",),
+    "diffusers": ("diffusers", "bench.passes"),
     "httpx2": ("checkpoint.remote", "checkpoint.wire"),
     "httpcore2": ("checkpoint.wire",),
 }

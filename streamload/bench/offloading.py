@@ -5,8 +5,6 @@ Each budget, and each peer, has a process of its own.
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -14,14 +12,13 @@ from typing import Any
 
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.chart import Bars, draw
-from streamload.errors import DeviceError
 from streamload.offloading.deciding import ENDLESS_NBYTES, OffloadPlan
 from streamload.offloading.entrance import plan_offload
 from streamload.units import format_bytes, format_table, parse_bytes
 
 _POINTS = 8  # budgets, where none are named
 OURS = "streamload"
-_MODULE = "streamload.bench.offloading"
+_MODULE = "streamload.bench.passes"
 #: Ways of others to run a model that does not fit, by name: what makes a pass of them.
 PEERS: Mapping[str, str] = {
     "accelerate": f"{_MODULE}:accelerate_passes",
@@ -200,96 +197,3 @@ def _measured(
         last.get("device_nbytes"),
         host,
     )
-
-
-# --- what runs in the processes -------------------------------------------------------------------
-
-
-def passes(
-    path: str, device: str, budget: int, tokens: int, dtype: str
-) -> Callable[[], dict[str, Any]]:
-    """Passes of ours."""
-    import streamload.transformers
-
-    load: Any = streamload.transformers.from_pretrained
-    model = load(path, device=device, budget=budget, dtype=dtype, offload=True, progress=False)
-    report = model.streamload_offload.report
-    return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})
-
-
-def accelerate_passes(
-    path: str, device: str, budget: int, tokens: int
-) -> Callable[[], dict[str, Any]]:
-    """Passes of a model that transformers and accelerate keep on the disk beyond a budget."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    number: int | str = torch.device(device).index or 0 if device.startswith("cuda") else "cpu"
-    folder = tempfile.mkdtemp(prefix="streamload-bench-")  # it goes with the machine's others
-    room: dict[int | str, int] = {number: budget}
-    if device.startswith("cuda"):
-        room["cpu"] = 0
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype="auto",
-        device_map="auto",
-        max_memory=room,
-        offload_folder=folder,
-    )
-    return _lap(model, device, tokens, {})
-
-
-def group_passes(
-    path: str, device: str, budget: int, tokens: int, low_memory: bool = False
-) -> Callable[[], dict[str, Any]]:
-    """Passes of a model whose layers diffusers' hooks bring by a stream."""
-    import torch
-    from diffusers.hooks import apply_group_offloading
-    from transformers import AutoModelForCausalLM
-
-    if not device.startswith("cuda"):
-        raise DeviceError(device, "group offload with streams is for CUDA")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
-    apply_group_offloading(
-        model,
-        onload_device=torch.device(device),
-        offload_device=torch.device("cpu"),
-        offload_type="block_level",
-        num_blocks_per_group=1,
-        use_stream=True,
-        low_cpu_mem_usage=low_memory,
-    )
-    return _lap(model, device, tokens, {})
-
-
-def lean_group_passes(
-    path: str, device: str, budget: int, tokens: int
-) -> Callable[[], dict[str, Any]]:
-    """The same with ``low_cpu_mem_usage``: it locks no copy of the model in memory."""
-    return group_passes(path, device, budget, tokens, low_memory=True)
-
-
-def _lap(
-    model: Any, device: str, tokens: int, said: dict[str, Any]
-) -> Callable[[], dict[str, Any]]:
-    """One pass, with the counters of the framework."""
-    import torch
-
-    on_cuda = device.startswith("cuda")
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(device)
-    model.eval()
-    gc.collect()
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def lap() -> dict[str, Any]:
-        with torch.no_grad():
-            model(ids, use_cache=False)
-        if not on_cuda:
-            return said
-        torch.cuda.synchronize(device)
-        return {**said, "device_nbytes": torch.cuda.max_memory_allocated(device)}
-
-    return lap
