@@ -67,6 +67,8 @@ class Offloaded:
         Raises:
             OffloadError: a pass is under way.
         """
+        if self._model.timed.running:
+            raise OffloadError("it cannot be closed while a pass is under way: let that end first")
         if self._rounds is not None:
             self._rounds.close("the model's offload was closed: offload or load it again")
         self._model.take_out()
