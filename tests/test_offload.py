@@ -17,6 +17,7 @@ from torch import nn
 
 import streamload
 from streamload.errors import OffloadError, StreamloadError
+from streamload.transformers import from_pretrained
 
 _BUDGETS = 10
 
@@ -192,20 +193,17 @@ def test_sources_may_be_transposed_renamed_and_transformed(tmp_path: Path) -> No
         name: streamload.Source(f"stored.{name}", transpose=name.endswith(turned))
         for name in tensors
     }
-    chunks: dict[str, Any] = {"mapping": mapping, "chunk_nbytes": 2**14}
-    for options in (chunks, {**chunks, "dtype": "bfloat16"}):
-        if "dtype" in options:
-            expected = models.logits(_loaded(lambda: models.built("gpt2"), path, **options))
-        model = models.built("gpt2")
-        with streamload.offload(model, path, device="cpu", budget=600_000, **options) as offloaded:
-            assert offloaded.plan.residency.streams
-            assert torch.equal(models.logits(model), expected)
+    options: dict[str, Any] = {"mapping": mapping, "chunk_nbytes": 2**14}
+    model = models.built("gpt2")
+    with streamload.offload(model, path, device="cpu", budget=600_000, **options) as offloaded:
+        assert offloaded.plan.residency.streams
+        assert torch.equal(models.logits(model), expected)
     save_file(
         {f"stored.{name}": tensor for name, tensor in tensors.items()}, path / "model.safetensors"
     )
     changed: dict[str, Any] = {
         "rename": lambda name: name.removeprefix("stored."),
-        "transform": {"*.ln_1.weight": lambda rows, start: rows * 2, "*wpe*": lambda r, s: r + 1},
+        "transform": {"*.ln_1.weight": lambda rows: rows * 2, "*wpe*": lambda rows: rows + 1},
     }
     expected = models.logits(_loaded(lambda: models.built("gpt2"), path, **changed))
     model = models.built("gpt2")
@@ -341,3 +339,57 @@ def test_a_layer_that_computes_inside_another_is_told_from_one_after_it(tmp_path
         ) as offloaded:
             assert offloaded.plan.residency.streams
             assert torch.equal(model(x), expected)
+
+
+def _same_again(model: Any, resident: Any) -> None:
+    """Both give the same."""
+    assert torch.equal(models.logits(model), models.logits(resident))
+
+
+@pytest.mark.parametrize("name", ["llama tied", "qwen3-moe", "gpt2", "t5"])
+def test_from_pretrained_offloads(name: str, tmp_path: Path) -> None:
+    """The model comes back ready: in evaluation mode, tied, with its buffers and its handle."""
+    path = tmp_path / "model"
+    built = models.built(name)
+    built.generation_config.max_new_tokens = 5
+    built.save_pretrained(path)
+    resident = from_pretrained(path, device="cpu", dtype="float32")
+    model = from_pretrained(path, device="cpu", dtype="float32", budget=700_000, offload=True)
+    offloaded = model.streamload_offload
+    assert offloaded.plan.residency.streams
+    assert model.streamload_report.plan.devices
+    assert not model.training
+    assert model.generation_config.max_new_tokens == 5
+    assert {n for n, _ in model.named_buffers()} == {n for n, _ in resident.named_buffers()}
+    for (_, a), (_, b) in zip(model.named_buffers(), resident.named_buffers(), strict=True):
+        assert torch.equal(a, b)
+    assert model.num_parameters() == resident.num_parameters()
+    buffers = sum(b.nbytes for n, b in model.named_buffers() if b.device.type == "cpu")
+    assert offloaded.plan.reserve_nbytes >= buffers
+    _same_again(model, resident)
+    ids = models.IDS[:1]
+    asked: dict[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **asked), resident.generate(ids, **asked))
+    with pytest.raises(OffloadError, match="saved"):
+        model.save_pretrained(tmp_path / "again")
+    offloaded.close()
+    with pytest.raises(StreamloadError, match="closed"):
+        models.logits(model)
+
+
+def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Path) -> None:
+    """With room for all nothing streams; with ``tokens`` the pass and its cache are counted."""
+    path = tmp_path / "model"
+    models.built("llama").save_pretrained(path)
+    fits = from_pretrained(path, device="cpu", budget="2MB", offload=True)
+    assert not fits.streamload_offload.plan.residency.streams
+    assert fits.streamload_offload.report.pass_nbytes == 0
+    model = from_pretrained(path, device="cpu", budget="2MB", offload=True, tokens=300, stay="lm*")
+    found = model.streamload_offload.plan
+    assert found.residency.streams and "lm_head" not in found.residency.streams
+    # keys and values of four layers, in two heads of 16, in float32
+    assert found.cache_nbytes == 300 * 4 * 2 * 2 * 16 * 4
+    assert found.activation_nbytes > 300 * 512 * 4
+    _same_again(model, fits)
+    with pytest.raises(ValueError, match="offload=True"):
+        from_pretrained(path, device="cpu", tokens=300)
