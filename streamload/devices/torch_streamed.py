@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from streamload.units import round_up
 #: CPU's to 64. What a matrix product gives may depend on where its weights begin.
 ALIGNMENT_NBYTES = 512
 
+_SLOT = "_streamload_slot"  # on a weight in a slot
+
 # What may be asked of a weight that is not there: what it is.
 _ASKED = frozenset(
     (
@@ -28,6 +31,10 @@ _ASKED = frozenset(
         "_is_view", "is_same_size", "type", "__format__",
     )
 )  # fmt: skip
+
+
+# Attributes that are values, or views of them.
+_VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 class StreamedParameter(torch.Tensor):
@@ -59,21 +66,19 @@ class StreamedParameter(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what the tensor is; raise for all else."""
-        if func.__name__ not in _ASKED:
-            found = next((each for each in args if isinstance(each, cls)), None)
-            name = found._streamload_streamed if found is not None else "a weight"
-            raise OffloadError(
-                f"{name} streams from its file when its layer computes, and is not here now "
-                f"({func.__name__}): a model that is offloaded cannot be saved, moved, copied, "
-                "trained or compiled as a whole; read the checkpoint, or close() it first"
-            )
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of an attribute
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            name = f".{attribute}" if attribute in _VALUES else name
+        if name not in _ASKED:
+            raise _not_here(name, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Nothing computes with it."""
-        raise OffloadError(f"a weight that streams has no values here ({func})")
+        raise _not_here(str(func), args)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: a copy would share the slots."""
@@ -86,6 +91,18 @@ class StreamedParameter(torch.Tensor):
         raise OffloadError(
             f"{self._streamload_streamed}: a model that is offloaded cannot be saved"
         )
+
+
+def _not_here(what: str, args: Any) -> OffloadError:
+    """The error for one who wants a weight's values."""
+    found = (each for each in args if isinstance(each, StreamedParameter))
+    name = next((each._streamload_streamed for each in found), "a weight")
+    return OffloadError(
+        f"{name} streams from its file when its layer computes, and is not here now ({what}): a "
+        "model that is offloaded cannot be saved, moved, copied, trained or changed; read the "
+        "checkpoint, close() the offload first, or let the weight stay where a model uses it "
+        f'outside of its layer: stay="{name}"'
+    )
 
 
 class TorchSlots:
@@ -119,7 +136,9 @@ class TorchSlots:
         for dtype, shape in self._layers[layer]:
             nbytes = dtype.nbytes(_numel(shape))
             flat = self._memory[at : at + nbytes].view(TO_TORCH[dtype.name])
-            yield nn.Parameter(flat.view(shape), requires_grad=False)
+            made = nn.Parameter(flat.view(shape), requires_grad=False)
+            setattr(made, _SLOT, True)
+            yield made
             at += round_up(nbytes, ALIGNMENT_NBYTES)
 
     def close(self) -> None:
@@ -147,12 +166,28 @@ class Source(Protocol):
 
 
 class Wrapped:
-    """The ``forward`` of a module that streams."""
+    """The ``forward`` of a module that streams.
+
+    It does not keep the module: the memory of a model that nobody refers to is freed at once.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._refer = weakref.ref(module)
         self._had = module.__dict__.get("forward")
-        self._forward = module.forward
+
+    @property
+    def _module(self) -> nn.Module:
+        module = self._refer()
+        if module is None:
+            raise OffloadError("a copy of a module of a model that is gone cannot compute")
+        return module
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        if self._had is not None:
+            return self._had(*args, **kwargs)
+        module = self._module
+        return type(module).forward(module, *args, **kwargs)
 
     def put(self) -> None:
         """Stand in the place of the module's own; compiled code calls it as it is."""
@@ -160,15 +195,58 @@ class Wrapped:
 
     def take_out(self) -> None:
         """Let the module have its own again."""
-        self._module.__dict__.pop("forward", None)
-        if self._had is not None:
-            self._module.forward = self._had
+        module = self._refer()
+        if module is not None:
+            module.__dict__.pop("forward", None)
+            if self._had is not None:
+                module.forward = self._had
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise OffloadError("a model that is offloaded cannot be copied: close() it first")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OffloadError("a model that is offloaded cannot be saved: close() it first")
+
+
+def refuse_training(module: nn.Module) -> None:
+    """Raise OffloadError where gradients are wanted of a module that is trained."""
+    if module.training and torch.is_grad_enabled():
+        raise OffloadError(
+            "a model that is offloaded cannot be trained: call model.eval(), or run it under "
+            "torch.no_grad()"
+        )
+
+
+class _NoBackward(torch.autograd.Function):
+    """What a model computes, of which nobody can ask for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse."""
+        raise OffloadError(
+            "a model that is offloaded cannot be trained: no gradients go through layers that "
+            "stream; load the model, or call it under torch.no_grad()"
+        )
+
+
+def no_backward(found: Any) -> Any:
+    """What a model gave, with tensors that refuse ``backward``: else it would do part of it."""
+    if isinstance(found, torch.Tensor):
+        if not found.is_floating_point() or found.requires_grad:
+            return found
+        return _NoBackward.apply(found, torch.zeros((), requires_grad=True))
+    if type(found) in (tuple, list):
+        return type(found)(map(no_backward, found))
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor):
+                found[key] = no_backward(value)
+    return found
 
 
 class StreamedModule(Wrapped):
@@ -198,29 +276,44 @@ class StreamedModule(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the layer's weights."""
-        if self._module.training and torch.is_grad_enabled():
-            raise OffloadError(
-                "a model that is offloaded cannot be trained: call model.eval(), or run it under "
-                "torch.no_grad()"
-            )
+        refuse_training(self._module)
         with self._there(), torch.no_grad():
             return self._forward(*args, **kwargs)
 
     @contextmanager
     def _there(self) -> Iterator[None]:
-        buffers = self._source.acquire(self._number)
-        ticket = None
-        try:
+        before = self._absent
+        try:  # from here on: Ctrl-C may come as soon as the layer is there
+            buffers = self._source.acquire(self._number)
+            before = [
+                self._checked(*place) for place in zip(self._places, self._absent, strict=True)
+            ]
             for at, container, key in self._places:
                 container[key] = buffers[at]
             yield
         finally:
-            for (_, container, key), absent in zip(self._places, self._absent, strict=True):
-                container[key] = absent
             try:
-                ticket = self._mark()
+                for (_, container, key), had in zip(self._places, before, strict=True):
+                    container[key] = had
             finally:
-                self._source.release(self._number, ticket)
+                ticket = None
+                try:
+                    ticket = self._mark()
+                finally:
+                    self._source.release(self._number, ticket)
+
+    @staticmethod
+    def _checked(place: tuple[int, Any, str], absent: Any) -> Any:
+        """What stands in the place of a weight, where that is what was put there."""
+        _, container, key = place
+        had = container[key]
+        if not isinstance(had, StreamedParameter) and not hasattr(had, _SLOT):
+            name = absent._streamload_streamed
+            raise OffloadError(
+                f"{name} streams, and something has put another tensor in its place, which would "
+                f'not be used: let it stay, with stay="{name}", or close() the offload first'
+            )
+        return had
 
 
 class GatheredEmbedding(Wrapped):
@@ -244,11 +337,12 @@ class GatheredEmbedding(Wrapped):
         """Embed: with a weight of the rows that are asked for, and their numbers in it."""
         module = self._module
         assert isinstance(module, nn.Embedding)
+        refuse_training(module)
         asked, inverse = torch.unique(ids, return_inverse=True)
         rows = self._rows(asked.tolist())
         padding, module.padding_idx = module.padding_idx, None
-        self._container[self._key] = nn.Parameter(rows, requires_grad=False)
         try:
+            self._container[self._key] = nn.Parameter(rows, requires_grad=False)
             with torch.no_grad():
                 return self._forward(inverse, *args, **kwargs)
         finally:
@@ -264,19 +358,23 @@ class Refusals:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Change nothing yet; ``models``: the model, and its modules that hold layers."""
-        self._models = models
+        self._models = [weakref.ref(model) for model in models]
 
     def put(self) -> None:
         """Refuse."""
-        for model in self._models:
+        for model in self._alive():
             for name in _REFUSED:
                 model.__dict__[name] = _refusing(name)
 
     def take_out(self) -> None:
         """Let the methods be as they were."""
-        for model in self._models:
+        for model in self._alive():
             for name in _REFUSED:
                 model.__dict__.pop(name, None)
+
+    def _alive(self) -> list[nn.Module]:
+        found = (refer() for refer in self._models)
+        return [model for model in found if model is not None]
 
 
 _WORDS: Mapping[str, str] = {
@@ -308,7 +406,7 @@ def modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[s
 
 def computes(module: nn.Module) -> bool:
     """Whether a module has a ``forward`` of its own, through which its weights are used."""
-    own = type(module).forward is not nn.Module.forward
+    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     return own and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 

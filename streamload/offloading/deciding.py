@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import Options
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import CheckpointError, PlanInfeasibleError
 from streamload.planning.activations import CUDA_WORKSPACE_NBYTES, activation_nbytes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
-from streamload.planning.kv_cache import KvCache
+from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
@@ -254,7 +254,7 @@ def decide(
         )
         for group in groups
     ]
-    cache_nbytes = _cache_nbytes(options, checkpoint, wants, spec)
+    cache_nbytes = _cache_nbytes(options, checkpoint, wants, spec, tokens)
     activations = 0
     if tokens is not None:
         wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
@@ -328,12 +328,20 @@ def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
     return replace(found, slot_nbytes=slot_nbytes)
 
 
-def _cache_nbytes(options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec) -> int:
-    """What the KV cache of all layers takes."""
-    asked = options.room.cache
+def _cache_nbytes(
+    options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, tokens: int | None
+) -> int:
+    """What the KV cache of all layers takes: as asked for, or that of a pass of so many tokens."""
+    asked, config = options.room.cache, checkpoint.config
     if asked is None:
-        return 0
-    cache = KvCache.of(checkpoint.config, asked, path=checkpoint.path)
+        if tokens is None or config.get("use_cache") is False:
+            return 0
+        asked = CacheRequest(tokens)
+        try:
+            KvCache.of(config, asked, path=checkpoint.path)
+        except CheckpointError:  # a model without a cache, or nobody knows of one
+            return 0
+    cache = KvCache.of(config, asked, path=checkpoint.path)
     room = CacheRoom.of(checkpoint, wants, options.policy, cache, spec.native_bf16)
     room = room.placed(checkpoint, wants, [spec.name] * len(wants), options.policy)
     return room.nbytes(spec, asked.context)

@@ -67,6 +67,8 @@ class Offloaded:
         Raises:
             OffloadError: a pass is under way.
         """
+        if self._model.timed.running:
+            raise OffloadError("it cannot be closed while a pass is under way: let that end first")
         if self._rounds is not None:
             self._rounds.close("the model's offload was closed: offload or load it again")
         self._model.take_out()
@@ -104,8 +106,9 @@ def offload(
         model: a torch module; on the meta device to start with, or wherever it is.
         path: as in `load_state_dict`.
         tokens: leave room for what a pass of so many tokens (of all sequences together) computes
-            beside weights and cache, as ``config.json`` tells, so that all of it stays under the
-            budget. None leaves none: what passes compute is beside the budget.
+            beside weights, as ``config.json`` tells, and without ``context`` for the KV cache of
+            these tokens, so that all of it stays under the budget. None leaves none: what passes
+            compute is beside the budget.
         stay: patterns of names of parameters that stay on the device.
         device: one device; see `load_state_dict`.
         **options: see `LoadOptions`.

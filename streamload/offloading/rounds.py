@@ -9,6 +9,7 @@ it holds.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,13 +128,18 @@ class Rounds:
         self._filling: set[int] = set()
         self._busy_since = 0.0
         self._left: dict[int, int] = {}  # bytes that are still to be sent, by layer
+        self._unsure: dict[int, int] = {}  # bytes whose copies may not have ended, by layer
         self._tickets: dict[int, list[Ticket]] = {}  # of copies that may not have ended, by layer
         self._computing: dict[int, int] = {}  # by layer, uses that the device has not ended
-        self._user: tuple[int, int] | None = None  # layer, and the thread that computes with it
+        self._users: list[int] = []  # layers that are computed with, each inside the one before
+        self._spoiled: set[int] = set()  # of those, what may hold wrong bytes
+        self._unproved: set[int] = set()  # layers handed out whose copies may fail still
+        self._runner: int | None = None  # the thread that computes or waits
         self._last: int | None = None  # the layer that was asked for last
         self._wanted: int | None = None  # the layer that is waited for
         self._error: BaseException | None = None
         self._closed = ""
+        self._process = os.getpid()
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
@@ -154,43 +160,53 @@ class Rounds:
                 again.
         """
         me, begun = threading.get_ident(), time.perf_counter()
+        if os.getpid() != self._process:  # first: locks are as another thread had them
+            raise OffloadError(
+                "the model was offloaded before this process was forked, and what brings its "
+                "layers is in the parent: offload it here"
+            )
         with self._changed:
             self._check_usable(me)
-            self._follow(number)
-            self._wanted = number
+            self._runner = me
             try:
-                while number not in self._at or number in self._filling:
-                    self._start()
-                    self._wake()
-                    self._changed.wait()
-                    self._check_usable(me)
-                    if self._error is not None:
-                        error, self._error = self._error, None
-                        raise error
+                self._wait_for(number, me)
+                for ticket in self._tickets.get(number, ()):
+                    self._device.follow(ticket)
+                self._tickets.pop(number, None)
+                self._users.append(number)
             finally:
                 self._wanted = None
-            for ticket in self._tickets.pop(number, ()):
-                self._device.follow(ticket)
-            self._user = number, me
+                self._runner = me if self._users else None
+            if self._unsure.get(number):
+                self._unproved.add(number)
             self.stats.used[number] += 1
             self.stats.stalls[number] += time.perf_counter() - begun
             self._wake()  # the next may go where the one before was
             return self._memory.buffers(number, self._at[number])
 
     def release(self, number: int, ticket: Ticket | None) -> None:
-        """All is queued that computes with a layer.
+        """All is queued that computes with a layer. Nothing where `acquire` failed.
 
         Args:
             number: of the layer.
             ticket: of what was queued; None where it has ended.
         """
+        if os.getpid() != self._process:
+            return
         with self._changed:
-            self._user = None
+            if self._runner != threading.get_ident() or number not in self._users:
+                return
+            self._users.reverse()
+            self._users.remove(number)  # the innermost
+            self._users.reverse()
+            if not self._users:
+                self._runner = None
             if ticket is not None:
                 self._computing[number] = self._computing.get(number, 0) + 1
                 if self._reaper is None:
                     self._reaper = _started(self._reap, "streamload-reaper")
                 self._ended.put((number, ticket))
+            self._drop_spoiled(number)
             self._wake()
 
     def close(self, why: str) -> None:
@@ -199,29 +215,75 @@ class Rounds:
         Raises:
             OffloadError: a thread computes with a layer now.
         """
+        if os.getpid() != self._process:
+            self._memory.close()  # this process's copy; the threads are the parent's
+            return
         with self._changed:
-            if self._user is not None:
+            if self._users:
                 raise OffloadError("it cannot be closed while a pass computes with a layer")
             if self._closed:
                 return
             self._closed = why
             self._changed.notify_all()
             self._wake()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+            thread, reaper = self._thread, self._reaper
+            if thread is None and reaper is not None:  # the thread ends it otherwise
+                self._ended.put(None)
+                self._reaper = None
+        for each in (thread, reaper):
+            if each is not None:
+                each.join()
         self._device.synchronize()  # what computes with the slots
         self._memory.close()
+
+    def abandon(self) -> None:
+        """Let all threads end: the model is gone. Any thread may call this, holding any lock."""
+        self._closed = self._closed or "the model is gone"
+        self._wake()
 
     def _check_usable(self, me: int) -> None:
         if self._closed:
             raise OffloadError(self._closed)
-        if self._user is not None and self._user[1] != me:
-            name = self._layers[self._user[0]].name
+        if self._runner is not None and self._runner != me:
+            at = self._users[-1] if self._users else self._wanted
+            where = "" if at is None else f", one in {self._layers[at].name}"
             raise OffloadError(
-                f"two threads run the model at once, one in {name}: its layers take turns in the "
-                "same memory, so let one thread run it, or offload a copy for each"
+                f"two threads run the model at once{where}: its layers take turns in the same "
+                "memory, so let one thread run it, or offload a copy for each"
             )
+
+    def _wait_for(self, number: int, me: int) -> None:
+        """Wait until a layer is there. Raises what kept it from coming."""
+        self._follow(number)
+        self._wanted = number
+        while True:
+            self._check_usable(me)
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+            if self._is_there(number):
+                return
+            self._start()
+            self._check_room(number)
+            self._wake()
+            self._changed.wait()
+
+    def _is_there(self, number: int) -> bool:
+        sound = number not in self._spoiled or number in self._users
+        return number in self._at and number not in self._filling and sound
+
+    def _check_room(self, number: int) -> None:
+        """Raise OffloadError where nothing that is to come would make room for a layer."""
+        if not self._users or number in self._at or self._filling or any(self._unsure.values()):
+            return
+        if any(self._computing.values()) or self._room_for(number, 0, {}) is not None:
+            return
+        outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
+        self._users.clear()  # this leaves all that computes
+        raise OffloadError(
+            f"{inner} computes while {outer} does, and the slots have no room for both: let one "
+            f'stay, with stay="{inner}.*"'
+        )
 
     def _follow(self, number: int) -> None:
         """Learn the order: this layer came after the last."""
@@ -273,8 +335,9 @@ class Rounds:
         return best
 
     def _is_used(self, number: int) -> bool:
-        in_use = self._user is not None and self._user[0] == number
-        return in_use or bool(self._computing.get(number))
+        """Whether something computes with a layer, or is still copied to it."""
+        copied = bool(self._unsure.get(number)) and number not in self._filling
+        return number in self._users or bool(self._computing.get(number)) or copied
 
     def _take(self, number: int, first: int) -> None:
         """Let a layer have its slots."""
@@ -282,7 +345,7 @@ class Rounds:
             self._drop(self._holds[at])
             self._holds[at] = number
         self._at[number] = first
-        self._left[number] = self._nbytes[number]
+        self._left[number] = self._unsure[number] = self._nbytes[number]
         self._tickets[number] = []
         if not self._filling:
             self._busy_since = time.perf_counter()
@@ -292,6 +355,7 @@ class Rounds:
         if number is None:
             return
         self._at.pop(number, None)
+        self._spoiled.discard(number)
         self._tickets.pop(number, None)
         self._filling.discard(number)
         self._holds = [None if held == number else held for held in self._holds]
@@ -314,25 +378,33 @@ class Rounds:
             error = failure
         with self._changed:
             self._crew = self._thread = None
+            self._unsure.clear()  # all workers have ended
             self._forget(everything=error is not None)
             if self._reaper is not None:  # it ends when it has waited for what was queued
                 self._ended.put(None)
                 self._reaper = None
-            self._error = error if self._wanted is not None else None
+            # where nobody waits and nothing wrong was handed out, the layer is just asked for again
+            self._error = error if self._wanted is not None or self._unproved else None
+            self._unproved.clear()
             self._changed.notify_all()
 
     def _forget(self, *, everything: bool) -> None:
         """Forget what is being brought, or all that nothing computes with: it may be wrong too."""
         for number in [*self._at] if everything else [*self._filling]:
-            if not self._is_used(number):
-                self._drop(number)
+            self._spoiled.add(number)
+            self._drop_spoiled(number)
         self._filling.clear()
         self._tickets.clear()
+
+    def _drop_spoiled(self, number: int) -> None:
+        """Drop a layer that may hold wrong bytes, when nothing computes with it any more."""
+        if number in self._spoiled and not self._is_used(number):
+            self._drop(number)
 
     def _bring(self) -> None:
         """Bring layers until nobody has asked for one for a while."""
         plan, device = self._plan, self._device
-        target = _SlotTarget(self._layers)
+        target = _SlotTarget(self._layers, self._arrived)
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
@@ -402,7 +474,7 @@ class Rounds:
     def _is_idle(self, since: float) -> bool:
         if not threading.main_thread().is_alive():
             return True
-        busy = self._wanted is not None or self._user is not None
+        busy = self._runner is not None
         busy = busy or bool(self._filling) or any(self._computing.values())
         return not busy and time.monotonic() - since >= _IDLE_S
 
@@ -423,6 +495,17 @@ class Rounds:
                 self.stats.busy_s += time.perf_counter() - self._busy_since
             self._changed.notify_all()
 
+    def _arrived(self, placements: Sequence[int]) -> None:
+        """The copies of placements have ended."""
+        with self._changed:
+            for placement in placements:
+                number = self._layer_of[placement]
+                self._unsure[number] -= self._plan.placements[placement].nbytes
+                if not self._unsure[number]:
+                    self._unproved.discard(number)
+            if self._users and self._wanted is not None:
+                self._changed.notify_all()  # whether there will be room inside another layer
+
     def _reap(self) -> None:
         """Wait for what computes with slots; they can be filled when it has ended."""
         while (item := self._ended.get()) is not None:
@@ -431,15 +514,17 @@ class Rounds:
                 ticket.wait()
             with self._changed:
                 self._computing[number] -= 1
+                self._drop_spoiled(number)
+                self._changed.notify_all()
                 self._wake()
 
 
 class _SlotTarget:
     """The slots as a stream fills them."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], arrived: Callable[[Sequence[int]], None]) -> None:
         self._buffers: dict[int, Buffer] = {}
-        self._layers = layers
+        self._layers, self._arrived = layers, arrived
 
     def place(self, number: int, buffers: Sequence[Buffer]) -> None:
         """A layer is going to be filled, into these buffers."""
@@ -450,7 +535,8 @@ class _SlotTarget:
         return [self._buffers[index] for index in indices]
 
     def finish(self, indices: Sequence[int]) -> None:
-        """All bytes of these are there: `Rounds` knew when they were sent."""
+        """All bytes of these are there."""
+        self._arrived(indices)
 
     def revoke(self, indices: Iterable[int]) -> None:
         """The round ends with an error, and forgets all that it has brought."""

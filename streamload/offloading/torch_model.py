@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from streamload.devices.torch_streamed import (
     computes,
     let_go,
     modules_by_name,
+    no_backward,
+    refuse_training,
     used_elsewhere,
 )
 from streamload.devices.torch_tensors import TO_TORCH, TorchParameter, unwrapped_names
@@ -115,11 +118,21 @@ class TorchModel:
             module = self._modules.get(name)
             if self._is_gathered(module, mine, wants, checkpoint, changed):
                 groups.append(Group(name, tuple(mine), "rows"))
-            elif module is not None and computes(module) and id(module) not in elsewhere:
+            elif module is not None and self._can_stream(name, module, elsewhere, found):
                 groups.append(Group(name, tuple(mine), "layer"))
             else:
                 groups.append(Group(name, tuple(mine), "fixed"))
         return groups + heads
+
+    @staticmethod
+    def _can_stream(
+        name: str, module: nn.Module, elsewhere: set[int], found: Sequence[tuple[str, Any, bool]]
+    ) -> bool:
+        """Whether a module computes with its weights alone: nothing inside it is another layer."""
+        inside = f"{name}." if name else ""
+        others = (other for other, _, _ in found if other != name)
+        nested = any(other.startswith(inside) for other in others)
+        return computes(module) and id(module) not in elsewhere and not nested
 
     def _stays(self, name: str, stay: Sequence[str]) -> bool:
         parameter = self._parameters[name]
@@ -170,6 +183,8 @@ class TorchModel:
         """Whether rows of a module's weight can be read from the file as a pass asks for them."""
         if not isinstance(module, nn.Embedding) or len(numbers) != 1 or module.max_norm is not None:
             return False
+        if type(module).forward is not nn.Embedding.forward or "forward" in module.__dict__:
+            return False  # what it is called with may be no numbers of rows
         want, src = wants[numbers[0]], wants.srcs[numbers[0]]
         if len(want.source) != 1 or want.transpose is not None or want.coding is not None:
             return False
@@ -221,10 +236,11 @@ class TorchModel:
         where = torch.device(device.info.name)
         for parameter, _ in self._absent:
             dst = dsts[wants.names.index(next(n for n in parameter.names if n in self._parameters))]
+            absent = StreamedParameter(
+                parameter.names[0], parameter.shape, TO_TORCH[dst.name], where
+            )
             for container, key in parameter.slots:
-                container[key] = StreamedParameter(
-                    parameter.names[0], parameter.shape, TO_TORCH[dst.name], where
-                )
+                container[key] = absent  # what is tied stays one object
         by_name = {group.name: group for group in plan.groups}
         for number, name in enumerate(plan.residency.streams):
             group = by_name[name]
@@ -251,6 +267,10 @@ class TorchModel:
         ]
         self._refusals = Refusals([self._model, *holders])
         self._refusals.put()
+        if rounds is not None:
+            weakref.finalize(self._model, rounds.abandon)
+        self._modules = {}  # the model may go, and this not
+        self._model = nn.Module()
 
     def _slots_in(self, name: str, modules: set[int]) -> list[Any]:
         """The places of a parameter in some modules."""
@@ -304,18 +324,30 @@ class TorchModel:
 
 
 class Timed(Wrapped):
-    """Counts the calls of a model's ``forward``, and how long they took."""
+    """Counts the calls of a model's ``forward``, and how long they took.
+
+    Attributes:
+        passes: how many there were.
+        seconds: wall time of them.
+        running: how many there are now.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         """Change nothing yet."""
         super().__init__(model)
-        self.passes, self.seconds = 0, 0.0
+        self.passes, self.seconds, self.running = 0, 0.0, 0
+        self._trains = any(parameter.requires_grad for parameter in model.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and take the time."""
+        """Compute, and take the time. No graph is kept: it would hold what layers computed."""
+        refuse_training(self._module)
         begun = time.perf_counter()
+        self.running += 1
         try:
-            return self._forward(*args, **kwargs)
+            with torch.no_grad():
+                found = self._forward(*args, **kwargs)
         finally:
+            self.running -= 1
             self.passes += 1
             self.seconds += time.perf_counter() - begun
+        return no_backward(found) if self._trains and torch.is_grad_enabled() else found

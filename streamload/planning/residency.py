@@ -111,11 +111,11 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
 
 def least(layers: Sequence[LayerSize]) -> int:
     """Bytes of the least room in which `choose` finds a way."""
-    sizes = []
+    sizes = [sum(layer.resident_nbytes for layer in layers if layer.kind != "rows")]
     for slots, slot_nbytes in _arenas(layers):
         must, _, _ = _sorted_out(layers, slots * slot_nbytes)
         sizes.append(sum(layer.resident_nbytes for layer in must) + slots * slot_nbytes)
-    return min(sizes, default=sum(layer.resident_nbytes for layer in layers))
+    return min(sizes)
 
 
 def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from streamload.checkpoint.checkpoint import locate, open_checkpoint
 from streamload.checkpoint.url import Location, Url, is_url
 from streamload.devices.names import framework
-from streamload.errors import DeviceError
+from streamload.errors import DeviceError, OffloadError
 from streamload.lookup import open_devices
 from streamload.options import Strictness, takes
+from streamload.selection import Patterns
 from streamload.transformers.adapter import Adapter
 from streamload.transformers.arguments import takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
@@ -48,6 +49,9 @@ def from_pretrained(
     quantization_config: Any = None,
     adapter_name: str | None = None,
     config_changes: Mapping[str, Any] | None = None,
+    offload: bool = False,
+    tokens: int | None = None,
+    stay: Patterns = (),
     **options: Unpack[ModelOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
@@ -103,6 +107,11 @@ def from_pretrained(
             package: a format, or patterns by name, as in `streamload.load_state_dict`.
         config_changes: attributes of the configuration. They are taken as arguments, too:
             ``num_labels=3``.
+        offload: where it does not fit, layers stream through the budget at every pass, as
+            `streamload.offload` does it; the model's ``streamload_offload`` says what streams, and
+            its ``close()`` ends that.
+        tokens: with ``offload``, leave room for what a pass of so many tokens computes.
+        stay: with ``offload``, patterns of names of parameters that stay on the device.
         strict: missing and unexpected names are an error, except for names that the model's class
             says may be ignored. With False, what matches is loaded, the rest is initialised as
             transformers does it, at random, and the report names it; a warning says if little
@@ -131,6 +140,7 @@ def from_pretrained(
         MemoryTakenError: others took memory meanwhile, and the load does not fit any more.
         UnsupportedCastError: a dtype cannot be cast or held.
         OutOfRangeError: under ``out_of_range="error"``.
+        OffloadError: with ``offload``, the model cannot be offloaded.
         DeviceError: a device is not there, does not work or failed, or there are several and
             accelerate is not installed.
         ValueError: an argument is invalid.
@@ -158,6 +168,14 @@ def from_pretrained(
     )
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
+    if not offload and (tokens is not None or stay):
+        raise ValueError("tokens and stay say how a model is offloaded: write offload=True")
+    if offload and adapter is not None:
+        raise OffloadError(
+            f"{found} is an adapter, whose modules stand in those that stream: offload its base, "
+            f"and add it on the way: from_pretrained({adapter.base!r}, offload=True, "
+            f"adapters=[{str(found)!r}])"
+        )
     name = str(found) if isinstance(found, Url) else os.fsdecode(path)
     devices = open_devices(device, framework("torch"), {})
     prepared = Prepared.of(
@@ -170,8 +188,15 @@ def from_pretrained(
         cast=options["cast"],
         strictness=strictness,
     )
-    adapter_nbytes = 0 if adapter is None else adapter.nbytes
-    report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
+    if offload:
+        offloaded = load_untied(
+            lambda: prepared.offload(devices, options, tokens=tokens, stay=stay), prepared
+        )
+        report = offloaded.load
+        prepared.model.streamload_offload = offloaded
+    else:
+        adapter_nbytes = 0 if adapter is None else adapter.nbytes
+        report = load_untied(lambda: prepared.load(devices, adapter_nbytes, options), prepared)
     report = without_stale_notes(report, prepared.model)
     prepared.finish(report)
     if adapter is not None:

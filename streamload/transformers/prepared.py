@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import on_unstored
 from streamload.devices.names import framework
 from streamload.dtypes import DTypeArgument
-from streamload.errors import StateDictMismatchError
+from streamload.errors import OffloadError, StateDictMismatchError
 from streamload.load import load_state_dict
 from streamload.lookup import Devices
 from streamload.mapping import Source
+from streamload.offloading.entrance import Offloaded, offload
 from streamload.options import (
     CastArgument,
     ChangeOptions,
@@ -27,6 +28,7 @@ from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
+from streamload.selection import Patterns
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
@@ -41,6 +43,8 @@ from streamload.transformers.rest import (
     untie,
 )
 from streamload.units import parse_bytes
+
+_Loaded = TypeVar("_Loaded")
 
 
 class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
@@ -134,6 +138,32 @@ class Prepared:
             beside_nbytes: what else will be added to it.
             options: those of the load, as the caller gave them.
         """
+        report = load_state_dict(
+            self.model, self.checkpoint, **self._asked(devices, beside_nbytes, options)
+        )
+        if self.quantised is None:
+            return report
+        return replace(report, notes=(*report.notes, *self.quantised.notes))
+
+    def offload(
+        self, devices: Devices, options: ModelOptions, *, tokens: int | None, stay: Patterns
+    ) -> Offloaded:
+        """Let what does not fit stream; the arguments are those of `load` and `offload`.
+
+        Raises:
+            OffloadError: it is quantised.
+        """
+        if self.quantised is not None:
+            raise OffloadError(
+                f"{self.checkpoint.path}: modules of quantised weights keep values of their own "
+                "beside them, and are not offloaded: dequantise the checkpoint once, with "
+                "streamload convert IN OUT --dtype bfloat16, and offload that"
+            )
+        asked = self._asked(devices, 0, options)
+        return offload(self.model, self.checkpoint, tokens=tokens, stay=stay, **asked)
+
+    def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadOptions:
+        """What a load is asked for."""
         fill = self.fill
         asked: LoadOptions = {
             **options,
@@ -146,10 +176,7 @@ class Prepared:
             + beside_nbytes
             + self.beside_nbytes(devices),
         }
-        report = load_state_dict(self.model, self.checkpoint, **asked)
-        if self.quantised is None:
-            return report
-        return replace(report, notes=(*report.notes, *self.quantised.notes))
+        return asked
 
     def untied(self) -> bool:
         """Leave apart what is tied and stored with different values; whether anything was."""
@@ -173,7 +200,7 @@ def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised |
     return Quantising.asked(checkpoint, config, asked)
 
 
-def load_untied(load: Callable[[], LoadReport], *parts: Any) -> LoadReport:
+def load_untied(load: Callable[[], _Loaded], *parts: Any) -> _Loaded:
     """Load; again, where what is tied turned out to be stored with different values.
 
     A load compares it when it knows that all fits, and has read and allocated nothing else.
