@@ -340,4 +340,3 @@ def test_what_was_offloaded_before_a_fork_says_so(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     made.use(1)
     made.close()
-
