@@ -49,6 +49,12 @@ class Point:
     host_nbytes: int | None = None
     problem: str = ""
 
+    @property
+    def said(self) -> str:
+        """One line of it."""
+        took = f"{median(self.seconds):.3f} s a pass" if self.seconds else self.problem
+        return f"{self.name}, {_size(self.budget_nbytes)}: {took}"
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadBench:
@@ -133,16 +139,15 @@ def measure(
         peer_budget: what peers may hold on the device; None for the second least budget.
         dtype: what all floats become.
         timeout_s: for each answer of a process.
-        say: told what is being measured.
+        say: told what was measured, a line for each process.
 
     Raises:
         PlanInfeasibleError: not even the least fits.
         CheckpointError: the checkpoint is invalid.
     """
-    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, device, dtype)
+    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, device, dtype, tokens)
     points = []
     for nbytes in sizes:
-        say(f"{format_bytes(nbytes)}")
         job = call(
             f"{_MODULE}:passes",
             path=path,
@@ -152,18 +157,19 @@ def measure(
             dtype=dtype,
         )
         points.append(_measured(OURS, nbytes, job, runs, timeout_s))
+        say(points[-1].said)
     allowed = parse_bytes(peer_budget) if peer_budget else sizes[min(1, len(sizes) - 1)]
     for name in peers:
-        say(name)
         job = call(PEERS[name], path=path, device=device, budget=allowed, tokens=tokens)
         budget = allowed if name == "accelerate" else None
         points.append(_measured(name, budget, job, runs, timeout_s))
+        say(points[-1].said)
     return OffloadBench(path, device, tokens, tuple(points))
 
 
-def _budgets(path: str, device: str, dtype: str) -> list[int]:
+def _budgets(path: str, device: str, dtype: str, tokens: int) -> list[int]:
     """Budgets from the least that will do to all."""
-    given: dict[str, Any] = {"dtype": dtype, "device": device}
+    given: dict[str, Any] = {"dtype": dtype, "device": device, "tokens": tokens}
     whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
     most, least = whole.needed_nbytes, 1
     low, high = 0, most

@@ -14,10 +14,17 @@ def passes(
     path: str, device: str, budget: int, tokens: int, dtype: str
 ) -> Callable[[], dict[str, Any]]:
     """Passes of ours."""
-    import streamload.transformers
+    from streamload.transformers import from_pretrained
 
-    load: Any = streamload.transformers.from_pretrained
-    model = load(path, device=device, budget=budget, dtype=dtype, offload=True, progress=False)
+    model = from_pretrained(
+        path,
+        device=device,
+        budget=budget,
+        dtype=dtype,
+        offload=True,
+        tokens=tokens,
+        progress=False,
+    )
     report = model.streamload_offload.report
     return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})
 
