@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import offloading_models as models
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -384,7 +387,9 @@ def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Pa
     fits = from_pretrained(path, device="cpu", budget="2MB", offload=True)
     assert not fits.streamload_offload.plan.residency.streams
     assert fits.streamload_offload.report.pass_nbytes == 0
-    model = from_pretrained(path, device="cpu", budget="2MB", offload=True, tokens=300, stay="lm*")
+    model = from_pretrained(
+        path, device="cpu", budget="11.6MB", offload=True, tokens=300, stay="lm*"
+    )
     found = model.streamload_offload.plan
     assert found.residency.streams and "lm_head" not in found.residency.streams
     # keys and values of four layers, in two heads of 16, in float32
@@ -393,3 +398,49 @@ def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Pa
     _same_again(model, fits)
     with pytest.raises(ValueError, match="offload=True"):
         from_pretrained(path, device="cpu", tokens=300)
+
+
+_MEASURED = """
+import ctypes, sys, torch
+from pathlib import Path
+from streamload.transformers import from_pretrained
+
+def counter(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+torch.set_num_threads(1)
+tokens = int(sys.argv[2])
+model = from_pretrained(
+    sys.argv[1], device="cpu", budget="700MB", offload=True, tokens=tokens, stay="*"
+)
+plan = model.streamload_offload.plan
+with torch.no_grad():
+    ids = torch.randint(0, 16000, (1, tokens))
+    model(ids[:, :8])
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = counter("VmRSS")
+    found = model(ids)
+    print(counter("VmHWM") - before, plan.activation_nbytes + plan.cache_nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [512, 2048])
+def test_tokens_leave_room_for_what_a_pass_is_seen_to_take(tokens: int, tmp_path: Path) -> None:
+    """By the kernel's counters of a process: at least that, and at most 1.6 times as much."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 16000}
+    config = hf.LlamaConfig(**sizes, **heads, max_position_embeddings=4096)
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _MEASURED, str(tmp_path), str(tokens)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen, predicted = map(int, done.stdout.split())
+    assert seen <= predicted <= 1.6 * seen

@@ -208,7 +208,7 @@ def test_what_an_offloaded_model_does_not_do_is_refused_by_name(path: Path, name
     """And changes nothing: the next pass is right."""
     model = models.built("llama")
     with streamload.offload(model, path, device="cpu", budget=_BUDGET):
-        with pytest.raises(OffloadError, match="offloaded|streams"):
+        with pytest.raises(OffloadError, match=r"offloaded|streams"):
             _REFUSED[name](model)
         assert _right(model)
     assert not _threads()

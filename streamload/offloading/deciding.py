@@ -10,7 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import Options
 from streamload.errors import CheckpointError, PlanInfeasibleError
-from streamload.planning.activations import CUDA_WORKSPACE_NBYTES, activation_nbytes
+from streamload.planning.activations import (
+    CUDA_WORKSPACE_NBYTES,
+    HOST_WORKSPACE_NBYTES,
+    activation_nbytes,
+)
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
@@ -258,8 +262,11 @@ def decide(
     activations = 0
     if tokens is not None:
         wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
-        activations = activation_nbytes(checkpoint.config, tokens, wide, path=checkpoint.path)
-        activations += CUDA_WORKSPACE_NBYTES if spec.allocator in SEGMENTS else 0
+        reused = spec.allocator in SEGMENTS
+        activations = activation_nbytes(
+            checkpoint.config, tokens, wide, path=checkpoint.path, reused=reused
+        )
+        activations += CUDA_WORKSPACE_NBYTES if reused else HOST_WORKSPACE_NBYTES
     room = spec.budget_nbytes
     if spec.free_nbytes is not None:
         room = min(room, spec.free_nbytes + held_nbytes)

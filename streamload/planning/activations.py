@@ -9,7 +9,8 @@ most, beside two states of T x H x b between the layers:
     feed-forward      3 x T x I x b          (of each expert that a token chooses)
     head              T x V x b
 
-The largest of attention with its normalisation, feed-forward and head counts. Attention that holds
+The largest of attention with its normalisation, feed-forward and head counts. All of them do where
+the C library allocates, which keeps what is freed for others of its size. Attention that holds
 its scores ("eager") takes n x T x T x 4 more, which is not counted.
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 
 from streamload.errors import CheckpointError
 
+#: What products on the CPU take for packed weights, and threads for their stacks: 8 MiB.
+HOST_WORKSPACE_NBYTES = 2**23
 #: cuBLAS takes as much of torch's allocator for products on Hopper: 32 MiB.
 CUDA_WORKSPACE_NBYTES = 2**25
 
@@ -37,7 +40,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def activation_nbytes(
-    config: Mapping[str, Any], tokens: int, itemsize: int, *, path: object
+    config: Mapping[str, Any], tokens: int, itemsize: int, *, path: object, reused: bool = True
 ) -> int:
     """Bytes that a pass of so many tokens takes at most.
 
@@ -46,6 +49,7 @@ def activation_nbytes(
         tokens: of all sequences together.
         itemsize: bytes of an element of the dtype that the model computes in.
         path: of the checkpoint, for errors.
+        reused: the allocator gives what one part has freed to the next.
 
     Raises:
         CheckpointError: the configuration does not tell.
@@ -75,4 +79,6 @@ def activation_nbytes(
     feed_forward = 3 * tokens * inner * itemsize
     head = tokens * vocabulary * itemsize
     states = 2 * tokens * hidden * itemsize
+    if not reused:
+        return int(states + norm + attention + feed_forward + head)
     return int(states + max(norm + attention, norm + feed_forward, head))
