@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
-_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
@@ -177,6 +177,35 @@ def populate(window: memoryview) -> None:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (address + window.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
+
+
+def populate_shared(first: int, stop: int) -> int:
+    """Map the pages of a file that addresses ``first`` to ``stop`` (exclusive) show.
+
+    Pages that are not in memory are read: many threads may do so at once, and wait for the disk.
+
+    Returns:
+        0, or the errno of pages that the storage does not give. Before Linux 5.14, and elsewhere,
+        nothing is done: pages come as they are touched.
+    """
+    if sys.platform != "linux":
+        return 0
+    first = first // mmap.PAGESIZE * mmap.PAGESIZE
+    while libc().madvise(first, stop - first, _MADV_POPULATE_READ):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            return 0 if number == errno.EINVAL else number
+    return 0
+
+
+def unmap_pages(first: int, stop: int) -> None:
+    """Let go of the pages that addresses ``first`` to ``stop`` show of a mapped file.
+
+    What was written there privately is lost. What lies around may go as well, up to 64 KiB, which
+    is what a fault maps: it comes again when it is touched.
+    """
+    first = first // mmap.PAGESIZE * mmap.PAGESIZE
+    libc().madvise(first, stop - first, mmap.MADV_DONTNEED)
 
 
 #: Bring a file's bytes to the disk.

@@ -104,6 +104,7 @@ class Job:
         headroom: Headroom | None,
         changes: Changes,
         sent: Callable[[Unit, Sequence[Ticket]], None] = lambda unit, tickets: None,
+        bring: Callable[[Location, int, int], None] | None = None,
     ) -> None:
         """Look at a plan.
 
@@ -119,8 +120,9 @@ class Job:
             sent: told by a worker's thread of a unit whose copies have been begun, with tickets of
                 those that may not have ended. An error may come still: `Target.finish` says when
                 all is well.
+            bring: brings bytes of a file that buffers are views on, in place of all reading.
         """
-        self.sent = sent
+        self.sent, self.bring = sent, bring
         self.plan = plan
         self.changes = changes
         self.devices = devices

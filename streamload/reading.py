@@ -79,12 +79,12 @@ def page_cache(
         kind,
         to_read_nbytes=to_read_nbytes,
         to_allocate_nbytes=to_allocate_nbytes,
-        available=_available_nbytes,
+        available=free_host_nbytes,
     )
 
 
-def _available_nbytes() -> int | None:
-    """What the host has left for page cache; None where no file says."""
+def free_host_nbytes() -> int | None:
+    """What the host has left, for page cache too; None where no file says."""
     try:
         return available_host_nbytes()
     except DeviceError:

@@ -21,7 +21,7 @@ from streamload._system import populate, scatter
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
-from streamload.job import NO_COUNTS, Counts, Job, Unit
+from streamload.job import NO_COUNTS, Counts, Job, Unit, file_ranges
 from streamload.planning.chunks import Chunk, Pack, Run, split
 from streamload.planning.plan import STAGING_SLOTS, Placement, slot_nbytes
 from streamload.reads import Slot, copy_of, reads_of
@@ -311,6 +311,12 @@ class Worker:
         self, reader: Reader, unit: Unit, counts: list[Counts], tickets: list[_SlotTicket]
     ) -> None:
         job = self._job
+        if job.bring is not None:
+            with reader.unchanged():
+                for start, stop in file_ranges(unit):
+                    job.bring(reader.path, start, stop)
+            counts += [NO_COUNTS] * len(unit)
+            return
         name = job.plan.placements[unit[0].placement].device
         device = job.devices[name]
         slot: Slot | None = None

@@ -20,6 +20,7 @@ from rich.text import Text
 from bench_parts import sections
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
+from bench_parts.offload_section import offload
 from bench_parts.quant_section import QUANT_SECTIONS
 from bench_parts.section import NotHereError, Options, Section
 from bench_parts.torch_section import torch_box
@@ -31,7 +32,12 @@ from streamload.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
-ASKED_FOR = {"torture": torture, **QUANT_SECTIONS, **GPU_SECTIONS}  # the first takes many minutes
+ASKED_FOR = {
+    "torture": torture,
+    "offload": offload,
+    **QUANT_SECTIONS,
+    **GPU_SECTIONS,
+}  # the first takes many minutes
 KNOWN: dict[str, Callable[[Options], Section]] = SECTIONS | ASKED_FOR
 _OPTIONS = {field.name for field in fields(Options)}
 

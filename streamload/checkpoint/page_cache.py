@@ -179,6 +179,18 @@ def _absent_runs(fd: int) -> list[tuple[int, int]]:
     return runs
 
 
+def drop_pages(path: Path, start: int, stop: int) -> None:
+    """Drop the pages of a file that lie within a range, and that nobody has mapped: only advice."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
 class PageCache:
     """What becomes of the page cache that a load brings in. One for a load; safe for threads.
 

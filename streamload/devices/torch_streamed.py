@@ -148,6 +148,12 @@ class TorchSlots:
         self._views.clear()
 
 
+def weight_of(tensor: torch.Tensor) -> nn.Parameter:
+    """What a module holds of a weight that cannot be trained."""
+    with torch.inference_mode(False), torch.no_grad():
+        return nn.Parameter(tensor, requires_grad=False)
+
+
 def _numel(shape: Sequence[int]) -> int:
     numel = 1
     for n in shape:

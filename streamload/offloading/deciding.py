@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
 from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.offloading.views import can_be_views
 from streamload.planning.activations import (
     CUDA_WORKSPACE_NBYTES,
     HOST_WORKSPACE_NBYTES,
     activation_nbytes,
 )
+from streamload.planning.budget import overhead_nbytes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
-from streamload.planning.residency import LayerKind, LayerSize, Residency, choose, least
+from streamload.planning.residency import LayerKind, LayerSize, Residency, choose, held, least
+from streamload.reading import free_host_nbytes
 from streamload.selection import matches
 from streamload.units import format_bytes, format_table, round_up
 
@@ -66,6 +70,11 @@ class OffloadPlan:
         cache_nbytes: room for the KV cache.
         activation_nbytes: room for what passes compute.
         reserve_nbytes: what was asked to stay free.
+        host: names of the layers that stream from host memory.
+        host_nbytes: what that memory takes: their bytes in the files.
+        views: what streams is computed on in its files: slots are mapped pages, and no memory.
+        cached: the page cache has room for what streams, so that only the first pass reads it from
+            the disk.
     """
 
     device: str
@@ -77,6 +86,10 @@ class OffloadPlan:
     cache_nbytes: int
     activation_nbytes: int
     reserve_nbytes: int
+    host: tuple[str, ...] = ()
+    host_nbytes: int = 0
+    views: bool = False
+    cached: bool = True
 
     @property
     def layer_placements(self) -> list[range]:
@@ -87,6 +100,18 @@ class OffloadPlan:
             found.append(range(first, first + count[name]))
             first += count[name]
         return found
+
+    def tensors_of(self, layers: Collection[str], wants: Wants) -> set[str]:
+        """Names of the checkpoint's tensors that some layers are read from."""
+        found = (at for group in self.groups if group.name in layers for at in group.wants)
+        return {row.tensor for at in found for row in wants.sources[at]}
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Bytes of weights by where passes find them, without embeddings read by rows."""
+        rest = self.residency.pass_nbytes - self.host_nbytes
+        found = {"resident": self.residency.resident_nbytes, "host memory": self.host_nbytes}
+        return found | {"page cache": rest * self.cached, "disk": rest * (not self.cached)}
 
     @property
     def scratch_nbytes(self) -> int:
@@ -114,9 +139,10 @@ class OffloadPlan:
             name: getattr(self, name)
             for name in (
                 *("peak_nbytes", "scratch_nbytes", "cache_nbytes", "activation_nbytes"),
-                *("reserve_nbytes", "needed_nbytes"),
+                *("reserve_nbytes", "needed_nbytes", "views"),
             )
         }
+        found |= {"host": self.host, "places": self.places}
         return json.dumps(found | asdict(self.residency), separators=(",", ":"))
 
     def __str__(self) -> str:
@@ -148,8 +174,11 @@ class OffloadPlan:
                 f"{self.device}: {format_bytes(self.needed_nbytes)} of "
                 f"{format_bytes(self.budget_nbytes)}: weights "
                 f"{format_bytes(found.resident_nbytes)}, {', '.join(parts)}",
-                f"{found.slots} slots of {format_bytes(found.slot_nbytes)}; a pass reads "
-                f"{format_bytes(found.pass_nbytes)}",
+                f"{found.slots} slots of {format_bytes(found.slot_nbytes)}"
+                + (", pages of the mapped files" if self.views else "")
+                + f"; a pass reads {format_bytes(found.pass_nbytes)}",
+                "from "
+                + ", ".join(f"{where} {format_bytes(n)}" for where, n in self.places.items() if n),
             ]
         )
 
@@ -228,6 +257,7 @@ def decide(
     *,
     tokens: int | None = None,
     held_nbytes: int = 0,
+    host_nbytes: int = 0,
 ) -> OffloadPlan:
     """Choose what stays.
 
@@ -240,9 +270,10 @@ def decide(
         cast: which cast engine.
         tokens: leave room for what a pass of so many computes.
         held_nbytes: of what is not free there, what the model gives back first.
+        host_nbytes: most bytes of layers that host memory keeps.
 
     Raises:
-        PlanInfeasibleError: not even the least fits.
+        PlanInfeasibleError: not even the least fits, or the host has no room for its part.
         CheckpointError: how much room a cache or tokens need is not known.
     """
     dsts = wants.dsts(options.policy, spec.native_bf16)
@@ -287,6 +318,7 @@ def decide(
                 break
             scratch = stream.devices[0].scratch_nbytes
         found = _rounded(found, spec)
+        host = held(sizes, found.streams, host_nbytes)
         plan = OffloadPlan(
             *(
                 spec.name,
@@ -297,6 +329,11 @@ def decide(
                 stream,
             ),
             *(cache_nbytes, activations, spec.reserve_nbytes),
+            host,
+            sum(size.read_nbytes for size in sizes if size.name in host),
+            stream is not None
+            and _are_views(options, checkpoint, wants, spec, groups, found, cast),
+            _is_cached(options, spec, found),
         )
         over = plan.peak_nbytes - room
         if over > 0 and less_nbytes < room:
@@ -307,6 +344,7 @@ def decide(
     for chunk_nbytes in chunks:
         plan = made(chunk_nbytes)
         if plan is not None:
+            _check_host(plan, spec)
             return plan
     needed = least(sizes) + cache_nbytes + activations
     smallest = replace(options, knobs=replace(options.knobs, chunk_nbytes=_CHUNKS[-1]))
@@ -324,6 +362,38 @@ def decide(
         largest=[*(each for each in beside if each[1]), *largest[:6]],
         reason="a slot holds the largest layer, and what cannot stream stays",
     )
+
+
+def engine_of(options: Options) -> CastChoice:
+    """Which cast engine streams."""
+    return "llvm" if options.knobs.cast == "auto" else options.knobs.cast
+
+
+def streamed_from(
+    made: OffloadPlan, options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec
+) -> OffloadPlan:
+    """The same plan, with what streams from the files of a checkpoint that has it elsewhere."""
+    assert made.stream is not None
+    chunk_nbytes, cast = made.stream.chunk_nbytes, engine_of(options)
+    rest = (options, checkpoint, wants, spec, made.groups, made.residency, cast)
+    stream = _streamed(*rest, chunk_nbytes)
+    return replace(made, stream=stream, views=_are_views(*rest))
+
+
+def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
+    """Raise PlanInfeasibleError where the host has not what its part of the layers takes."""
+    free = free_host_nbytes()
+    if not made.host or free is None:
+        return
+    beside = made.needed_nbytes if spec.shared_memory else 0
+    if made.host_nbytes + beside + overhead_nbytes(free) > free:
+        raise PlanInfeasibleError(
+            "host",
+            made.host_nbytes + beside + overhead_nbytes(free),
+            free,
+            limit="free memory",
+            largest=[("layers in host memory (host=)", made.host_nbytes), (spec.name, beside)],
+        )
 
 
 def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
@@ -369,13 +439,16 @@ def _streamed(
     order = [at for name in found.streams for at in by_name[name].wants]
     mine = Wants.of(checkpoint, [_new(wants[at], spec.name) for at in order])
     knobs = options.knobs
+    if knobs.page_cache == "auto":
+        # passes come again: a file that fits is read through the page cache, others are not kept
+        cached = _is_cached(options, spec, found)
+        knobs = replace(knobs, page_cache="keep" if cached else "drop")
     if chunk_nbytes is not None:
         knobs = replace(knobs, chunk_nbytes=chunk_nbytes)
     free = replace(
         options,
         knobs=knobs,
         room=replace(options.room, cache=None, reserve_nbytes=0),
-        residence="memory",
     )
     endless = replace(
         spec,
@@ -387,6 +460,34 @@ def _streamed(
     made = free.plan(checkpoint, mine, [endless], {}, cast)
     layers = [[wants.names[at] for at in by_name[name].wants] for name in found.streams]
     return replace(made, placements=_in_order(made.placements, layers))
+
+
+def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
+    """Whether the page cache of this host has room for what streams, beside what is to be held."""
+    if options.knobs.page_cache != "auto":
+        return options.knobs.page_cache == "keep"
+    free = free_host_nbytes()
+    if free is None:
+        return True
+    taken = found.taken_nbytes if spec.shared_memory else 0
+    return found.pass_nbytes + taken + MARGIN_NBYTES <= free
+
+
+def _are_views(
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    groups: Sequence[Group],
+    found: Residency,
+    cast: CastChoice,
+) -> bool:
+    """Whether the device computes on the files of all that streams."""
+    if not spec.maps or options.knobs.reader not in ("auto", "mmap"):
+        return False
+    mapped = replace(options, residence="auto")
+    made = _streamed(mapped, checkpoint, wants, spec, groups, found, cast, None)
+    return can_be_views(made, checkpoint)
 
 
 def _new(want: Want, device: str) -> Want:

@@ -12,7 +12,14 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.load import described, read_call, run, uncollected
-from streamload.offloading.deciding import OffloadPlan, decide, groups_of_checkpoint
+from streamload.offloading.deciding import (
+    OffloadPlan,
+    decide,
+    engine_of,
+    groups_of_checkpoint,
+    streamed_from,
+)
+from streamload.offloading.host import HostFile
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Layer, Rounds
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
@@ -20,6 +27,7 @@ from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
 from streamload.report import Clock, LoadReport
 from streamload.selection import Patterns, Selection, check_patterns
+from streamload.units import parse_bytes
 
 #: By framework, the module that knows its models.
 _MODELS: Mapping[str, tuple[str, str]] = {
@@ -36,10 +44,15 @@ class Offloaded:
     """
 
     def __init__(
-        self, plan: OffloadPlan, load: LoadReport, model: Any, rounds: Rounds | None
+        self,
+        plan: OffloadPlan,
+        load: LoadReport,
+        model: Any,
+        rounds: Rounds | None,
+        host: HostFile | None = None,
     ) -> None:
         self.plan, self.load = plan, load
-        self._model, self._rounds = model, rounds
+        self._model, self._rounds, self._host = model, rounds, host
 
     @property
     def report(self) -> OffloadReport:
@@ -71,6 +84,8 @@ class Offloaded:
             raise OffloadError("it cannot be closed while a pass is under way: let that end first")
         if self._rounds is not None:
             self._rounds.close("the model's offload was closed: offload or load it again")
+        if self._host is not None:
+            self._host.close()
         self._model.take_out()
 
     def __enter__(self) -> Self:
@@ -87,6 +102,7 @@ def offload(
     *,
     tokens: int | None = None,
     stay: Patterns = (),
+    host: float | str = 0,
     **options: Unpack[LoadOptions],
 ) -> Offloaded:
     """Let a model run that is larger than its budget.
@@ -110,6 +126,9 @@ def offload(
             these tokens, so that all of it stays under the budget. None leaves none: what passes
             compute is beside the budget.
         stay: patterns of names of parameters that stay on the device.
+        host: most bytes of layers that host memory keeps, as "8GB": exactly as they are in the
+            files. All others come from the page cache, where what streams fits into the memory that
+            is free, and else from the disk.
         device: one device; see `load_state_dict`.
         **options: see `LoadOptions`.
 
@@ -154,25 +173,34 @@ def offload(
             *(read, checkpoint, wants, spec, groups, cast),
             tokens=tokens,
             held_nbytes=place.held.get(name, 0),
+            host_nbytes=parse_bytes(host),
         )
         stays = {*made.residency.stays}
         kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
         decided = _loaded(made, place, checkpoint, read, found, kept_names, strictness)
     adapter.empty(made, wants)
-    rounds = None
+    rounds, kept_file = None, None
     try:
         report = run(decided, options["progress"], clock)
         if made.stream is not None:
-            rounds = _rounds(made, checkpoint, device, adapter, read)
+            source = checkpoint
+            if made.host:
+                tensors = made.tensors_of(made.host, wants)
+                kept_file = HostFile(checkpoint, tensors, keeps=made.cached)
+                source = kept_file.checkpoint
+                made = streamed_from(made, read, source, wants, spec)
+            rounds = _rounds(made, source, device, adapter, read)
         knobs = read.knobs
         if made.residency.streams or made.residency.gathers:
             adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
     except BaseException:
         if rounds is not None:
             rounds.close("it could not be offloaded")
+        if kept_file is not None:
+            kept_file.close()
         adapter.take_out()
         raise
-    return Offloaded(made, report, adapter, rounds)
+    return Offloaded(made, report, adapter, rounds, kept_file)
 
 
 @takes(devices='device="cuda:0"')
@@ -182,6 +210,7 @@ def plan_offload(
     *,
     tokens: int | None = None,
     stay: Patterns = (),
+    host: float | str = 0,
     **options: Unpack[PlanOptions],
 ) -> OffloadPlan:
     """Plan to offload a model, from its checkpoint alone, without reading any data.
@@ -191,8 +220,9 @@ def plan_offload(
 
     Args:
         path: as in `streamload.load_state_dict`, or an open checkpoint.
-        tokens: as in `offload`; so is ``stay``.
+        tokens: as in `offload`; so are ``stay`` and ``host``.
         stay: see ``tokens``.
+        host: see ``tokens``.
         device: one device.
         **options: see `streamload.plan`.
 
@@ -211,7 +241,11 @@ def plan_offload(
     check_patterns("stay", kept, wants.names)
     sizes = wants.nbytes(read.policy, spec.native_bf16)
     groups = groups_of_checkpoint(wants, sizes, tied, kept)
-    return decide(*(read, checkpoint, wants, spec, groups, _engine(read)), tokens=tokens)
+    return decide(
+        *(read, checkpoint, wants, spec, groups, engine_of(read)),
+        tokens=tokens,
+        host_nbytes=parse_bytes(host),
+    )
 
 
 def _checked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -231,17 +265,13 @@ def _checked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> 
     return Selection.parse(stay).select
 
 
-def _engine(read: Options) -> CastChoice:
-    return "llvm" if read.knobs.cast == "auto" else read.knobs.cast
-
-
 def _described(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
     """The device, and the cast engine."""
     policy, knobs = read.policy, read.knobs
     specs = place.specs(read, wants.needs_native_bf16(policy))
     clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
     (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
-    return spec, _engine(read)
+    return spec, engine_of(read)
 
 
 def _loaded(
@@ -282,7 +312,9 @@ def _rounds(
         )
         for name, placements in zip(made.residency.streams, made.layer_placements, strict=True)
     ]
-    memory = adapter.slots(made, device)
+    views = adapter.views(made, checkpoint, device) if made.views else None
+    memory = views or adapter.slots(made, device)
     return Rounds(
-        *(made.stream, checkpoint, device, layers, memory, made.residency.slots, read.changes)
+        *(made.stream, checkpoint, device, layers, memory, made.residency.slots, read.changes),
+        views=views,
     )

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
@@ -62,6 +63,25 @@ class SlotMemory(Protocol):
         """Give the memory back, when nothing uses it any more."""
 
 
+class Views(Protocol):
+    """Pages of files, where the device computes on these: nothing is copied into slots."""
+
+    def bring(self, shard: Location, start: int, stop: int) -> None:
+        """Map some bytes."""
+
+    def let_go(self, layer: int) -> None:
+        """Unmap a layer."""
+
+    def enter(self, layer: int) -> None:
+        """Hold back those who would change the files of a layer that is computed with."""
+
+    def leave(self, layer: int) -> None:
+        """Let them; raises FileChangedError where one waits."""
+
+    def close_files(self) -> None:
+        """Nothing is computed with; let go of all files until the next `enter`."""
+
+
 @dataclass(slots=True)
 class RoundStats:
     """What passes did, so far.
@@ -99,6 +119,7 @@ class Rounds:
         slots: int,
         changes: Changes = NO_CHANGES,
         opener: Opener = open_shard,
+        views: Views | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -111,7 +132,9 @@ class Rounds:
             slots: how many there are.
             changes: what changes values on the way.
             opener: opens the files.
+            views: brings and drops pages, where slots stand for views on the files.
         """
+        self._views = views
         self.stats = RoundStats(used=[0] * len(layers), stalls=[0.0] * len(layers))
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self._memory = layers, memory
@@ -173,6 +196,8 @@ class Rounds:
                 for ticket in self._tickets.get(number, ()):
                     self._device.follow(ticket)
                 self._tickets.pop(number, None)
+                if self._views is not None:
+                    self._views.enter(number)
                 self._users.append(number)
             finally:
                 self._wanted = None
@@ -201,6 +226,7 @@ class Rounds:
             self._users.reverse()
             if not self._users:
                 self._runner = None
+                self._changed.notify_all()
             if ticket is not None:
                 self._computing[number] = self._computing.get(number, 0) + 1
                 if self._reaper is None:
@@ -208,6 +234,8 @@ class Rounds:
                 self._ended.put((number, ticket))
             self._drop_spoiled(number)
             self._wake()
+            if self._views is not None:
+                self._views.leave(number)
 
     def close(self, why: str) -> None:
         """End all threads and give the slots back; later calls of `acquire` say why.
@@ -359,6 +387,8 @@ class Rounds:
         self._tickets.pop(number, None)
         self._filling.discard(number)
         self._holds = [None if held == number else held for held in self._holds]
+        if self._views is not None:
+            self._views.let_go(number)
 
     # --- the thread that brings layers --------------------------------------------------------
 
@@ -401,6 +431,15 @@ class Rounds:
         if number in self._spoiled and not self._is_used(number):
             self._drop(number)
 
+    def _leave_files(self) -> None:
+        """Wait until nothing computes on the files: once they are closed, they may change."""
+        with self._changed:
+            while self._users:
+                self._changed.wait()
+            self._forget(everything=True)
+            assert self._views is not None
+            self._views.close_files()
+
     def _bring(self) -> None:
         """Bring layers until nobody has asked for one for a while."""
         plan, device = self._plan, self._device
@@ -416,6 +455,7 @@ class Rounds:
             job = Job(
                 *(plan, self._checkpoint, target, devices, lambda nbytes: None),
                 *(self._opener, None, self._changes, self._sent),
+                self._views.bring if self._views is not None else None,
             )
             for name in job.casting:
                 casts = DeviceCasts(name, device, plan, self._checkpoint)
@@ -426,6 +466,8 @@ class Rounds:
             ]
             crew = Crew(job, plan.threads, Interrupt(None))
             stack.callback(job.close_all)
+            if self._views is not None:
+                stack.callback(self._leave_files)
             stack.callback(crew.join)
             try:
                 self._go_round(job, crew, target, work)

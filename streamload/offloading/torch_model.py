@@ -27,6 +27,7 @@ from streamload.devices.torch_streamed import (
     no_backward,
     refuse_training,
     used_elsewhere,
+    weight_of,
 )
 from streamload.devices.torch_tensors import TO_TORCH, TorchParameter, unwrapped_names
 from streamload.dtypes import BY_NAME, DType
@@ -34,6 +35,7 @@ from streamload.errors import OffloadError
 from streamload.offloading.deciding import Group, OffloadPlan, groups_by_name
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
+from streamload.offloading.views import FileViews
 from streamload.planning.demand import Wants
 from streamload.selection import matches
 
@@ -220,6 +222,14 @@ class TorchModel:
         ]
         return TorchSlots(
             device.allocate(BY_NAME["uint8"], (found.arena_nbytes,)), found.slot_nbytes, layers
+        )
+
+    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
+        """Map the files of what streams."""
+        assert plan.stream is not None
+        return FileViews(
+            *(plan.stream, plan.layer_placements, checkpoint, device, weight_of),
+            keeps=plan.cached,
         )
 
     def put(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -107,6 +107,26 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
                 if best is None or key < best[0]:
                     best = key, found
     return best[1] if best else None
+
+
+def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
+    """Layers that a memory between the files and the device keeps of those that stream.
+
+    Args:
+        layers: all, in the order in which they run.
+        names: of those that stream.
+        room_nbytes: what they may take, as they are in the files.
+
+    Returns:
+        Their names: as many bytes as there is room for, spread evenly.
+    """
+    streams = [
+        replace(layer, resident_nbytes=layer.read_nbytes)
+        for layer in layers
+        if layer.name in names and layer.read_nbytes
+    ]
+    kept = {layer.name for layer in _kept(streams, room_nbytes)} if streams else set()
+    return tuple(layer.name for layer in layers if layer.name in kept)
 
 
 def least(layers: Sequence[LayerSize]) -> int:

@@ -1,0 +1,115 @@
+"""Layers that are kept in host memory: exactly their bytes, in a file of the kernel's memory.
+
+The file is a safetensors file (memfd_create(2)), so the readers of all other files read it, and
+casts and slots are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from streamload.checkpoint.checkpoint import Checkpoint, from_headers
+from streamload.checkpoint.header import TensorInfo, read_header
+from streamload.errors import OffloadError
+from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
+
+# The data begins at a page, so that a view or a direct copy has it as aligned as can be.
+_ALIGNMENT_NBYTES = 4096
+
+
+class HostFile:
+    """Tensors of a checkpoint in host memory, until `close`."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool) -> None:
+        """Read them.
+
+        Args:
+            checkpoint: the headers.
+            names: of the tensors.
+            keeps: leave what is read to the page cache.
+
+        Raises:
+            CheckpointError: they cannot be read.
+            OffloadError: the system has no such files, or no memory for this one.
+        """
+        infos = [info for name, info in checkpoint.tensors.items() if name in names]
+        header = _header(infos)
+        self._fd = _memory_file(len(header) + sum(info.nbytes for info in infos))
+        try:
+            writing = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                self._fill(checkpoint, infos, header, writing, keeps=keeps)
+            finally:  # a lease is not given where somebody may write
+                os.close(writing)
+            own = read_header(Path(f"/proc/self/fd/{self._fd}"))
+        except BaseException:
+            self.close()
+            raise
+        rest = (
+            replace(each, tensors=tuple(t for t in each.tensors if t.name not in names))
+            for each in checkpoint.shards
+        )
+        #: The checkpoint with these tensors in this file.
+        self.checkpoint = from_headers(checkpoint.path, [*rest, own], checkpoint.config)
+
+    def _fill(
+        self,
+        checkpoint: Checkpoint,
+        infos: Collection[TensorInfo],
+        header: bytes,
+        fd: int,
+        *,
+        keeps: bool,
+    ) -> None:
+        nbytes = sum(info.nbytes for info in infos)
+        cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
+        os.write(fd, header)
+        room = Room(BLOCK_NBYTES)
+        with Shards(checkpoint.shards, lambda path: file_kind(path, "auto"), cache=cache) as shards:
+            for info in infos:
+                for block in shards.blocks(info, room):
+                    done = 0
+                    while done < len(block):
+                        done += os.write(fd, block[done:])
+
+    def close(self) -> None:
+        """Give the memory back, when nothing reads it any more; may be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _memory_file(nbytes: int) -> int:
+    """A descriptor, for reading alone, of a new file in memory with room for so many bytes."""
+    if not hasattr(os, "memfd_create"):
+        raise OffloadError("host= needs Linux, whose memory can hold files (memfd_create)")
+    fd = os.memfd_create("streamload", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise OffloadError(f"host=: no {nbytes} bytes of host memory: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def _header(infos: Collection[TensorInfo]) -> bytes:
+    """The header of a safetensors file of tensors, one after the other, with its length."""
+    entries: dict[str, object] = {}
+    at = 0
+    for info in infos:
+        offsets = [at, at + info.nbytes]
+        entries[info.name] = {
+            "dtype": info.dtype.code,
+            "shape": info.shape,
+            "data_offsets": offsets,
+        }
+        at += info.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_NBYTES)
+    return struct.pack("<Q", len(text)) + text

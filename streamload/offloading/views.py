@@ -1,0 +1,185 @@
+"""Layers that stay in their files: views on maps, whose pages come before and go behind.
+
+Where the CPU computes on what is mapped, a layer that streams is not copied into a slot. Its
+weights are views on the files. The workers that would fill the slot map the layer's pages
+(MADV_POPULATE_READ), and when the slot goes to another layer, they are unmapped (MADV_DONTNEED). So
+mapped pages take no more than the slots would, and nothing faults in random order.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamload._system import populate_shared, unmap_pages
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.page_cache import drop_pages
+from streamload.checkpoint.readers import Reader
+from streamload.checkpoint.url import Location
+from streamload.devices.base import Buffer, Device, OnFiles
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError
+from streamload.planning.parts import first_byte
+from streamload.planning.plan import Plan
+from streamload.reading import map_shard, open_shard
+
+#: Views begin at multiples of this in their files, as tensors of torch's allocator do in memory:
+#: what a matrix product gives depends on where its weights begin.
+ALIGNMENT_NBYTES = 64
+
+
+def can_be_views(plan: Plan, checkpoint: Checkpoint) -> bool:
+    """Whether the CPU can compute on all of a plan in its files.
+
+    Args:
+        plan: made with ``residence="auto"``.
+        checkpoint: the headers that it was made from.
+    """
+    placements = plan.placements
+    for kind, source in zip(placements.kinds, placements.sources, strict=True):
+        if kind.cast != "mapped":
+            return False
+        (row,) = source
+        if first_byte(checkpoint.tensors[row.tensor], row) % ALIGNMENT_NBYTES:
+            return False
+    return True
+
+
+class FileViews:
+    """Weights of layers as views on private maps of their files, for `Rounds`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: Sequence[range],
+        checkpoint: Checkpoint,
+        device: Device,
+        weight: Callable[[Any], Buffer],
+        *,
+        keeps: bool,
+    ) -> None:
+        """Map the files; nothing of them is read.
+
+        Args:
+            plan: of what streams; `can_be_views` holds for it.
+            layers: the placements of each.
+            checkpoint: the headers.
+            device: makes the views.
+            weight: makes of a view what a module holds.
+            keeps: leave what was read to the page cache, which has room for it. Elsewhere the
+                kernel would make room for what is read by taking pages that are computed with next.
+
+        Raises:
+            FileChangedError: a file is not what it was when its header was read.
+            CheckpointError: a file cannot be opened or mapped.
+        """
+        assert isinstance(device, OnFiles), device
+        self._device, self._keeps = device, keeps
+        self._checkpoint = checkpoint
+        self._open: dict[Location, Reader] = {}  # with a lease each, while passes go on
+        self._entered: dict[int, list[ExitStack]] = {}  # by layer: one may be inside itself
+        self._maps: dict[Location, mmap.mmap] = {}
+        self._addresses: dict[Location, int] = {}
+        self._views: list[list[Buffer]] = []
+        self._ranges: list[list[tuple[Location, int, int]]] = []
+        kinds, sources = plan.placements.kinds, plan.placements.sources
+        for placements in layers:
+            found: list[tuple[Location, int, int]] = []
+            views: list[Buffer] = []
+            for at in placements:
+                (row,) = sources[at]
+                info = checkpoint.tensors[row.tensor]
+                memory = self._map(info.shard, checkpoint)
+                start = first_byte(info, row)
+                views.append(weight(device.view(memory, start, kinds[at].dst, kinds[at].shape)))
+                found.append((info.shard, start, start + _nbytes(kinds[at].dst, kinds[at].shape)))
+            self._views.append(views)
+            self._ranges.append([*_joined(found)])
+
+    def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
+        if shard not in self._maps:
+            memory = self._maps[shard] = map_shard(checkpoint.headers[shard])
+            self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
+        return self._maps[shard]
+
+    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """The views of a layer, whichever slots it counts in."""
+        return self._views[layer]
+
+    def bring(self, shard: Location, start: int, stop: int) -> None:
+        """Map the pages of some bytes; reads those that are not in the page cache.
+
+        Raises:
+            CheckpointError: the storage does not give them.
+        """
+        code = populate_shared(self._addresses[shard] + start, self._addresses[shard] + stop)
+        if code:
+            raise unreadable(shard, OSError(code, "its pages cannot be mapped"))
+
+    def let_go(self, layer: int) -> None:
+        """Unmap the pages of a layer, and drop them from the page cache where it is short."""
+        for shard, start, stop in self._ranges[layer]:
+            unmap_pages(self._addresses[shard] + start, self._addresses[shard] + stop)
+            if not self._keeps and isinstance(shard, Path):
+                drop_pages(shard, start, stop)
+
+    def enter(self, layer: int) -> None:
+        """Hold back those who would change the files of a layer, until `leave`.
+
+        Raises:
+            CheckpointError: one has changed, or a writer waits for it.
+        """
+        with ExitStack() as entered:
+            for shard in {shard for shard, _, _ in self._ranges[layer]}:
+                if shard not in self._open:
+                    self._open[shard] = self._held_back(shard)
+                entered.enter_context(self._open[shard].unchanged())
+            self._entered.setdefault(layer, []).append(entered.pop_all())
+
+    def _held_back(self, shard: Location) -> Reader:
+        reader = open_shard(self._checkpoint.headers[shard], "mmap")
+        if not reader.mapped:  # a file that is cut short under a map ends the process
+            reader.close()
+            raise CheckpointError(shard, f"cannot be computed on: {reader.fallback}")
+        return reader
+
+    def leave(self, layer: int) -> None:
+        """Nothing computes with the layer any more; raises as `enter` does."""
+        self._entered[layer].pop().close()
+
+    def close_files(self) -> None:
+        """Let go of all files, until a layer is entered again."""
+        for reader in self._open.values():
+            reader.close()
+        self._open.clear()
+
+    def close(self) -> None:
+        """Let go of the views, even where something still refers to one."""
+        for layer in range(len(self._views)):
+            self.let_go(layer)
+        for views in self._views:
+            for view in views:
+                self._device.release(view)
+        self._views.clear()
+        self._maps.clear()
+
+
+def _nbytes(dtype: DType, shape: Sequence[int]) -> int:
+    return dtype.nbytes(int(np.prod(shape, dtype=np.int64)))
+
+
+def _joined(ranges: Sequence[tuple[Location, int, int]]) -> Iterator[tuple[Location, int, int]]:
+    """Ranges in the order of the files, those that touch each other as one."""
+    shard, start, stop = ranges[0]
+    for each in ranges[1:]:
+        if each[0] != shard or each[1] != stop:
+            yield shard, start, stop
+            shard, start, _ = each
+        stop = each[2]
+    yield shard, start, stop
