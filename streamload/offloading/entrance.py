@@ -13,8 +13,10 @@ from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.load import described, read_call, run, uncollected
 from streamload.offloading.deciding import OffloadPlan, decide, groups_of_checkpoint
-from streamload.offloading.report import OffloadReport
-from streamload.offloading.rounds import Layer, Rounds
+from streamload.offloading.experts import ExpertCache
+from streamload.offloading.layers import Layer
+from streamload.offloading.report import ExpertReport, OffloadReport
+from streamload.offloading.rounds import Rounds
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
@@ -56,6 +58,15 @@ class Offloaded:
             stalls=dict(zip(names, stats.stalls, strict=True)) if stats else {},
             misses=stats.misses if stats else 0,
             wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats and stats.busy_s else 0.0,
+            experts=self._experts() if rounds is not None else {},
+        )
+
+    def _experts(self) -> dict[str, ExpertReport]:
+        assert self._rounds is not None
+        cache = self._rounds.experts
+        rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
+        return dict(
+            zip(self.plan.residency.experts, (ExpertReport(*row) for row in rows), strict=True)
         )
 
     def close(self) -> None:
@@ -98,6 +109,10 @@ def offload(
         with streamload.offload(model, "Llama-3-8B/", budget="3GB") as offloaded:
             model.generate(...)
         print(offloaded.report)
+
+    In a mixture of experts that transformers keeps fused, what streams is the experts that the
+    router chose: a cache of whole experts takes the room that the rest leaves. They compute as
+    transformers' "grouped_mm" does where the configuration names it, else as its "eager" does.
 
     The weights of a layer are there while its module computes, for one thread at a time. The model
     cannot be trained, saved, moved or copied; its checkpoint is what it is.
@@ -154,6 +169,7 @@ def offload(
             *(read, checkpoint, wants, spec, groups, cast),
             tokens=tokens,
             held_nbytes=place.held.get(name, 0),
+            notes=adapter.notes,
         )
         stays = {*made.residency.stays}
         kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
@@ -165,7 +181,7 @@ def offload(
         if made.stream is not None:
             rounds = _rounds(made, checkpoint, device, adapter, read)
         knobs = read.knobs
-        if made.residency.streams or made.residency.gathers:
+        if made.residency.streams or made.residency.gathers or made.residency.experts:
             adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
     except BaseException:
         if rounds is not None:
@@ -210,7 +226,7 @@ def plan_offload(
     (spec,) = read.casting(specs)
     check_patterns("stay", kept, wants.names)
     sizes = wants.nbytes(read.policy, spec.native_bf16)
-    groups = groups_of_checkpoint(wants, sizes, tied, kept)
+    groups = groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config)
     return decide(*(read, checkpoint, wants, spec, groups, _engine(read)), tokens=tokens)
 
 
@@ -271,18 +287,18 @@ def _rounds(
 ) -> Rounds:
     """Allocate the slots."""
     assert made.stream is not None
-    slot_nbytes = made.residency.slot_nbytes
+    residency, kinds = made.residency, made.stream.placements.kinds
     sizes = {layer.name: layer.nbytes for layer in made.sizes}
+    names = [(name, -(-sizes[name] // residency.slot_nbytes)) for name in residency.streams]
+    for name, count in zip(residency.experts, made.experts, strict=True):
+        names += [(name, 1)] * count
     layers = [
-        Layer(
-            name,
-            placements,
-            -(-sizes[name] // slot_nbytes),
-            sum(made.stream.placements[at].src_nbytes for at in placements),
-        )
-        for name, placements in zip(made.residency.streams, made.layer_placements, strict=True)
+        Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
+        for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
     memory = adapter.slots(made, device)
+    experts = ExpertCache(made.experts, residency.cache_slots)
     return Rounds(
-        *(made.stream, checkpoint, device, layers, memory, made.residency.slots, read.changes)
+        *(made.stream, checkpoint, device, layers, memory, residency.slots, read.changes),
+        experts=experts,
     )
