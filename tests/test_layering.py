@@ -89,6 +89,7 @@ LAYERS = (
     ("devices.cuda",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
     ("devices.torch_modules", "devices.torch_streamed", "nn"),
+    ("devices.torch_experts",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -114,7 +115,10 @@ LAYERS = (
     ("engine", "hints"),
     ("decide",),
     ("load",),
-    ("iterate", "offloading.host", "offloading.views"),
+    (
+        *("iterate", "offloading.experts", "offloading.groups", "offloading.host"),
+        *("offloading.layers", "offloading.views"),
+    ),
     ("offloading.deciding", "offloading.rounds", "offloading.rows"),
     ("offloading.report", "offloading.torch_model"),
     ("offloading.entrance",),
@@ -158,6 +162,7 @@ FRAMEWORKS = {
     "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
     "torch": (
         *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
+        "devices.torch_experts",
         *("devices.torch_tensors", "offloading.torch_model"),
         *("nodes.torch", "bench.loaders", "bench.passes"),
         *_TRANSFORMERS,

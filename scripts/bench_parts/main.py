@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench_parts import sections
+from bench_parts.experts_section import experts
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
 from bench_parts.offload_section import offload
@@ -35,6 +36,7 @@ SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
 ASKED_FOR = {
     "torture": torture,
     "offload": offload,
+    "experts": experts,
     **QUANT_SECTIONS,
     **GPU_SECTIONS,
 }  # the first takes many minutes
@@ -49,7 +51,7 @@ def main() -> None:
     command = shlex.join(["scripts/bench", *sys.argv[1:]])
     facts = machine.facts()
     # opening a device takes its time: not where none of these is used
-    wanted = args.devices.split(",") if set(args.sections) - set(GPU_SECTIONS) else ()
+    wanted = args.devices.split(",") if set(args.sections) - {*GPU_SECTIONS, "experts"} else ()
     devices = [n for n in wanted if probe("host" if n == "host" else "tinygrad", n).works]
     facts["devices that do not work"] = ", ".join(n for n in wanted if n not in devices)
     report: dict[str, Any] = {"command": command, "machine": facts, "sections": {}}
@@ -112,7 +114,7 @@ def _arguments() -> argparse.Namespace:
     add("--ways", nargs="+", default=[], metavar="NAME", help=ways)
     small = "small ones, of the sections many and gpu-small (%(default)s)"
     add("--tensors", type=int, default=50_000, help=small)
-    add("--seed", type=int, default=0, help="of the section torture (%(default)s)")
+    add("--seed", type=int, default=0, help="of the sections torture and experts (%(default)s)")
     add("--only", type=int, metavar="N", help="of the section torture: run N alone")
     usable = "of the section torture: find how much of a box can be used, instead"
     add("--usable", action="store_true", help=usable)

@@ -111,17 +111,17 @@ class TorchSlots:
     def __init__(
         self,
         memory: torch.Tensor,
-        slot_nbytes: int,
+        starts: Sequence[int],
         layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]],
     ) -> None:
         """Take memory.
 
         Args:
             memory: a flat uint8 tensor of all slots.
-            slot_nbytes: bytes of a slot, a multiple of `ALIGNMENT_NBYTES`.
+            starts: the first byte of each slot, a multiple of `ALIGNMENT_NBYTES`.
             layers: dtypes and shapes of the placements of each.
         """
-        self._memory, self._slot_nbytes, self._layers = memory, slot_nbytes, layers
+        self._memory, self._starts, self._layers = memory, starts, layers
         self._views: dict[Any, list[torch.Tensor]] = {}
 
     def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
@@ -129,7 +129,7 @@ class TorchSlots:
         key = slot, tuple((dtype.name, shape) for dtype, shape in self._layers[layer])
         if key not in self._views:
             with torch.inference_mode(False), torch.no_grad():
-                self._views[key] = [*self._made(layer, slot * self._slot_nbytes)]
+                self._views[key] = [*self._made(layer, self._starts[slot])]
         return self._views[key]
 
     def _made(self, layer: int, at: int) -> Iterator[torch.Tensor]:

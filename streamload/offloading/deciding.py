@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
 from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.views import can_be_views
 from streamload.planning.activations import (
     CUDA_WORKSPACE_NBYTES,
@@ -21,12 +23,10 @@ from streamload.planning.budget import overhead_nbytes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
-from streamload.planning.partition import Item, units_of
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
-from streamload.planning.residency import LayerKind, LayerSize, Residency, choose, held, least
+from streamload.planning.residency import LayerSize, Residency, choose, held, least
 from streamload.reading import free_host_nbytes
-from streamload.selection import matches
 from streamload.units import format_bytes, format_table, round_up
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
@@ -40,23 +40,6 @@ ENDLESS_NBYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Parameters that stay, or stream, together.
-
-    Attributes:
-        name: of the module that has them.
-        wants: their numbers among all that is wanted.
-        kind: whether they can stream.
-        rows: the group of the embedding that has the same weight, or "".
-    """
-
-    name: str
-    wants: tuple[int, ...]
-    kind: LayerKind
-    rows: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class OffloadPlan:
     """What stays on a device, what streams through its slots, and what that takes.
 
@@ -66,15 +49,17 @@ class OffloadPlan:
         residency: what stays and what streams.
         groups: the layers, in the order in which they run.
         sizes: what each takes.
-        stream: the plan of what streams, in the order of the layers; None where all stays.
+        stream: the plan of what streams, in the order of the layers, and then of the experts; None
+            where all stays.
         cache_nbytes: room for the KV cache.
         activation_nbytes: room for what passes compute.
         reserve_nbytes: what was asked to stay free.
-        host: names of the layers that stream from host memory.
+        host: names of the layers, or of the layers of experts, that come from host memory.
         host_nbytes: what that memory takes: their bytes in the files.
         views: what streams is computed on in its files: slots are mapped pages, and no memory.
         cached: the page cache has room for what streams, so that only the first pass reads it from
             the disk.
+        notes: what a user may want to know, one sentence each.
     """
 
     device: str
@@ -90,16 +75,29 @@ class OffloadPlan:
     host_nbytes: int = 0
     views: bool = False
     cached: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def layer_placements(self) -> list[range]:
-        """The numbers of the placements of each layer that streams."""
-        count = {group.name: len(group.wants) for group in self.groups}
-        found, first = [], 0
-        for name in self.residency.streams:
-            found.append(range(first, first + count[name]))
-            first += count[name]
-        return found
+        """The numbers of the placements of each layer that streams, and then of each expert."""
+        by_name = {group.name: group for group in self.groups}
+        counts = [len(by_name[name].wants) for name in self.residency.streams]
+        for name in self.residency.experts:
+            counts += [by_name[name].parts] * by_name[name].experts
+        return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
+
+    @property
+    def experts(self) -> list[int]:
+        """How many experts each of the layers has whose experts are cached."""
+        count = {group.name: group.experts for group in self.groups}
+        return [count[name] for name in self.residency.experts]
+
+    @property
+    def token_nbytes(self) -> int:
+        """What one token's experts are, of all layers whose experts are cached."""
+        cached = {*self.residency.experts}
+        sizes = [size for size in self.sizes if size.name in cached]
+        return sum(size.read_nbytes * size.chosen // size.experts for size in sizes)
 
     def tensors_of(self, layers: Collection[str], wants: Wants) -> set[str]:
         """Names of the checkpoint's tensors that some layers are read from."""
@@ -109,7 +107,7 @@ class OffloadPlan:
     @property
     def places(self) -> dict[str, int]:
         """Bytes of weights by where passes find them, without embeddings read by rows."""
-        rest = self.residency.pass_nbytes - self.host_nbytes
+        rest = self.residency.file_nbytes - self.host_nbytes
         found = {"resident": self.residency.resident_nbytes, "host memory": self.host_nbytes}
         return found | {"page cache": rest * self.cached, "disk": rest * (not self.cached)}
 
@@ -129,8 +127,11 @@ class OffloadPlan:
         return self.peak_nbytes + self.cache_nbytes + self.activation_nbytes + self.reserve_nbytes
 
     def seconds(self, rate: float) -> float:
-        """How long the transfers of a pass take at a rate of bytes a second."""
-        return self.residency.pass_nbytes / rate
+        """How long the transfers of a pass take at a rate of bytes a second.
+
+        Of experts, with all of one token's.
+        """
+        return (self.residency.pass_nbytes + self.token_nbytes) / rate
 
     def to_json(self) -> str:
         """Write the numbers as JSON."""
@@ -139,7 +140,7 @@ class OffloadPlan:
             name: getattr(self, name)
             for name in (
                 *("peak_nbytes", "scratch_nbytes", "cache_nbytes", "activation_nbytes"),
-                *("reserve_nbytes", "needed_nbytes", "views"),
+                *("reserve_nbytes", "needed_nbytes", "token_nbytes", "views"),
             )
         }
         found |= {"host": self.host, "places": self.places}
@@ -148,39 +149,49 @@ class OffloadPlan:
     def __str__(self) -> str:
         """A table of what stays and what streams."""
         found = self.residency
-        if not found.streams and not found.gathers:
+        if not found.streams and not found.gathers and not found.experts:
             return (
                 f"{self.device}: all of it stays: {format_bytes(found.resident_nbytes)} of "
                 f"{format_bytes(self.budget_nbytes)}; a pass reads nothing"
             )
-        rows = [
-            ("stay", *_listed(found.stays), format_bytes(found.resident_nbytes)),
-            ("stream", *_listed(found.streams), format_bytes(found.pass_nbytes)),
-        ]
+        rows = [("stay", *_listed(found.stays), format_bytes(found.resident_nbytes))]
+        if found.streams:
+            rows.append(("stream", *_listed(found.streams), format_bytes(found.pass_nbytes)))
+        if found.experts:
+            rows.append(("experts in a cache", *_listed(found.experts), "as chosen"))
         if found.gathers:
             rows.append(("rows from the file", *_listed(found.gathers), "-"))
         room = [
-            ("slots", f"{found.slots} of {format_bytes(found.slot_nbytes)}", found.arena_nbytes),
-            ("streaming", "", self.scratch_nbytes),
-            ("KV cache", "", self.cache_nbytes),
-            ("activations", "", self.activation_nbytes),
-            ("reserve", "", self.reserve_nbytes),
+            ("slots", found.arena_nbytes - found.cache_nbytes),
+            ("experts", found.cache_nbytes),
+            ("streaming", self.scratch_nbytes),
+            ("KV cache", self.cache_nbytes),
+            ("activations", self.activation_nbytes),
+            ("reserve", self.reserve_nbytes),
         ]
-        lines = format_table(("what", "layers", "which", "bytes"), rows, right=0)
-        parts = [f"{name} {format_bytes(n)}" for name, _, n in room if n]
-        return "\n".join(
-            [
-                *lines,
-                f"{self.device}: {format_bytes(self.needed_nbytes)} of "
-                f"{format_bytes(self.budget_nbytes)}: weights "
-                f"{format_bytes(found.resident_nbytes)}, {', '.join(parts)}",
-                f"{found.slots} slots of {format_bytes(found.slot_nbytes)}"
-                + (", pages of the mapped files" if self.views else "")
-                + f"; a pass reads {format_bytes(found.pass_nbytes)}",
-                "from "
-                + ", ".join(f"{where} {format_bytes(n)}" for where, n in self.places.items() if n),
-            ]
+        lines = [*format_table(("what", "layers", "which", "bytes"), rows, right=0)]
+        parts = [f"{name} {format_bytes(n)}" for name, n in room if n]
+        lines.append(
+            f"{self.device}: {format_bytes(self.needed_nbytes)} of "
+            f"{format_bytes(self.budget_nbytes)}: weights "
+            f"{format_bytes(found.resident_nbytes)}, {', '.join(parts)}"
         )
+        pages = ", pages of the mapped files" if self.views else ""
+        if found.slots or not found.experts:
+            lines.append(
+                f"{found.slots} slots of {format_bytes(found.slot_nbytes)}{pages}; a pass reads "
+                f"{format_bytes(found.pass_nbytes)}"
+            )
+        if found.experts:
+            lines.append(
+                f"{found.cache_slots} slots of experts of "
+                f"{format_bytes(found.cache_slot_nbytes)}{pages}, for "
+                f"{found.cache_slots / found.experts_total:.0%} of the {found.experts_total} "
+                "experts; a pass reads those of the chosen ones that are not there, for a token up "
+                f"to {format_bytes(self.token_nbytes)}"
+            )
+        places = [f"{where} {format_bytes(n)}" for where, n in self.places.items() if n]
+        return "\n".join([*lines, f"from {', '.join(places)}", *self.notes])
 
     __repr__ = __str__
 
@@ -188,63 +199,6 @@ class OffloadPlan:
 def _listed(names: Sequence[str]) -> tuple[str, str]:
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return str(len(names)), shown
-
-
-def groups_by_name(
-    names: Sequence[str], nbytes: Sequence[int]
-) -> list[tuple[str, list[int], bool]]:
-    """Tensors by the modules that have them, in the order in which these run.
-
-    Args:
-        names: of the tensors.
-        nbytes: of each.
-
-    Returns:
-        For each module its name, the numbers of its tensors, and whether it is one of the layers
-        of a stack.
-    """
-    number_of = {name: number for number, name in enumerate(names)}
-    found: dict[tuple[str, bool], list[int]] = {}
-    for unit in units_of([*map(Item, names, nbytes)]):
-        for item in unit.items:
-            in_layer = unit.kind == "layer"
-            module = unit.name if in_layer else item.name.rpartition(".")[0]
-            found.setdefault((module, in_layer), []).append(number_of[item.name])
-    return [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
-
-
-def groups_of_checkpoint(
-    wants: Wants, nbytes: Sequence[int], tied: Mapping[str, str], stay: Sequence[str] = ()
-) -> list[Group]:
-    """The groups of a checkpoint without a model: what its names tell.
-
-    A weight with "emb" in the name of its module, and two axes, is an embedding.
-
-    Args:
-        wants: all tensors.
-        nbytes: of each on the device.
-        tied: names that are not stored, and whose tensor they share.
-        stay: patterns of names of tensors that stay.
-    """
-    groups = []
-    for name, numbers, in_layer in groups_by_name(wants.names, nbytes):
-        kind: LayerKind = "layer"
-        fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
-        if fixed:
-            groups.append(Group(f"{name} (stays)", fixed, "fixed"))
-            numbers = [at for at in numbers if at not in fixed]
-            if not numbers:
-                continue
-        leaf = name.rpartition(".")[2]
-        if not in_layer and len(numbers) == 1 and ("emb" in leaf or leaf in ("wte", "shared")):
-            weight = wants.names[numbers[0]]
-            if weight in tied.values():  # the head has it too, and streams where it does not stay
-                head = next(each for each, shared in tied.items() if shared == weight)
-                groups.append(Group(head.rpartition(".")[0], (numbers[0],), "layer", name))
-                continue
-            kind = "rows" if len(wants.shapes[numbers[0]]) == 2 else "fixed"
-        groups.append(Group(name, tuple(numbers), kind))
-    return groups
 
 
 def decide(
@@ -258,6 +212,7 @@ def decide(
     tokens: int | None = None,
     held_nbytes: int = 0,
     host_nbytes: int = 0,
+    notes: Sequence[str] = (),
 ) -> OffloadPlan:
     """Choose what stays.
 
@@ -271,6 +226,7 @@ def decide(
         tokens: leave room for what a pass of so many computes.
         held_nbytes: of what is not free there, what the model gives back first.
         host_nbytes: most bytes of layers that host memory keeps.
+        notes: what a user may want to know of the groups.
 
     Raises:
         PlanInfeasibleError: not even the least fits, or the host has no room for its part.
@@ -286,6 +242,9 @@ def decide(
             sum(round_up(nbytes[at], SLOT_ALIGNMENT_NBYTES) for at in group.wants),
             sum(spec.resident(nbytes[at]) for at in group.wants),
             sum(read[at] for at in group.wants),
+            group.experts,
+            group.chosen,
+            _expert_nbytes(group, nbytes),
         )
         for group in groups
     ]
@@ -310,7 +269,7 @@ def decide(
             found = choose(sizes, max(room - scratch - less_nbytes, 0))
             if found is None:
                 return None
-            if not found.streams:
+            if not found.streams and not found.experts:
                 stream, scratch = None, 0
                 break
             stream = _streamed(options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes)
@@ -318,7 +277,7 @@ def decide(
                 break
             scratch = stream.devices[0].scratch_nbytes
         found = _rounded(found, spec)
-        host = held(sizes, found.streams, host_nbytes)
+        host = _held(sizes, found, host_nbytes)
         plan = OffloadPlan(
             *(
                 spec.name,
@@ -329,11 +288,12 @@ def decide(
                 stream,
             ),
             *(cache_nbytes, activations, spec.reserve_nbytes),
-            host,
-            sum(size.read_nbytes for size in sizes if size.name in host),
-            stream is not None
+            host=host,
+            host_nbytes=sum(size.read_nbytes for size in sizes if size.name in host),
+            views=stream is not None
             and _are_views(options, checkpoint, wants, spec, groups, found, cast),
-            _is_cached(options, spec, found),
+            cached=_is_cached(options, spec, found),
+            notes=tuple(notes),
         )
         over = plan.peak_nbytes - room
         if over > 0 and less_nbytes < room:
@@ -349,7 +309,7 @@ def decide(
     needed = least(sizes) + cache_nbytes + activations
     smallest = replace(options, knobs=replace(options.knobs, chunk_nbytes=_CHUNKS[-1]))
     found = choose(sizes, least(sizes))
-    if found is not None and found.streams:
+    if found is not None and (found.streams or found.experts):
         stream = _streamed(smallest, checkpoint, wants, spec, groups, found, cast, _CHUNKS[-1])
         needed += stream.devices[0].scratch_nbytes
     largest = sorted(((size.name, size.nbytes) for size in sizes), key=lambda each: -each[1])
@@ -360,7 +320,8 @@ def decide(
         room + cache_nbytes + activations,
         limit=f"{spec.limit}, with layers that stream",
         largest=[*(each for each in beside if each[1]), *largest[:6]],
-        reason="a slot holds the largest layer, and what cannot stream stays",
+        reason="a slot holds the largest layer, and what cannot stream stays"
+        + ("; others hold as many experts as a token chooses" if found and found.experts else ""),
     )
 
 
@@ -396,10 +357,27 @@ def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
         )
 
 
+def _held(sizes: Sequence[LayerSize], found: Residency, room_nbytes: int) -> tuple[str, ...]:
+    """What host memory keeps: layers, for each pass reads them, and in what is left experts."""
+    layers = held(sizes, found.streams, room_nbytes)
+    taken = sum(size.read_nbytes for size in sizes if size.name in layers)
+    return layers + held(sizes, found.experts, room_nbytes - taken)
+
+
+def _expert_nbytes(group: Group, nbytes: Sequence[int]) -> int:
+    """What one of a group's experts takes in a slot."""
+    share = 1 if group.apart else max(group.experts, 1)
+    mine = group.wants[: group.parts]
+    return sum(round_up(nbytes[at] // share, SLOT_ALIGNMENT_NBYTES) for at in mine)
+
+
 def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
     """The same with slots as an allocator with segments takes them."""
-    if spec.allocator not in SEGMENTS or not found.slots:
+    if spec.allocator not in SEGMENTS or not found.arena_nbytes:
         return found
+    if found.experts:
+        pad_nbytes = round_up(found.arena_nbytes, _SEGMENT_NBYTES) - found.arena_nbytes
+        return replace(found, pad_nbytes=pad_nbytes)
     arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
     slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
     return replace(found, slot_nbytes=slot_nbytes)
@@ -436,8 +414,10 @@ def _streamed(
 ) -> Plan:
     """Plan what streams: its casts and its staging. The slots hold it, so no budget does."""
     by_name = {group.name: group for group in groups}
-    order = [at for name in found.streams for at in by_name[name].wants]
-    mine = Wants.of(checkpoint, [_new(wants[at], spec.name) for at in order])
+    layers = [[_new(wants[at], spec.name) for at in by_name[name].wants] for name in found.streams]
+    for name in found.experts:
+        layers += _experts(by_name[name], wants, spec.name)
+    mine = Wants.of(checkpoint, [want for layer in layers for want in layer])
     knobs = options.knobs
     if knobs.page_cache == "auto":
         # passes come again: a file that fits is read through the page cache, others are not kept
@@ -458,8 +438,28 @@ def _streamed(
         reserve_nbytes=0,
     )
     made = free.plan(checkpoint, mine, [endless], {}, cast)
-    layers = [[wants.names[at] for at in by_name[name].wants] for name in found.streams]
-    return replace(made, placements=_in_order(made.placements, layers))
+    names = [[want.name for want in layer] for layer in layers]
+    return replace(made, placements=_in_order(made.placements, names))
+
+
+def _experts(group: Group, wants: Wants, device: str) -> list[list[Want]]:
+    """What each expert of a layer consists of: its part of each parameter."""
+    if group.apart:
+        firsts = range(0, len(group.wants), group.parts)
+        each = [group.wants[at : at + group.parts] for at in firsts]
+        return [[_new(wants[at], device) for at in numbers] for numbers in each]
+    parts = []
+    for at in group.wants:
+        want = _new(wants[at], device)
+        sources = rows_of_experts(want, group.experts)
+        assert sources is not None, want.name
+        parts.append(
+            [
+                replace(want, name=f"{want.name}[{n}]", shape=want.shape[1:], source=source)
+                for n, source in enumerate(sources)
+            ]
+        )
+    return [list(each) for each in zip(*parts, strict=True)]
 
 
 def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
@@ -470,7 +470,7 @@ def _is_cached(options: Options, spec: DeviceSpec, found: Residency) -> bool:
     if free is None:
         return True
     taken = found.taken_nbytes if spec.shared_memory else 0
-    return found.pass_nbytes + taken + MARGIN_NBYTES <= free
+    return found.file_nbytes + taken + MARGIN_NBYTES <= free
 
 
 def _are_views(

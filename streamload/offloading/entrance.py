@@ -12,16 +12,13 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.load import described, read_call, run, uncollected
-from streamload.offloading.deciding import (
-    OffloadPlan,
-    decide,
-    engine_of,
-    groups_of_checkpoint,
-    streamed_from,
-)
+from streamload.offloading.deciding import OffloadPlan, decide, engine_of, streamed_from
+from streamload.offloading.experts import ExpertCache
+from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.host import HostFile
-from streamload.offloading.report import OffloadReport
-from streamload.offloading.rounds import Layer, Rounds
+from streamload.offloading.layers import Layer
+from streamload.offloading.report import ExpertReport, OffloadReport
+from streamload.offloading.rounds import Rounds
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
@@ -69,6 +66,15 @@ class Offloaded:
             stalls=dict(zip(names, stats.stalls, strict=True)) if stats else {},
             misses=stats.misses if stats else 0,
             wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats and stats.busy_s else 0.0,
+            experts=self._experts() if rounds is not None else {},
+        )
+
+    def _experts(self) -> dict[str, ExpertReport]:
+        assert self._rounds is not None
+        cache = self._rounds.experts
+        rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
+        return dict(
+            zip(self.plan.residency.experts, (ExpertReport(*row) for row in rows), strict=True)
         )
 
     def close(self) -> None:
@@ -115,6 +121,10 @@ def offload(
             model.generate(...)
         print(offloaded.report)
 
+    In a mixture of experts that transformers keeps fused, what streams is the experts that the
+    router chose: a cache of whole experts takes the room that the rest leaves. They compute as
+    transformers' "grouped_mm" does where the configuration names it, else as its "eager" does.
+
     The weights of a layer are there while its module computes, for one thread at a time. The model
     cannot be trained, saved, moved or copied; its checkpoint is what it is.
 
@@ -127,8 +137,9 @@ def offload(
             compute is beside the budget.
         stay: patterns of names of parameters that stay on the device.
         host: most bytes of layers that host memory keeps, as "8GB": exactly as they are in the
-            files. All others come from the page cache, where what streams fits into the memory that
-            is free, and else from the disk.
+            files, and all experts of a layer where no other layer is left. The rest comes from the
+            page cache, where what streams fits into the memory that is free, and else from the
+            disk.
         device: one device; see `load_state_dict`.
         **options: see `LoadOptions`.
 
@@ -174,6 +185,7 @@ def offload(
             tokens=tokens,
             held_nbytes=place.held.get(name, 0),
             host_nbytes=parse_bytes(host),
+            notes=adapter.notes,
         )
         stays = {*made.residency.stays}
         kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
@@ -191,7 +203,7 @@ def offload(
                 made = streamed_from(made, read, source, wants, spec)
             rounds = _rounds(made, source, device, adapter, read)
         knobs = read.knobs
-        if made.residency.streams or made.residency.gathers:
+        if made.residency.streams or made.residency.gathers or made.residency.experts:
             adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
     except BaseException:
         if rounds is not None:
@@ -240,7 +252,7 @@ def plan_offload(
     (spec,) = read.casting(specs)
     check_patterns("stay", kept, wants.names)
     sizes = wants.nbytes(read.policy, spec.native_bf16)
-    groups = groups_of_checkpoint(wants, sizes, tied, kept)
+    groups = groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config)
     return decide(
         *(read, checkpoint, wants, spec, groups, engine_of(read)),
         tokens=tokens,
@@ -301,20 +313,19 @@ def _rounds(
 ) -> Rounds:
     """Allocate the slots."""
     assert made.stream is not None
-    slot_nbytes = made.residency.slot_nbytes
+    residency, kinds = made.residency, made.stream.placements.kinds
     sizes = {layer.name: layer.nbytes for layer in made.sizes}
+    names = [(name, -(-sizes[name] // residency.slot_nbytes)) for name in residency.streams]
+    for name, count in zip(residency.experts, made.experts, strict=True):
+        names += [(name, 1)] * count
     layers = [
-        Layer(
-            name,
-            placements,
-            -(-sizes[name] // slot_nbytes),
-            sum(made.stream.placements[at].src_nbytes for at in placements),
-        )
-        for name, placements in zip(made.residency.streams, made.layer_placements, strict=True)
+        Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
+        for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
     views = adapter.views(made, checkpoint, device) if made.views else None
     memory = views or adapter.slots(made, device)
     return Rounds(
-        *(made.stream, checkpoint, device, layers, memory, made.residency.slots, read.changes),
+        *(made.stream, checkpoint, device, layers, memory, residency.slots, read.changes),
         views=views,
+        experts=ExpertCache(made.experts, residency.cache_slots),
     )

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from streamload.offloading.deciding import OffloadPlan
 from streamload.report import LoadReport
 from streamload.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReport:
+    """What the experts of a layer did so far.
+
+    Attributes:
+        hits: how many chosen experts were in the cache when the router had chosen.
+        misses: how many were read.
+        stall: seconds that the layer waited for experts.
+        read_nbytes: file bytes read for them.
+    """
+
+    hits: int
+    misses: int
+    stall: float
+    read_nbytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the chosen experts that were in the cache."""
+        return self.hits / max(self.hits + self.misses, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +45,7 @@ class OffloadReport:
         stalls: seconds that each layer was waited for.
         misses: how often another layer was asked for than was expected.
         wire_nbytes_per_s: the rate at which layers came while some were on their way.
+        experts: by layer, what its experts did, where a cache holds them.
     """
 
     plan: OffloadPlan
@@ -33,6 +56,7 @@ class OffloadReport:
     stalls: Mapping[str, float]
     misses: int
     wire_nbytes_per_s: float
+    experts: Mapping[str, ExpertReport] = field(default_factory=dict)
 
     @property
     def resident_nbytes(self) -> int:
@@ -41,8 +65,14 @@ class OffloadReport:
 
     @property
     def pass_nbytes(self) -> int:
-        """Bytes that a pass reads."""
+        """Bytes that a pass reads, without experts."""
         return self.plan.residency.pass_nbytes
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of the experts chosen by all layers that were in the cache."""
+        layers = self.experts.values()
+        return sum(e.hits for e in layers) / max(sum(e.hits + e.misses for e in layers), 1)
 
     @property
     def wire_share(self) -> float:
@@ -59,6 +89,15 @@ class OffloadReport:
             lines.append(
                 f"{self.passes} passes, {each:.3f} s each; {format_bytes(self.read_nbytes)} read; "
                 f"waited {sum(self.stalls.values()) / self.passes:.3f} s a pass for layers"
+            )
+        if self.passes and self.experts:
+            found = self.experts.values()
+            name, worst = min(self.experts.items(), key=lambda item: item[1].hit_rate)
+            lines.append(
+                f"experts: {self.hit_rate:.0%} of the chosen ones were in the cache (least in "
+                f"{name}: {worst.hit_rate:.0%}); "
+                f"{format_bytes(sum(e.read_nbytes for e in found))} read; waited "
+                f"{sum(e.stall for e in found) / self.passes:.3f} s a pass for them"
             )
         if self.wire_share:
             lines.append(

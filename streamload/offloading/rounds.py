@@ -5,6 +5,9 @@ needed next, while the thread that runs the model computes with those that are t
 asked for by that thread, in an order that is learned from it: where it asks for another than was
 expected, that one is brought at once. A slot is filled again when the device has computed with what
 it holds.
+
+Experts have slots of their own: a layer asks for those that its router chose, and `ExpertCache`
+says which others make room for them.
 """
 
 from __future__ import annotations
@@ -12,20 +15,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any
 
 from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
 from streamload.devices.base import Buffer, Device, Ticket
 from streamload.errors import OffloadError
 from streamload.interrupt import Interrupt
 from streamload.job import Job, Unit, written_nbytes
+from streamload.offloading.experts import ExpertCache
+from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, SlotTarget, Views
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.plan import UNREAD, Plan
 from streamload.reading import Opener, open_shard
@@ -34,71 +37,6 @@ from streamload.stream import Crew, batches
 # After so long without a pass, threads end, and staging and files are given back until the next.
 _IDLE_S = 2.0
 _LOOK_S = 0.1  # whether that is so, or the program ends
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What streams together.
-
-    Attributes:
-        name: its name.
-        placements: numbers of its placements in the plan, which follow each other.
-        slots: how many slots it takes, side by side.
-        read_nbytes: what is read of the files for it.
-    """
-
-    name: str
-    placements: range
-    slots: int
-    read_nbytes: int
-
-
-class SlotMemory(Protocol):
-    """The slots of a device: memory at addresses that stay."""
-
-    def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
-        """A buffer for each placement of a layer that begins at a slot."""
-
-    def close(self) -> None:
-        """Give the memory back, when nothing uses it any more."""
-
-
-class Views(Protocol):
-    """Pages of files, where the device computes on these: nothing is copied into slots."""
-
-    def bring(self, shard: Location, start: int, stop: int) -> None:
-        """Map some bytes."""
-
-    def let_go(self, layer: int) -> None:
-        """Unmap a layer."""
-
-    def enter(self, layer: int) -> None:
-        """Hold back those who would change the files of a layer that is computed with."""
-
-    def leave(self, layer: int) -> None:
-        """Let them; raises FileChangedError where one waits."""
-
-    def close_files(self) -> None:
-        """Nothing is computed with; let go of all files until the next `enter`."""
-
-
-@dataclass(slots=True)
-class RoundStats:
-    """What passes did, so far.
-
-    Attributes:
-        read_nbytes: file bytes read.
-        used: how often each layer was asked for.
-        stalls: seconds that each was waited for.
-        misses: how often a layer was asked for that was not expected next.
-        busy_s: seconds in which layers were on their way.
-    """
-
-    read_nbytes: int = 0
-    used: list[int] = field(default_factory=list)
-    stalls: list[float] = field(default_factory=list)
-    misses: int = 0
-    busy_s: float = 0.0
 
 
 class Rounds:
@@ -120,6 +58,7 @@ class Rounds:
         changes: Changes = NO_CHANGES,
         opener: Opener = open_shard,
         views: Views | None = None,
+        experts: ExpertCache | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -127,25 +66,28 @@ class Rounds:
             plan: of the placements of all layers, on one device.
             checkpoint: the headers that it was made from.
             device: where they go.
-            layers: in the order in which passes are expected to ask for them.
-            memory: the slots.
-            slots: how many there are.
+            layers: in the order in which passes are expected to ask for them; then the experts.
+            memory: the slots: those of layers, then those of experts.
+            slots: how many layers have.
             changes: what changes values on the way.
             opener: opens the files.
             views: brings and drops pages, where slots stand for views on the files.
+            experts: the cache of experts, which are the last of ``layers``.
         """
         self._views = views
-        self.stats = RoundStats(used=[0] * len(layers), stalls=[0.0] * len(layers))
+        self.experts = experts if experts is not None else ExpertCache((), 0)
+        self._first_expert = ring = len(layers) - self.experts.count
+        self.stats = RoundStats(used=[0] * ring, stalls=[0.0] * ring)
         self._plan, self._checkpoint, self._device = plan, checkpoint, device
         self._layers, self._memory = layers, memory
         self._changes, self._opener = changes, opener
-        placements = plan.placements
+        kinds = plan.placements.kinds
         self._layer_of = {p: n for n, layer in enumerate(layers) for p in layer.placements}
         self._nbytes = [
-            sum(placements[p].nbytes for p in layer.placements if placements[p].cast not in UNREAD)
+            sum(kinds[p].nbytes for p in layer.placements if kinds[p].cast not in UNREAD)
             for layer in layers
         ]
-        self._next = [(number + 1) % len(layers) for number in range(len(layers))]
+        self._order = Order(ring)
         self._holds: list[int | None] = [None] * slots
         self._at: dict[int, int] = {}  # first slots, by layer that is there or being filled
         self._filling: set[int] = set()
@@ -158,15 +100,16 @@ class Rounds:
         self._spoiled: set[int] = set()  # of those, what may hold wrong bytes
         self._unproved: set[int] = set()  # layers handed out whose copies may fail still
         self._runner: int | None = None  # the thread that computes or waits
-        self._last: int | None = None  # the layer that was asked for last
-        self._wanted: int | None = None  # the layer that is waited for
+        self._wanted: Sequence[int] = ()  # the layer, or the experts, that are waited for
+        self._work: dict[int, list[Sequence[Unit]]] = {}  # by layer
         self._error: BaseException | None = None
+        self._raised: BaseException | None = None  # before all has ended that brings layers
         self._closed = ""
         self._process = os.getpid()
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
-        self._ended: SimpleQueue[tuple[int, Ticket] | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Sequence[int], Ticket] | None] = SimpleQueue()
         self._reaper: threading.Thread | None = None
 
     # --- the thread that runs the model -------------------------------------------------------
@@ -182,32 +125,101 @@ class Rounds:
             StreamloadError: the layer could not be brought. It is tried again when it is asked for
                 again.
         """
-        me, begun = threading.get_ident(), time.perf_counter()
-        if os.getpid() != self._process:  # first: locks are as another thread had them
-            raise OffloadError(
-                "the model was offloaded before this process was forked, and what brings its "
-                "layers is in the parent: offload it here"
-            )
+        begun = time.perf_counter()
+        self._check_process()
         with self._changed:
-            self._check_usable(me)
-            self._runner = me
-            try:
-                self._wait_for(number, me)
+            (buffers,) = self._acquire([number])
+            self.stats.used[number] += 1
+            self.stats.stalls[number] += time.perf_counter() - begun
+            return buffers
+
+    def _acquire(self, numbers: Sequence[int]) -> list[Sequence[Buffer]]:
+        """Wait until layers are there, and let this thread use them."""
+        me = threading.get_ident()
+        self._check_usable(me)
+        self._runner = me
+        try:
+            self._wait_for(numbers, me)
+            for number in numbers:
                 for ticket in self._tickets.get(number, ()):
                     self._device.follow(ticket)
                 self._tickets.pop(number, None)
                 if self._views is not None:
                     self._views.enter(number)
                 self._users.append(number)
-            finally:
-                self._wanted = None
-                self._runner = me if self._users else None
-            if self._unsure.get(number):
-                self._unproved.add(number)
-            self.stats.used[number] += 1
-            self.stats.stalls[number] += time.perf_counter() - begun
-            self._wake()  # the next may go where the one before was
-            return self._memory.buffers(number, self._at[number])
+        finally:
+            self._wanted = ()
+            self._leave(me)
+        self._unproved.update(number for number in numbers if self._unsure.get(number))
+        self._wake()  # the next may go where the one before was
+        return [self._memory.buffers(number, self._at[number]) for number in numbers]
+
+    def _leave(self, me: int | None) -> None:
+        """A thread computes still where it uses layers, or will use experts."""
+        self._runner = me if self._users or self.experts.asked else None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:  # first: locks are as another thread had them
+            raise OffloadError(
+                "the model was offloaded before this process was forked, and what brings its "
+                "layers is in the parent: offload it here"
+            )
+
+    def ask(self, layer: int, chosen: Sequence[int]) -> None:
+        """A layer's router chose experts: bring those that are not there.
+
+        Args:
+            layer: its number among the layers that have experts.
+            chosen: numbers of experts of the layer, in the order in which it computes with them.
+
+        Raises:
+            OffloadError: it is closed, or another thread computes with a layer now.
+        """
+        me = threading.get_ident()
+        self._check_process()
+        with self._changed:
+            self._check_usable(me)
+            there = [self._is_there(number) for number in self._numbers(layer, chosen)]
+            self.experts.ask(layer, chosen, sum(there))
+            self._leave(me)
+            if not all(there):
+                self._start()
+                self._wake()
+
+    def acquire_experts(self, layer: int, chosen: Sequence[int]) -> list[Sequence[Buffer]]:
+        """Wait until some of the experts that were asked for are in slots.
+
+        Returns:
+            For each a buffer for each of its placements.
+
+        Raises:
+            OffloadError: see `acquire`.
+            StreamloadError: see `acquire`.
+        """
+        begun = time.perf_counter()
+        with self._changed:
+            found = self._acquire(self._numbers(layer, chosen))
+            self.experts.stalls[layer] += time.perf_counter() - begun
+            return found
+
+    def release_experts(self, layer: int, chosen: Sequence[int], ticket: Ticket | None) -> None:
+        """All is queued that computes with some experts; see `release`."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self.experts.has_computed(self.experts.numbers(layer, chosen))
+            self._release(self._numbers(layer, chosen), ticket)
+
+    def end_asking(self) -> None:
+        """The layer that asked for experts needs no more of them."""
+        if os.getpid() != self._process:
+            return
+        with self._changed:
+            self.experts.asked = []
+            self._leave(self._runner)
+
+    def _numbers(self, layer: int, chosen: Sequence[int]) -> list[int]:
+        return [self._first_expert + expert for expert in self.experts.numbers(layer, chosen)]
 
     def release(self, number: int, ticket: Ticket | None) -> None:
         """All is queued that computes with a layer. Nothing where `acquire` failed.
@@ -219,23 +231,32 @@ class Rounds:
         if os.getpid() != self._process:
             return
         with self._changed:
-            if self._runner != threading.get_ident() or number not in self._users:
-                return
-            self._users.reverse()
+            self._release([number], ticket)
+
+    def _release(self, numbers: Sequence[int], ticket: Ticket | None) -> None:
+        numbers = [number for number in numbers if number in self._users]
+        if self._runner != threading.get_ident() or not numbers:
+            return
+        self._users.reverse()
+        for number in numbers:
             self._users.remove(number)  # the innermost
-            self._users.reverse()
-            if not self._users:
-                self._runner = None
-                self._changed.notify_all()
-            if ticket is not None:
+        self._users.reverse()
+        self._leave(self._runner)
+        if not self._users:
+            self._changed.notify_all()
+        if ticket is not None:
+            for number in numbers:
                 self._computing[number] = self._computing.get(number, 0) + 1
-                if self._reaper is None:
-                    self._reaper = _started(self._reap, "streamload-reaper")
-                self._ended.put((number, ticket))
+            if self._reaper is None:
+                self._reaper = _started(self._reap, "streamload-reaper")
+            self._ended.put((numbers, ticket))
+        for number in numbers:
             self._drop_spoiled(number)
-            self._wake()
-            if self._views is not None:
-                self._views.leave(number)
+        self._wake()
+        if self._views is not None:
+            with ExitStack() as left:  # all of them, whatever one raises
+                for number in numbers:
+                    left.callback(self._views.leave, number)
 
     def close(self, why: str) -> None:
         """End all threads and give the slots back; later calls of `acquire` say why.
@@ -273,26 +294,30 @@ class Rounds:
         if self._closed:
             raise OffloadError(self._closed)
         if self._runner is not None and self._runner != me:
-            at = self._users[-1] if self._users else self._wanted
-            where = "" if at is None else f", one in {self._layers[at].name}"
+            at = [*self._wanted[:1], *self._users][-1:]
+            where = f", one in {self._layers[at[0]].name}" if at else ""
             raise OffloadError(
                 f"two threads run the model at once{where}: its layers take turns in the same "
                 "memory, so let one thread run it, or offload a copy for each"
             )
 
-    def _wait_for(self, number: int, me: int) -> None:
-        """Wait until a layer is there. Raises what kept it from coming."""
-        self._follow(number)
-        self._wanted = number
+    def _wait_for(self, numbers: Sequence[int], me: int) -> None:
+        """Wait until a layer is there, or experts. Raises what kept them from coming."""
+        for number in numbers:
+            if number < self._first_expert and not self._order.follow(number):
+                self.stats.misses += 1
+        self._wanted = numbers
         while True:
             self._check_usable(me)
             if self._error is not None:
                 error, self._error = self._error, None
+                self._raised = error if self._thread is not None else None
                 raise error
-            if self._is_there(number):
+            if all(map(self._is_there, numbers)):
                 return
             self._start()
-            self._check_room(number)
+            for number in numbers:
+                self._check_room(number)
             self._wake()
             self._changed.wait()
 
@@ -304,6 +329,8 @@ class Rounds:
         """Raise OffloadError where nothing that is to come would make room for a layer."""
         if not self._users or number in self._at or self._filling or any(self._unsure.values()):
             return
+        if number >= self._first_expert:  # no more are asked for at once than there are slots
+            return
         if any(self._computing.values()) or self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
@@ -313,32 +340,19 @@ class Rounds:
             f'stay, with stay="{inner}.*"'
         )
 
-    def _follow(self, number: int) -> None:
-        """Learn the order: this layer came after the last."""
-        if self._last is not None and self._next[self._last] != number:
-            self._next[self._last] = number
-            self.stats.misses += 1
-        self._last = number
-
     # --- what is brought next -----------------------------------------------------------------
 
-    def _order(self) -> list[int]:
-        """The layers in the order in which they are needed from now on."""
-        if self._last is None:
-            return [*range(len(self._layers))]
-        first = self._wanted
-        if first is None:
-            first = self._next[self._last]
-        order = dict.fromkeys([first])
-        at = self._next[first]
-        while at not in order:
-            order[at] = None
-            at = self._next[at]
-        return list(order)
-
     def _pick(self) -> tuple[int, int] | None:
-        """The layer to be brought next, and its first slot; None where there is none for now."""
-        order = self._order()
+        """What is brought next, and its first slot; None where there is nothing for now."""
+        if self.experts.asked:  # a layer waits for them, or will at once
+            base = self._first_expert
+            unsure = (number for number, nbytes in self._unsure.items() if nbytes)
+            used = {*self._filling, *self._users, *self._computing, *unsure}
+            expert = self.experts.next({number - base for number in used})
+            if expert is not None:
+                return base + expert[0], len(self._holds) + expert[1]
+        wanted = [number for number in self._wanted[:1] if number < self._first_expert]
+        order = self._order.ahead(wanted[0] if wanted else None)
         distance = {number: at for at, number in enumerate(order)}
         for at, number in enumerate(order):
             if number not in self._at:
@@ -368,10 +382,16 @@ class Rounds:
         return number in self._users or bool(self._computing.get(number)) or copied
 
     def _take(self, number: int, first: int) -> None:
-        """Let a layer have its slots."""
-        for at in range(first, first + self._layers[number].slots):
-            self._drop(self._holds[at])
-            self._holds[at] = number
+        """Let a layer have its slots, or an expert its own."""
+        if number >= self._first_expert:
+            slot = first - len(self._holds)
+            held = self.experts.holder(slot)
+            self._drop(None if held is None else self._first_expert + held)
+            self.experts.take(number - self._first_expert, slot)
+        else:
+            for at in range(first, first + self._layers[number].slots):
+                self._drop(self._holds[at])
+                self._holds[at] = number
         self._at[number] = first
         self._left[number] = self._unsure[number] = self._nbytes[number]
         self._tickets[number] = []
@@ -382,11 +402,13 @@ class Rounds:
     def _drop(self, number: int | None) -> None:
         if number is None:
             return
-        self._at.pop(number, None)
+        if self._at.pop(number, None) is not None and number >= self._first_expert:
+            self.experts.drop(number - self._first_expert)
         self._spoiled.discard(number)
         self._tickets.pop(number, None)
         self._filling.discard(number)
-        self._holds = [None if held == number else held for held in self._holds]
+        if number < self._first_expert:
+            self._holds = [None if held == number else held for held in self._holds]
         if self._views is not None:
             self._views.let_go(number)
 
@@ -414,7 +436,8 @@ class Rounds:
                 self._ended.put(None)
                 self._reaper = None
             # where nobody waits and nothing wrong was handed out, the layer is just asked for again
-            self._error = error if self._wanted is not None or self._unproved else None
+            waits = bool(self._wanted or self._unproved) and error is not self._raised
+            self._error, self._raised = error if waits else None, None
             self._unproved.clear()
             self._changed.notify_all()
 
@@ -431,11 +454,14 @@ class Rounds:
         if number in self._spoiled and not self._is_used(number):
             self._drop(number)
 
-    def _leave_files(self) -> None:
+    def _leave_files(self, _: Any, error: BaseException | None, __: Any) -> None:
         """Wait until nothing computes on the files: once they are closed, they may change."""
         with self._changed:
             while self._users:
-                self._changed.wait()
+                if self._wanted and error is not self._raised:  # a layer inside one that computes
+                    self._error = error
+                    self._changed.notify_all()
+                self._changed.wait(_LOOK_S)
             self._forget(everything=True)
             assert self._views is not None
             self._views.close_files()
@@ -443,7 +469,7 @@ class Rounds:
     def _bring(self) -> None:
         """Bring layers until nobody has asked for one for a while."""
         plan, device = self._plan, self._device
-        target = _SlotTarget(self._layers, self._arrived)
+        target = SlotTarget(self._layers, self._arrived)
         ledger = Ledger(
             {d.device: d.scratch_nbytes for d in plan.devices} | {STAGING: plan.host_nbytes}
         )
@@ -460,17 +486,13 @@ class Rounds:
             for name in job.casting:
                 casts = DeviceCasts(name, device, plan, self._checkpoint)
                 job.casts[name] = stack.enter_context(closing(casts))
-            work = [
-                list(batches(job.units(layer.placements), job, plan.threads))
-                for layer in self._layers
-            ]
             crew = Crew(job, plan.threads, Interrupt(None))
             stack.callback(job.close_all)
             if self._views is not None:
-                stack.callback(self._leave_files)
+                stack.push(self._leave_files)
             stack.callback(crew.join)
             try:
-                self._go_round(job, crew, target, work)
+                self._go_round(job, crew, target)
             except BaseException as error:
                 with self._changed:
                     self._forget(everything=True)  # before staging goes, and with it its tickets
@@ -480,9 +502,7 @@ class Rounds:
                 self._tickets.clear()
             crew.end()
 
-    def _go_round(
-        self, job: Job, crew: Crew, target: _SlotTarget, work: Sequence[Sequence[Sequence[Unit]]]
-    ) -> None:
+    def _go_round(self, job: Job, crew: Crew, target: SlotTarget) -> None:
         idle_since = time.monotonic()
         with self._changed:
             self._crew = crew
@@ -502,14 +522,20 @@ class Rounds:
                 continue
             number, first = picked
             target.place(number, self._memory.buffers(number, first))
-            if not work[number]:
+            if number not in self._work:  # there may be very many, and few that are chosen
+                units = job.units(self._layers[number].placements)
+                self._work[number] = list(batches(units, job, self._plan.threads))
+            if not self._work[number]:
                 self._filled(number)
-            for batch in work[number]:
+            for batch in self._work[number]:
                 while not job.has_room(batch):
                     crew.wait()
                 job.begin(batch)
                 crew.submit(job.open(batch[0][0].shard), batch)
-            self.stats.read_nbytes += self._layers[number].read_nbytes
+            read_nbytes = self._layers[number].read_nbytes
+            self.stats.read_nbytes += read_nbytes
+            if number >= self._first_expert:
+                self.experts.count_read(number - self._first_expert, read_nbytes)
             idle_since = time.monotonic()
         crew.drain()
 
@@ -542,46 +568,27 @@ class Rounds:
         with self._changed:
             for placement in placements:
                 number = self._layer_of[placement]
-                self._unsure[number] -= self._plan.placements[placement].nbytes
+                self._unsure[number] -= self._plan.placements.kinds[placement].nbytes
                 if not self._unsure[number]:
+                    del self._unsure[number]
                     self._unproved.discard(number)
-            if self._users and self._wanted is not None:
+            if self._users and self._wanted:
                 self._changed.notify_all()  # whether there will be room inside another layer
 
     def _reap(self) -> None:
         """Wait for what computes with slots; they can be filled when it has ended."""
         while (item := self._ended.get()) is not None:
-            number, ticket = item
+            numbers, ticket = item
             with suppress(BaseException):  # the thread that computes meets it too
                 ticket.wait()
             with self._changed:
-                self._computing[number] -= 1
-                self._drop_spoiled(number)
+                for number in numbers:
+                    self._computing[number] -= 1
+                    if not self._computing[number]:
+                        del self._computing[number]
+                    self._drop_spoiled(number)
                 self._changed.notify_all()
                 self._wake()
-
-
-class _SlotTarget:
-    """The slots as a stream fills them."""
-
-    def __init__(self, layers: Sequence[Layer], arrived: Callable[[Sequence[int]], None]) -> None:
-        self._buffers: dict[int, Buffer] = {}
-        self._layers, self._arrived = layers, arrived
-
-    def place(self, number: int, buffers: Sequence[Buffer]) -> None:
-        """A layer is going to be filled, into these buffers."""
-        self._buffers.update(zip(self._layers[number].placements, buffers, strict=True))
-
-    def begin(self, indices: Sequence[int]) -> list[Buffer]:
-        """The buffers of placements."""
-        return [self._buffers[index] for index in indices]
-
-    def finish(self, indices: Sequence[int]) -> None:
-        """All bytes of these are there."""
-        self._arrived(indices)
-
-    def revoke(self, indices: Iterable[int]) -> None:
-        """The round ends with an error, and forgets all that it has brought."""
 
 
 def _started(run: Callable[[], None], name: str) -> threading.Thread:

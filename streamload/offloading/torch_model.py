@@ -14,6 +14,13 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Url
 from streamload.devices.base import Device, Parameter
+from streamload.devices.torch_experts import (
+    StreamedExperts,
+    Sums,
+    number_chosen,
+    number_of_experts,
+    sums_of,
+)
 from streamload.devices.torch_streamed import (
     GatheredEmbedding,
     Refusals,
@@ -32,7 +39,8 @@ from streamload.devices.torch_streamed import (
 from streamload.devices.torch_tensors import TO_TORCH, TorchParameter, unwrapped_names
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import OffloadError
-from streamload.offloading.deciding import Group, OffloadPlan, groups_by_name
+from streamload.offloading.deciding import OffloadPlan
+from streamload.offloading.groups import Group, groups_by_name, rows_of_experts
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
 from streamload.offloading.views import FileViews
@@ -72,6 +80,8 @@ class TorchModel:
         self._absent: list[tuple[TorchParameter, list[Any]]] = []  # what streams, and what it was
         self._wrapped: list[Wrapped] = []
         self._refusals: Refusals | None = None
+        self._sums: dict[str, Sums] = {}  # by module of experts that stay in the file
+        self.notes: list[str] = []
         self.timed = Timed(model)
 
     # --- deciding -----------------------------------------------------------------------------
@@ -97,7 +107,10 @@ class TorchModel:
         found = groups_by_name(wants.names, nbytes)
         layers = [name for name, _, in_layer in found if in_layer]
         groups, heads = [], []
-        for name, numbers, _ in found:
+        experts = self._experts(wants, stay, changed)
+        taken = {at for group in experts for at in group.wants}
+        for name, every, _ in found:
+            numbers = [at for at in every if at not in taken]
             fixed: list[int] = []
             shared: list[int] = []
             mine: list[int] = []
@@ -124,7 +137,50 @@ class TorchModel:
                 groups.append(Group(name, tuple(mine), "layer"))
             else:
                 groups.append(Group(name, tuple(mine), "fixed"))
-        return groups + heads
+        return groups + heads + experts
+
+    def _experts(
+        self, wants: Wants, stay: Sequence[str], changed: Mapping[str, Any]
+    ) -> list[Group]:
+        """Fused experts that a cache can hold one by one."""
+        place = {name: at for at, name in enumerate(wants.names)}
+        known: dict[Any, Sums | None] = {}  # those of a model are alike
+        groups, others = [], []
+        for name, module in self._modules.items():
+            count = number_of_experts(module)
+            numbers = (
+                [place.get(f"{name}.{key}", -1) for key in module._parameters] if count else []
+            )
+            if not count or all(self._stays(wants.names[at], stay) for at in numbers if at >= 0):
+                continue
+            key = type(module), *(tuple(each.shape) for each in module.parameters())
+            if key not in known:
+                known[key] = sums_of(module)
+            sums = known[key]
+            if sums is None or not all(
+                at >= 0 and self._is_expert(wants, at, count, stay, changed) for at in numbers
+            ):
+                others.append(name)
+                continue
+            self._sums[name] = sums
+            chosen = number_chosen(module)
+            groups.append(Group(name, tuple(numbers), "experts", "", count, chosen))
+        if others:
+            self.notes.append(
+                f"experts of {others[0]}{' and others' if len(others) > 1 else ''} stream with "
+                "their layer, chosen or not: their form is not known, or not rows of the file"
+            )
+        return groups
+
+    def _is_expert(
+        self, wants: Wants, at: int, count: int, stay: Sequence[str], changed: Mapping[str, Any]
+    ) -> bool:
+        """Whether a parameter's experts can be read one by one."""
+        parameter, want, src = self._parameters[wants.names[at]], wants[at], wants.srcs[at]
+        plain = src.bits >= 8 and not src.is_packed and len(parameter.names) == 1
+        own = plain and not self._stays(wants.names[at], stay)
+        unchanged = not any(row.tensor in changed for row in want.source)
+        return own and unchanged and rows_of_experts(want, count) is not None
 
     @staticmethod
     def _can_stream(
@@ -200,7 +256,7 @@ class TorchModel:
 
     def empty(self, plan: OffloadPlan, wants: Wants) -> None:
         """Let go of what the model holds of that which streams."""
-        streams = {*plan.residency.streams, *plan.residency.gathers}
+        streams = _brought(plan)
         for group in plan.groups:
             if group.name not in streams:
                 continue
@@ -221,7 +277,7 @@ class TorchModel:
             for placements in plan.layer_placements
         ]
         return TorchSlots(
-            device.allocate(BY_NAME["uint8"], (found.arena_nbytes,)), found.slot_nbytes, layers
+            device.allocate(BY_NAME["uint8"], (found.arena_nbytes,)), found.slot_starts, layers
         )
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
@@ -268,8 +324,11 @@ class TorchModel:
                 self._gather(group.rows, group, checkpoint, wants, dsts, where, out_of_range)
         for name in plan.residency.gathers:
             self._gather(name, by_name[name], checkpoint, wants, dsts, where, out_of_range)
+        if plan.residency.experts:
+            assert rounds is not None
+            self._put_experts(plan, wants, rounds, device)
         self.timed.put()
-        streams = {*plan.residency.streams, *plan.residency.gathers}
+        streams = _brought(plan)
         holders = [
             module
             for name, module in self._modules.items()
@@ -281,6 +340,22 @@ class TorchModel:
             weakref.finalize(self._model, rounds.abandon)
         self._modules = {}  # the model may go, and this not
         self._model = nn.Module()
+
+    def _put_experts(self, plan: OffloadPlan, wants: Wants, rounds: Rounds, device: Device) -> None:
+        """Let the modules of experts bring those that the router chose."""
+        assert plan.stream is not None
+        by_name = {group.name: group for group in plan.groups}
+        order = plan.stream.placements.names
+        placements = iter(plan.layer_placements[len(plan.residency.streams) :])
+        for layer, name in enumerate(plan.residency.experts):
+            module, group = self._modules[name], by_name[name]
+            keys = {wants.names[at]: wants.names[at].rpartition(".")[2] for at in group.wants}
+            places = [
+                {keys[order[at].rpartition("[")[0]]: n for n, at in enumerate(next(placements))}
+                for _ in range(group.experts)
+            ]
+            how = self._sums[name], places, rounds.experts.together, rounds, device.mark
+            self._wrap(StreamedExperts(module, layer, *how))
 
     def _slots_in(self, name: str, modules: set[int]) -> list[Any]:
         """The places of a parameter in some modules."""
@@ -331,6 +406,12 @@ class TorchModel:
                     let_go(value)
             parameter.invalidate(keep=False)
         self._absent.clear()
+
+
+def _brought(plan: OffloadPlan) -> set[str]:
+    """The groups whose weights are not there between passes."""
+    found = plan.residency
+    return {*found.streams, *found.gathers, *found.experts}
 
 
 class Timed(Wrapped):

@@ -26,6 +26,7 @@ HOST_WORKSPACE_NBYTES = 2**23
 #: cuBLAS takes as much of torch's allocator for products on Hopper: 32 MiB.
 CUDA_WORKSPACE_NBYTES = 2**25
 
+_USUALLY_CHOSEN = 8
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -34,9 +35,24 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
     "vocabulary": ("vocab_size",),
-    "experts": ("num_experts_per_tok", "num_experts_per_token"),
+    "experts": (
+        *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k", "top_k_experts"),
+    ),
     "expert_inner": ("moe_intermediate_size",),
 }
+
+
+def experts_chosen(config: Mapping[str, Any]) -> int:
+    """How many experts a token chooses; what is usual where the configuration does not tell."""
+    return _values(config)["experts"] or _USUALLY_CHOSEN
+
+
+def _values(config: Mapping[str, Any]) -> dict[str, int | None]:
+    values = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
+    return {
+        name: next((values[key] for key in keys if type(values.get(key)) is int), None)
+        for name, keys in _NAMES.items()
+    }
 
 
 def activation_nbytes(
@@ -54,11 +70,7 @@ def activation_nbytes(
     Raises:
         CheckpointError: the configuration does not tell.
     """
-    values = next((config[part] for part in _PARTS if isinstance(config.get(part), dict)), config)
-    found = {
-        name: next((values[key] for key in keys if type(values.get(key)) is int), None)
-        for name, keys in _NAMES.items()
-    }
+    found = _values(config)
     hidden, vocabulary, heads = found["hidden"], found["vocabulary"], found["heads"]
     if not hidden or not vocabulary or not heads:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Blocks of tensors as ranges of rows: what a parameter reads that holds one shard of them."""
+"""Parts of tensors as ranges of rows: what a parameter reads that holds one of them."""
 
 from __future__ import annotations
 
@@ -68,3 +68,32 @@ def _within(
         if first < last and not ((first + shift) % unit or (last + shift) % unit):
             yield RowRange(r.tensor, (first + shift) // unit, (last + shift) // unit, columns)
         at = end
+
+
+def split(
+    rows: Sequence[RowRange], row_numel: int, part_numel: int
+) -> list[tuple[RowRange, ...]] | None:
+    """The ranges that equal parts along the first axis consist of; None where they cut rows.
+
+    Args:
+        rows: what the whole consists of.
+        row_numel: elements of each of these rows.
+        part_numel: elements of a part.
+    """
+    count, rest = divmod(part_numel, row_numel)
+    if rest or any(r.columns is not None for r in rows):
+        return None
+    found: list[tuple[RowRange, ...]] = []
+    part: list[RowRange] = []
+    left = count
+    for r in rows:
+        start = r.start
+        while start < r.stop:
+            stop = min(start + left, r.stop)
+            part.append(RowRange(r.tensor, start, stop))
+            left -= stop - start
+            start = stop
+            if not left:
+                found.append(tuple(part))
+                part, left = [], count
+    return found

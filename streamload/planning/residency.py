@@ -14,8 +14,9 @@ from itertools import product
 from typing import Literal
 
 #: "layer": it streams through a slot where it does not stay. "rows": where it does not stay, the
-#: rows that a pass asks for are read from the file. "fixed": it stays.
-LayerKind = Literal["layer", "rows", "fixed"]
+#: rows that a pass asks for are read from the file. "experts": where it does not stay, slots of a
+#: cache hold the experts that the router chose. "fixed": it stays.
+LayerKind = Literal["layer", "rows", "experts", "fixed"]
 
 # Slots that take turns: one is computed with while another is filled.
 _SLOTS = 2
@@ -37,6 +38,9 @@ class LayerSize:
         nbytes: in a slot.
         resident_nbytes: where it stays, as the allocator rounds.
         read_nbytes: what is read of the files for it.
+        experts: how many experts it has, of kind "experts".
+        chosen: how many of them a token chooses.
+        expert_nbytes: what one of them takes in a slot.
     """
 
     name: str
@@ -44,6 +48,9 @@ class LayerSize:
     nbytes: int
     resident_nbytes: int
     read_nbytes: int
+    experts: int = 0
+    chosen: int = 0
+    expert_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,13 @@ class Residency:
         slots: how many slots there are; 0 where nothing streams.
         slot_nbytes: bytes of a slot. A larger layer takes several, side by side.
         resident_nbytes: what stays takes.
-        pass_nbytes: what a pass reads, without gathered rows.
+        pass_nbytes: what a pass reads, without gathered rows and experts.
+        experts: names of the layers whose experts are in the cache's slots when they are needed.
+        cache_slots: how many experts the cache holds.
+        cache_slot_nbytes: bytes of one of them.
+        experts_total: how many experts these layers have together.
+        experts_nbytes: what the files have of all of them.
+        pad_nbytes: what an allocator with segments takes beyond all slots.
     """
 
     stays: tuple[str, ...]
@@ -67,11 +80,34 @@ class Residency:
     slot_nbytes: int
     resident_nbytes: int
     pass_nbytes: int
+    experts: tuple[str, ...] = ()
+    cache_slots: int = 0
+    cache_slot_nbytes: int = 0
+    experts_total: int = 0
+    experts_nbytes: int = 0
+    pad_nbytes: int = 0
+
+    @property
+    def file_nbytes(self) -> int:
+        """What the files have of all that streams, without gathered rows."""
+        return self.pass_nbytes + self.experts_nbytes
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of the slots of experts."""
+        return self.cache_slots * self.cache_slot_nbytes
 
     @property
     def arena_nbytes(self) -> int:
-        """Bytes of all slots, which lie side by side."""
-        return self.slots * self.slot_nbytes
+        """Bytes of all slots, which lie side by side: those of layers, and those of experts."""
+        return self.slots * self.slot_nbytes + self.cache_nbytes + self.pad_nbytes
+
+    @property
+    def slot_starts(self) -> list[int]:
+        """The first byte of each slot in the arena: layers' slots, then experts'."""
+        first = self.slots * self.slot_nbytes
+        layers = [at * self.slot_nbytes for at in range(self.slots)]
+        return layers + [first + at * self.cache_slot_nbytes for at in range(self.cache_slots)]
 
     @property
     def taken_nbytes(self) -> int:
@@ -93,6 +129,9 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
     if everything <= room_nbytes:
         names = tuple(layer.name for layer in layers)
         return Residency(names, (), (), 0, 0, everything, 0)
+    experts = [layer for layer in layers if layer.kind == "experts"]
+    if experts:
+        return _with_experts(layers, experts, room_nbytes)
     needed = [layer for layer in layers if layer.kind != "rows"]
     left = room_nbytes - sum(layer.resident_nbytes for layer in needed)
     if left >= 0:  # nothing streams: rows of embeddings are read
@@ -107,6 +146,28 @@ def choose(layers: Sequence[LayerSize], room_nbytes: int) -> Residency | None:
                 if best is None or key < best[0]:
                     best = key, found
     return best[1] if best else None
+
+
+def _with_experts(
+    layers: Sequence[LayerSize], experts: Sequence[LayerSize], room_nbytes: int
+) -> Residency | None:
+    """All else first, for every pass needs it: experts get the room that it leaves."""
+    slot_nbytes = max(layer.expert_nbytes for layer in experts)
+    fewest = max(layer.chosen for layer in experts)
+    rest = [layer for layer in layers if layer.kind != "experts"]
+    found = choose(rest, room_nbytes - fewest * slot_nbytes)
+    if found is None:
+        return None
+    total = sum(layer.experts for layer in experts)
+    left = room_nbytes - found.taken_nbytes
+    return replace(
+        found,
+        experts=tuple(layer.name for layer in experts),
+        cache_slots=min(left // slot_nbytes, total),
+        cache_slot_nbytes=slot_nbytes,
+        experts_total=total,
+        experts_nbytes=sum(layer.read_nbytes for layer in experts),
+    )
 
 
 def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) -> tuple[str, ...]:
@@ -131,6 +192,11 @@ def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) 
 
 def least(layers: Sequence[LayerSize]) -> int:
     """Bytes of the least room in which `choose` finds a way."""
+    experts = [layer for layer in layers if layer.kind == "experts"]
+    if experts:
+        cache_nbytes = max(each.chosen for each in experts) * max(e.expert_nbytes for e in experts)
+        rest = least([layer for layer in layers if layer.kind != "experts"]) + cache_nbytes
+        return min(rest, sum(layer.resident_nbytes for layer in layers))
     sizes = [sum(layer.resident_nbytes for layer in layers if layer.kind != "rows")]
     for slots, slot_nbytes in _arenas(layers):
         must, _, _ = _sorted_out(layers, slots * slot_nbytes)

@@ -1,0 +1,156 @@
+"""What stays on a device, or streams, together: parameters of a model by their modules."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamload.planning.activations import experts_chosen
+from streamload.planning.blocks import split
+from streamload.planning.demand import Want, Wants
+from streamload.planning.partition import Item, units_of
+from streamload.planning.parts import RowRange
+from streamload.planning.residency import LayerKind
+from streamload.selection import matches
+
+# A tensor of experts: the module, the number of the expert where it is of one, and what of it.
+_EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that stay, or stream, together.
+
+    Attributes:
+        name: of the module that has them.
+        wants: their numbers among all that is wanted.
+        kind: whether they can stream.
+        rows: the group of the embedding that has the same weight, or "".
+        experts: how many experts they are of, of kind "experts": each parameter has all of them
+            along its first axis.
+        chosen: how many of them a token chooses.
+        apart: each parameter is of one expert, those of the first come first, and all are alike.
+    """
+
+    name: str
+    wants: tuple[int, ...]
+    kind: LayerKind
+    rows: str = ""
+    experts: int = 0
+    chosen: int = 0
+    apart: bool = False
+
+    @property
+    def parts(self) -> int:
+        """How many tensors each of its experts has."""
+        return len(self.wants) // self.experts if self.apart else len(self.wants)
+
+
+def groups_by_name(
+    names: Sequence[str], nbytes: Sequence[int]
+) -> list[tuple[str, list[int], bool]]:
+    """Tensors by the modules that have them, in the order in which these run.
+
+    Args:
+        names: of the tensors.
+        nbytes: of each.
+
+    Returns:
+        For each module its name, the numbers of its tensors, and whether it is one of the layers
+        of a stack.
+    """
+    number_of = {name: number for number, name in enumerate(names)}
+    found: dict[tuple[str, bool], list[int]] = {}
+    for unit in units_of([*map(Item, names, nbytes)]):
+        for item in unit.items:
+            in_layer = unit.kind == "layer"
+            module = unit.name if in_layer else item.name.rpartition(".")[0]
+            found.setdefault((module, in_layer), []).append(number_of[item.name])
+    return [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
+
+
+def groups_of_checkpoint(
+    wants: Wants,
+    nbytes: Sequence[int],
+    tied: Mapping[str, str],
+    stay: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+) -> list[Group]:
+    """The groups of a checkpoint without a model: what its names tell.
+
+    A weight with "emb" in the name of its module, and two axes, is an embedding. What is numbered
+    behind "experts", or has three axes there, is experts.
+
+    Args:
+        wants: all tensors.
+        nbytes: of each on the device.
+        tied: names that are not stored, and whose tensor they share.
+        stay: patterns of names of tensors that stay.
+        config: the checkpoint's ``config.json``, for how many experts a token chooses.
+    """
+    groups = _experts_by_name(wants, experts_chosen(config or {}), stay)
+    taken = {at for group in groups for at in group.wants}
+    for name, every, in_layer in groups_by_name(wants.names, nbytes):
+        numbers = [at for at in every if at not in taken]
+        if not numbers:
+            continue
+        kind: LayerKind = "layer"
+        fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
+        if fixed:
+            groups.append(Group(f"{name} (stays)", fixed, "fixed"))
+            numbers = [at for at in numbers if at not in fixed]
+            if not numbers:
+                continue
+        leaf = name.rpartition(".")[2]
+        if not in_layer and len(numbers) == 1 and ("emb" in leaf or leaf in ("wte", "shared")):
+            weight = wants.names[numbers[0]]
+            if weight in tied.values():  # the head has it too, and streams where it does not stay
+                head = next(each for each, shared in tied.items() if shared == weight)
+                groups.append(Group(head.rpartition(".")[0], (numbers[0],), "layer", name))
+                continue
+            kind = "rows" if len(wants.shapes[numbers[0]]) == 2 else "fixed"
+        groups.append(Group(name, tuple(numbers), kind))
+    return groups
+
+
+def _experts_by_name(wants: Wants, chosen: int, stay: Sequence[str]) -> list[Group]:
+    """The experts of a checkpoint: one by one, or all of a layer in a tensor."""
+    apart: dict[str, dict[int, list[tuple[str, int]]]] = {}
+    fused: dict[str, list[int]] = {}
+    for at, name in enumerate(wants.names):
+        match, src = _EXPERTS.fullmatch(name), wants.srcs[at]
+        whole = src.kind == "float" and src.bits >= 8 and not src.is_packed
+        if match is None or not whole or matches(name, stay):
+            continue
+        if match[2]:
+            parts = apart.setdefault(match[1], {}).setdefault(int(match[2]), [])
+            parts.append((match[3], at))
+        else:
+            fused.setdefault(match[1], []).append(at)
+    groups = []
+    for name, by_number in apart.items():
+        every = [sorted(by_number[number]) for number in sorted(by_number)]
+        kinds = {tuple((part, wants.shapes[at]) for part, at in parts) for parts in every}
+        if len(kinds) == 1 and len(every) > 1:
+            numbers = tuple(at for parts in every for _, at in parts)
+            count = len(every)
+            groups.append(Group(name, numbers, "experts", "", count, min(chosen, count), True))
+    for name, found in fused.items():
+        counts = {wants.shapes[at][:1] for at in found}
+        if len(counts) == 1 and any(len(wants.shapes[at]) == 3 for at in found):
+            ((count,),) = counts
+            groups.append(Group(name, tuple(found), "experts", "", count, min(chosen, count)))
+    return groups
+
+
+def rows_of_experts(want: Want, experts: int) -> list[tuple[RowRange, ...]] | None:
+    """The rows of the file of each expert of a parameter; None where it is no such parameter."""
+    plain = want.transpose is None and want.coding is None
+    if not plain or want.shape[:1] != (experts,) or not math.prod(want.shape):
+        return None
+    numel = math.prod(want.shape)
+    rows = sum(r.stop - r.start for r in want.source)
+    return split(want.source, numel // rows, numel // experts)
