@@ -87,8 +87,10 @@ LAYERS = (
     ("quant.dequant_ptx", "quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
+    ("devices.tinygrad_buffers",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
     ("devices.torch_modules", "devices.torch_streamed", "nn"),
+    ("devices.tinygrad_streamed",),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -115,7 +117,8 @@ LAYERS = (
     ("decide",),
     ("load",),
     ("iterate", "offloading.deciding", "offloading.rounds", "offloading.rows"),
-    ("offloading.report", "offloading.torch_model"),
+    ("offloading.adapter",),
+    ("offloading.report", "offloading.tinygrad_model", "offloading.torch_model"),
     ("offloading.entrance",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
     ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
@@ -154,7 +157,11 @@ _TRANSFORMERS = tuple(
     )
 )
 FRAMEWORKS = {
-    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
+    "tinygrad": (
+        *("devices.tinygrad", "devices.tinygrad_buffers", "devices.tinygrad_streamed"),
+        *("devices.tinygrad_tensors", "nn", "offloading.tinygrad_model"),
+        "bench.loaders",
+    ),
     "torch": (
         *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
         *("devices.torch_tensors", "offloading.torch_model"),

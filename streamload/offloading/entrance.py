@@ -12,6 +12,7 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.load import described, read_call, run, uncollected
+from streamload.offloading.adapter import ModelAdapter
 from streamload.offloading.deciding import OffloadPlan, decide, groups_of_checkpoint
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Layer, Rounds
@@ -21,9 +22,10 @@ from streamload.planning.planner import CastChoice
 from streamload.report import Clock, LoadReport
 from streamload.selection import Patterns, Selection, check_patterns
 
-#: By framework, the module that knows its models.
+#: By framework, the `ModelAdapter` that knows its models.
 _MODELS: Mapping[str, tuple[str, str]] = {
     "torch": ("streamload.offloading.torch_model", "TorchModel"),
+    "tinygrad": ("streamload.offloading.tinygrad_model", "TinygradModel"),
 }
 
 
@@ -36,7 +38,7 @@ class Offloaded:
     """
 
     def __init__(
-        self, plan: OffloadPlan, load: LoadReport, model: Any, rounds: Rounds | None
+        self, plan: OffloadPlan, load: LoadReport, model: ModelAdapter, rounds: Rounds | None
     ) -> None:
         self.plan, self.load = plan, load
         self._model, self._rounds = model, rounds
@@ -87,6 +89,7 @@ def offload(
     *,
     tokens: int | None = None,
     stay: Patterns = (),
+    layers: Patterns = (),
     **options: Unpack[LoadOptions],
 ) -> Offloaded:
     """Let a model run that is larger than its budget.
@@ -103,13 +106,16 @@ def offload(
     cannot be trained, saved, moved or copied; its checkpoint is what it is.
 
     Args:
-        model: a torch module; on the meta device to start with, or wherever it is.
+        model: a torch module, on the meta device to start with or wherever it is; or a model of
+            tinygrad, whose layers are objects that are called.
         path: as in `load_state_dict`.
         tokens: leave room for what a pass of so many tokens (of all sequences together) computes
             beside weights, as ``config.json`` tells, and without ``context`` for the KV cache of
             these tokens, so that all of it stays under the budget. None leaves none: what passes
             compute is beside the budget.
         stay: patterns of names of parameters that stay on the device.
+        layers: patterns of names of the modules that are layers ("encoder.stage_*"), where these
+            names do not tell ("layers.3", "h.3", "blocks.3").
         device: one device; see `load_state_dict`.
         **options: see `LoadOptions`.
 
@@ -146,7 +152,9 @@ def offload(
         spec, cast = _described(place, read, wants)
         dsts = wants.dsts(read.policy, spec.native_bf16)
         module, kind = _MODELS[place.owner.name]
-        adapter = getattr(importlib.import_module(module), kind)(model, match.parameters)
+        adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
+            model, match.parameters, Selection.parse(layers).select
+        )
         check_patterns("stay", kept, [n for p in match.parameters.values() for n in p.names])
         sizes = wants.nbytes(read.policy, spec.native_bf16)
         groups = adapter.groups(checkpoint, wants, sizes, kept, read.changes.by_tensor)
@@ -158,9 +166,9 @@ def offload(
         stays = {*made.residency.stays}
         kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
         decided = _loaded(made, place, checkpoint, read, found, kept_names, strictness)
-    adapter.empty(made, wants)
     rounds = None
     try:
+        adapter.empty(made, wants)
         report = run(decided, options["progress"], clock)
         if made.stream is not None:
             rounds = _rounds(made, checkpoint, device, adapter, read)
@@ -267,7 +275,7 @@ def _loaded(
 
 
 def _rounds(
-    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: Any, read: Options
+    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: ModelAdapter, read: Options
 ) -> Rounds:
     """Allocate the slots."""
     assert made.stream is not None
