@@ -6,7 +6,7 @@ import re
 
 _COMPUTED = re.compile(
     r"(?:.*\.)?(?:(?:original_)?inv_freq|rope\.freqs|freqs_cis|position_ids|num_batches_tracked"
-    r"|relative_position_index|(?:attn|attention)\.masked_bias)"
+    r"|relative_position_index|(?:attn|attention)\.masked_bias|cache_kv|cache_[kv]|allpos)"
 )
 _MASK = re.compile(r"(?:.*\.)?(?:mask|causal_mask|attn_mask|attention_mask)")
 _MASK_AS_BIAS = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")  # GPT-2's

@@ -159,7 +159,7 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
             names.setdefault(id(tensor), []).append(name)
             wanted[name] = formats(name)
     replaced, pairs = _chosen(model, names.values(), wanted)
-    _put(model, {id(linear): layer for linear, layer in pairs})
+    put_into(model, {id(linear): layer for linear, layer in pairs})
     kept = (name for name, format in wanted.items() if format is not None)
     return Replacement(replaced, tuple(name for name in kept if name not in replaced))
 
@@ -185,8 +185,8 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     shapes = {name: tuple(map(int, tensors[name].shape)) for name in replaced}
 
     def put() -> Callable[[], None]:
-        _put(model, {id(linear): layer for linear, layer in pairs})
-        return lambda: _put(model, {id(layer): linear for linear, layer in pairs})
+        put_into(model, {id(linear): layer for linear, layer in pairs})
+        return lambda: put_into(model, {id(layer): linear for linear, layer in pairs})
 
     coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
     return Swap(coded, put)
@@ -271,22 +271,28 @@ def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     return holder.items() if isinstance(holder, dict) else enumerate(holder or ())
 
 
-def _modules(obj: Any, kind: type[_Module], prefix: str = "") -> Iterator[tuple[str, _Module]]:
+def walk(obj: Any, leaf: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """An object and all that it holds, by the prefixes of their tensors' names.
+
+    What objects of the class ``leaf`` hold is left out.
+    """
+    yield prefix, obj
+    for key, value in () if type(obj) is leaf else _entries(_holder(obj)):
+        yield from walk(value, leaf, f"{prefix}{key}.")
+
+
+def _modules(model: Any, kind: type[_Module]) -> list[tuple[str, _Module]]:
     """Modules of a class, and not of one of its own, by the prefixes of their tensors' names."""
-    if type(obj) is kind:
-        yield prefix, obj
-        return
-    for key, value in _entries(_holder(obj)):
-        yield from _modules(value, kind, f"{prefix}{key}.")
+    return [(prefix, obj) for prefix, obj in walk(model, kind) if type(obj) is kind]
 
 
-def _put(obj: Any, layers: Mapping[int, QuantLinear]) -> Any:
-    """Put layers in place of Linears, by id; return what stands for the object then."""
-    if id(obj) in layers:
-        return layers[id(obj)]
+def put_into(obj: Any, others: Mapping[int, Any]) -> Any:
+    """Put others in place of what an object holds, by id; return what stands for it then."""
+    if id(obj) in others:
+        return others[id(obj)]
     holder = _holder(obj)
     changed = {
-        key: new for key, value in _entries(holder) if (new := _put(value, layers)) is not value
+        key: new for key, value in _entries(holder) if (new := put_into(value, others)) is not value
     }
     if not changed:
         return obj

@@ -87,9 +87,10 @@ LAYERS = (
     ("quant.dequant_ptx", "quant.ptx", "quant.nested_ptx"),
     ("devices.bulk",),
     ("devices.cuda",),
+    ("devices.tinygrad_buffers",),
     ("devices.tinygrad_tensors", "devices.torch_tensors"),
     ("devices.torch_modules", "devices.torch_streamed", "nn"),
-    ("devices.torch_experts",),
+    ("devices.tinygrad_streamed", "devices.torch_experts"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
     ("families",),
     ("mapping",),
@@ -120,7 +121,8 @@ LAYERS = (
         *("offloading.layers", "offloading.views"),
     ),
     ("offloading.deciding", "offloading.rounds", "offloading.rows"),
-    ("offloading.report", "offloading.torch_model"),
+    ("offloading.adapter",),
+    ("offloading.report", "offloading.tinygrad_model", "offloading.torch_model"),
     ("offloading.entrance",),
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
     ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
@@ -159,7 +161,11 @@ _TRANSFORMERS = tuple(
     )
 )
 FRAMEWORKS = {
-    "tinygrad": ("devices.tinygrad", "devices.tinygrad_tensors", "nn", "bench.loaders"),
+    "tinygrad": (
+        *("devices.tinygrad", "devices.tinygrad_buffers", "devices.tinygrad_streamed"),
+        *("devices.tinygrad_tensors", "nn", "offloading.tinygrad_model"),
+        "bench.loaders",
+    ),
     "torch": (
         *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
         "devices.torch_experts",

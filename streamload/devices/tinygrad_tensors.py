@@ -1,7 +1,7 @@
 """tinygrad's tensors, and the memory that they stand on: what a parameter of a model is.
 
-Beside `devices.tinygrad`, where its devices are, this is the only file that knows of tinygrad's
-internals.
+Beside `devices.tinygrad`, where its devices are, and layers that stream, only this file knows of
+tinygrad's internals.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import tinygrad
 from tinygrad import Device as _Devices
 from tinygrad import Tensor, dtypes
 from tinygrad.device import Allocator, Buffer
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.uop.ops import Ops, UOp
 
 from streamload._system import address_of, trim_heap
 from streamload.computed import is_computed, is_statistic
 from streamload.devices import cuda
 from streamload.devices.slots import EntryParameter, make_parameters
+from streamload.devices.tinygrad_buffers import InvalidBuffer, absent_buffer, invalid_buffer
 from streamload.dtypes import BY_NAME, DType
-from streamload.errors import DeviceError
+from streamload.errors import OffloadError
 from streamload.planning.parts import Block
 
 #: tinygrad's dtype for each of ours that it has.
@@ -166,29 +167,6 @@ def over(buffer: Any, dtype: DType, shape: tuple[int, ...]) -> UOp:
     return flat if shape == (buffer.size,) else flat.reshape(shape)
 
 
-class _InvalidBuffer(Buffer):  # type: ignore[misc]  # tinygrad has no types for this
-    """The memory of a parameter that a failed load left without values: using it raises.
-
-    Attributes:
-        parameter: its name.
-        kept: the graph over the memory that another load writes again; None where it is gone.
-        keeps: the parameter's `Parameter.keeps`.
-    """
-
-    def __init__(
-        self, name: str, device: str, size: int, dtype: Any, kept: UOp | None, keeps: DType | None
-    ) -> None:
-        self.parameter, self.kept, self.keeps = name, kept, keeps
-        super().__init__(device, size, dtype)
-
-    def allocate(self, opaque: Any = None, external_ptr: Any = None) -> Buffer:
-        """Refuse: there are no values."""
-        raise DeviceError(
-            self.device,
-            f"parameter {self.parameter!r} holds no values, since a load failed; load it again",
-        )
-
-
 # what tensors stand on that is no home for a parameter: files, and arrays of numpy
 _NOT_DEVICES = ("DISK", "NPY", "TINYFS")
 _OWN = (Ops.BUFFER, getattr(Ops, "UNIQUE", Ops.BUFFER))  # new each time; UNIQUE is of 0.13
@@ -203,7 +181,7 @@ class TinygradParameter(EntryParameter):
         first = self._tensors[0]
         self.shape = tuple(int(n) if isinstance(n, int) else -1 for n in first.shape)
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
-        invalid = _invalid(first.uop)
+        invalid = invalid_buffer(first.uop)
         self.invalid = invalid is not None
         self.keeps = invalid.keeps if invalid is not None else None
         self._under: list[UOp] = []  # the memory that a lazy graph computes with
@@ -244,6 +222,11 @@ class TinygradParameter(EntryParameter):
         self.nbytes = math.prod(self.shape) * uop.dtype.itemsize
         first = base.offset + begins
         self.span = (id(base.base), first, first + self.nbytes)
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The model's tensors, each once."""
+        return self._tensors
 
     def is_computed(self) -> bool:
         """Whether it has values that the model computed: it is no parameter, or named so."""
@@ -291,7 +274,7 @@ class TinygradParameter(EntryParameter):
 
     def _release_memory(self) -> str:
         """Let go of memory of its own, and see that it is gone."""
-        kept = _invalid(self._tensors[0].uop) is not None
+        kept = invalid_buffer(self._tensors[0].uop) is not None
         self.revive()
         held = _memory(self._tensors[0].uop)
         if held is None:
@@ -360,12 +343,12 @@ class TinygradParameter(EntryParameter):
             return
         kept = _stands_on(first.uop) if keep else None
         where = first.device, numel, first.dtype
-        buffer = _InvalidBuffer(self.names[0], *where, kept, self.keeps)
+        buffer = InvalidBuffer(self.names[0], *where, kept, self.keeps)
         self._put(UOp.from_buffer(buffer).reshape(self.shape))
 
     def revive(self) -> None:
         """Put the kept memory back in its place."""
-        invalid = _invalid(self._tensors[0].uop)
+        invalid = invalid_buffer(self._tensors[0].uop)
         if invalid is not None and invalid.kept is not None:
             self._put(invalid.kept)
 
@@ -389,7 +372,7 @@ class ShardParameter(EntryParameter):
     def _look(self) -> None:
         first = self._entries[0]
         uop = _stands_on(first.uop)
-        self.invalid = _invalid(first.uop) is not None
+        self.invalid = invalid_buffer(first.uop) is not None
         self.dtype = _FROM_TINYGRAD.get(first.dtype, str(first.dtype))
         devices, axis, shape = uop.device, uop.axis, tuple(map(int, first.shape))
         begins, part = [0] * len(shape), list(shape)
@@ -445,15 +428,15 @@ class ShardParameter(EntryParameter):
         """Put memory in place that raises when it is used, whatever the other shards are."""
         first = self._entries[0]
         self._written = False
-        if _invalid(first.uop) is None and math.prod(first.shape):
+        if invalid_buffer(first.uop) is None and math.prod(first.shape):
             where = str(self.device), math.prod(first.shape), first.dtype
-            buffer = _InvalidBuffer(self.names[0], *where, first.uop, self.keeps)
+            buffer = InvalidBuffer(self.names[0], *where, first.uop, self.keeps)
             self._put(UOp.from_buffer(buffer).reshape(first.shape))
 
     def revive(self) -> None:
         """Put the kept memory back in its place when all shards of it have been written."""
         self._written = True
-        invalid = _invalid(self._entries[0].uop)
+        invalid = invalid_buffer(self._entries[0].uop)
         if invalid is not None and all(other._written for other in self._others):
             self._put(invalid.kept)
 
@@ -513,15 +496,9 @@ def _alive(buffers: Iterable[weakref.ref[Buffer]]) -> list[Buffer]:
     return [buffer for memory in buffers if (buffer := memory()) is not None]
 
 
-def _invalid(uop: UOp) -> _InvalidBuffer | None:
-    """The memory that raises, where a tensor stands on it."""
-    buffer = buffers.get(uop.base)
-    return buffer if isinstance(buffer, _InvalidBuffer) else None
-
-
 def _stands_on(uop: UOp) -> UOp:
     """A tensor's graph; for one that is invalid that over the memory which it keeps."""
-    invalid = _invalid(uop)
+    invalid = invalid_buffer(uop)
     return uop if invalid is None or invalid.kept is None else invalid.kept
 
 
@@ -595,6 +572,9 @@ def _tied(tensors: Sequence[Tensor]) -> Callable[[Tensor], Any]:
 def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     """The parameters as ``nn.state.get_state_dict`` sees them, tied ones once."""
     tensors = tinygrad.nn.state.get_state_dict(model)
+    for name, tensor in tensors.items():
+        if absent_buffer(tensor.uop) is not None:
+            raise OffloadError(f"{name} streams: the model is offloaded, close() it first")
     found = make_parameters(tensors.items(), _tied(list(tensors.values())), TinygradParameter)
     _share_out(found)
     return [shard for parameter in found for shard in _shards_of(parameter)]

@@ -25,7 +25,14 @@ from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
-from streamload.planning.residency import LayerSize, Residency, choose, held, least
+from streamload.planning.residency import (
+    LayerSize,
+    Residency,
+    choose,
+    held,
+    least,
+    worth_streaming,
+)
 from streamload.reading import free_host_nbytes
 from streamload.units import format_bytes, format_table, round_up
 
@@ -110,6 +117,13 @@ class OffloadPlan:
         rest = self.residency.file_nbytes - self.host_nbytes
         found = {"resident": self.residency.resident_nbytes, "host memory": self.host_nbytes}
         return found | {"page cache": rest * self.cached, "disk": rest * (not self.cached)}
+
+    @property
+    def bounded(self) -> list[str]:
+        """The layers that stay and would stream under some smaller budget."""
+        worth = worth_streaming(self.sizes)
+        stays = {*self.residency.stays}
+        return [size.name for size in self.sizes if size.name in stays and size.name in worth]
 
     @property
     def scratch_nbytes(self) -> int:

@@ -12,6 +12,7 @@ from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.errors import OffloadError
 from streamload.load import described, read_call, run, uncollected
+from streamload.offloading.adapter import ModelAdapter
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of, streamed_from
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
@@ -26,9 +27,10 @@ from streamload.report import Clock, LoadReport
 from streamload.selection import Patterns, Selection, check_patterns
 from streamload.units import parse_bytes
 
-#: By framework, the module that knows its models.
+#: By framework, the `ModelAdapter` that knows its models.
 _MODELS: Mapping[str, tuple[str, str]] = {
     "torch": ("streamload.offloading.torch_model", "TorchModel"),
+    "tinygrad": ("streamload.offloading.tinygrad_model", "TinygradModel"),
 }
 
 
@@ -44,7 +46,7 @@ class Offloaded:
         self,
         plan: OffloadPlan,
         load: LoadReport,
-        model: Any,
+        model: ModelAdapter,
         rounds: Rounds | None,
         host: HostFile | None = None,
     ) -> None:
@@ -108,6 +110,7 @@ def offload(
     *,
     tokens: int | None = None,
     stay: Patterns = (),
+    layers: Patterns = (),
     host: float | str = 0,
     **options: Unpack[LoadOptions],
 ) -> Offloaded:
@@ -129,13 +132,16 @@ def offload(
     cannot be trained, saved, moved or copied; its checkpoint is what it is.
 
     Args:
-        model: a torch module; on the meta device to start with, or wherever it is.
+        model: a torch module, on the meta device to start with or wherever it is; or a model of
+            tinygrad, whose layers are objects that are called.
         path: as in `load_state_dict`.
         tokens: leave room for what a pass of so many tokens (of all sequences together) computes
             beside weights, as ``config.json`` tells, and without ``context`` for the KV cache of
             these tokens, so that all of it stays under the budget. None leaves none: what passes
             compute is beside the budget.
         stay: patterns of names of parameters that stay on the device.
+        layers: patterns of names of the modules that are layers ("encoder.stage_*"), where these
+            names do not tell ("layers.3", "h.3", "blocks.3").
         host: most bytes of layers that host memory keeps, as "8GB": exactly as they are in the
             files, and all experts of a layer where no other layer is left. The rest comes from the
             page cache, where what streams fits into the memory that is free, and else from the
@@ -176,7 +182,9 @@ def offload(
         spec, cast = _described(place, read, wants)
         dsts = wants.dsts(read.policy, spec.native_bf16)
         module, kind = _MODELS[place.owner.name]
-        adapter = getattr(importlib.import_module(module), kind)(model, match.parameters)
+        adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
+            model, match.parameters, Selection.parse(layers).select
+        )
         check_patterns("stay", kept, [n for p in match.parameters.values() for n in p.names])
         sizes = wants.nbytes(read.policy, spec.native_bf16)
         groups = adapter.groups(checkpoint, wants, sizes, kept, read.changes.by_tensor)
@@ -190,9 +198,9 @@ def offload(
         stays = {*made.residency.stays}
         kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
         decided = _loaded(made, place, checkpoint, read, found, kept_names, strictness)
-    adapter.empty(made, wants)
     rounds, kept_file = None, None
     try:
+        adapter.empty(made, wants)
         report = run(decided, options["progress"], clock)
         if made.stream is not None:
             source = checkpoint
@@ -203,7 +211,7 @@ def offload(
                 made = streamed_from(made, read, source, wants, spec)
             rounds = _rounds(made, source, device, adapter, read)
         knobs = read.knobs
-        if made.residency.streams or made.residency.gathers or made.residency.experts:
+        if made.residency.absent:
             adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
     except BaseException:
         if rounds is not None:
@@ -309,7 +317,7 @@ def _loaded(
 
 
 def _rounds(
-    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: Any, read: Options
+    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: ModelAdapter, read: Options
 ) -> Rounds:
     """Allocate the slots."""
     assert made.stream is not None

@@ -50,26 +50,52 @@ class Group:
 
 
 def groups_by_name(
-    names: Sequence[str], nbytes: Sequence[int]
+    names: Sequence[str], nbytes: Sequence[int], layers: Sequence[str] = ()
 ) -> list[tuple[str, list[int], bool]]:
     """Tensors by the modules that have them, in the order in which these run.
 
     Args:
         names: of the tensors.
         nbytes: of each.
+        layers: patterns of names of modules that are layers. Where there are some, the order is
+            that of the names.
 
     Returns:
         For each module its name, the numbers of its tensors, and whether it is one of the layers
         of a stack.
+
+    Raises:
+        ValueError: no module has a name that matches a pattern.
     """
     number_of = {name: number for number, name in enumerate(names)}
     found: dict[tuple[str, bool], list[int]] = {}
-    for unit in units_of([*map(Item, names, nbytes)]):
+    stated = _stated(names, layers)
+    for name, layer in stated.items():
+        found.setdefault((layer, True), []).append(number_of[name])
+    items = [item for item in map(Item, names, nbytes) if item.name not in stated]
+    for unit in units_of(items):
         for item in unit.items:
             in_layer = unit.kind == "layer"
             module = unit.name if in_layer else item.name.rpartition(".")[0]
             found.setdefault((module, in_layer), []).append(number_of[item.name])
-    return [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
+    groups = [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
+    return sorted(groups, key=lambda group: min(group[1])) if layers else groups
+
+
+def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
+    """Tensors in layers that were stated, and the outermost such layer of each."""
+    found, left = {}, {*layers}
+    for name in names:
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            module = ".".join(parts[:count])
+            if matches(module, layers):
+                found[name] = module
+                left -= {pattern for pattern in left if matches(module, [pattern])}
+                break
+    if left:
+        raise ValueError(f"layers: no module's name matches {min(left)!r}")
+    return found
 
 
 def groups_of_checkpoint(

@@ -88,6 +88,11 @@ class Residency:
     pad_nbytes: int = 0
 
     @property
+    def absent(self) -> set[str]:
+        """Names of the layers whose weights are not on the device between passes."""
+        return {*self.streams, *self.gathers, *self.experts}
+
+    @property
     def file_nbytes(self) -> int:
         """What the files have of all that streams, without gathered rows."""
         return self.pass_nbytes + self.experts_nbytes
@@ -204,6 +209,17 @@ def least(layers: Sequence[LayerSize]) -> int:
     return min(sizes)
 
 
+def worth_streaming(layers: Sequence[LayerSize]) -> set[str]:
+    """Names of the layers that stream where there is no room for them."""
+    largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
+    return {
+        layer.name
+        for layer in layers
+        if layer.kind == "rows"
+        or (layer.kind == "layer" and layer.nbytes > largest // _WORTH_STREAMING)
+    }
+
+
 def _arenas(layers: Sequence[LayerSize]) -> Iterator[tuple[int, int]]:
     """Slots that might do: how many, of how many bytes."""
     sizes = sorted({layer.nbytes for layer in layers if layer.kind == "layer" and layer.nbytes})
@@ -218,13 +234,13 @@ def _sorted_out(
     layers: Sequence[LayerSize], most_nbytes: int
 ) -> tuple[list[LayerSize], list[LayerSize], list[LayerSize]]:
     """Layers that must stay, that may stream if they have at most so many bytes, and of rows."""
-    largest = max((layer.nbytes for layer in layers if layer.kind == "layer"), default=0)
+    worth = worth_streaming(layers)
+    rows = [layer for layer in layers if layer.kind == "rows"]
     may = [
         layer
         for layer in layers
-        if layer.kind == "layer" and largest // _WORTH_STREAMING < layer.nbytes <= most_nbytes
+        if layer.kind == "layer" and layer.name in worth and layer.nbytes <= most_nbytes
     ]
-    rows = [layer for layer in layers if layer.kind == "rows"]
     names = {layer.name for layer in (*may, *rows)}
     return [layer for layer in layers if layer.name not in names], may, rows
 
