@@ -314,6 +314,13 @@ int cuStreamSynchronize(Stream *stream) {
     pthread_mutex_unlock(&mutex);
     return 0;
 }
+int cuStreamWaitEvent(Stream *stream, Event *event, unsigned flags) {
+    if (!current()) return wrong(NO_CONTEXT, "cuStreamWaitEvent without a context");
+    pthread_mutex_lock(&mutex);  /* the null stream, on which nothing here computes */
+    if (event->stream) run(event->stream, event->at);
+    pthread_mutex_unlock(&mutex);
+    return 0;
+}
 int cuStreamDestroy_v2(Stream *stream) {
     pthread_mutex_lock(&mutex);
     if (stream->work) wrong(0, "a stream is destroyed before its copies have ended");

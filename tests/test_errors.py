@@ -24,6 +24,7 @@ from streamload.errors import (
     LoadState,
     MemoryTakenError,
     NodeError,
+    OffloadError,
     OutOfRangeError,
     PeerFailedError,
     PlanInfeasibleError,
@@ -52,6 +53,7 @@ TREE = {
     CastError: (StreamloadError, ValueError),
     UnsupportedCastError: (CastError,),
     OutOfRangeError: (CastError,),
+    OffloadError: (StreamloadError, RuntimeError),
     DeviceError: (StreamloadError, RuntimeError),
     DeviceNotFoundError: (DeviceError,),
     AllocationError: (DeviceError,),
@@ -165,6 +167,7 @@ EXAMPLES += [
     (cls("n1", "gone"), {"node": "n1", "problem": "gone"}, ("n1", "gone"))
     for cls in (NodeError, PeerFailedError, PlanMismatchError)
 ]
+EXAMPLES.append((OffloadError("is closed"), {"problem": "is closed"}, ("is closed",)))
 
 
 def test_the_tree() -> None:

@@ -258,6 +258,7 @@ def test_a_copy_that_is_lost_after_its_layer_was_handed_out_is_told(tmp_path: Pa
         if copy not in made.device.lost:
             made.device.lost.add(copy)
             made.device.pending.remove(copy)
+            copy.done = True  # nobody makes it when it is waited for again
         done.set()
 
     made.device.finish = lose  # type: ignore[method-assign]
