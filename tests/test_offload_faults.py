@@ -163,6 +163,20 @@ def test_two_threads_are_told_and_a_pass_is_not_closed_under(path: Path) -> None
     assert not _threads()
 
 
+def test_gradients_are_refused_where_every_layer_streams(tmp_path: Path) -> None:
+    """No parameter is left then that says that the model could be trained."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
+
+    path = models.save(build(), tmp_path / "model")
+    budget, model = models.least_budget(build, path), build()
+    with streamload.offload(model, path, device="cpu", budget=budget) as offloaded:
+        assert not offloaded.plan.residency.stays
+        with pytest.raises(OffloadError, match="no gradients go through layers"):
+            model(torch.ones(1, 64)).sum().backward()
+
+
 def _backward(model: Any) -> None:
     model(models.IDS, labels=models.IDS).loss.backward()
 
