@@ -536,6 +536,31 @@ def test_an_expert_that_cannot_be_mapped(fused: Saved, monkeypatch: pytest.Monke
         assert torch.equal(logits(model), wanted)
 
 
+def test_experts_asked_for_while_the_threads_end(
+    fused: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that begins as they leave the files has its experts from the next threads."""
+    wanted, leave = logits(fused.resident()), Rounds._leave_files
+    leaving, waited = threading.Event(), threading.Event()
+
+    def leaves(self: Any, *error: Any) -> None:
+        leaving.set()
+        until = time.monotonic() + 10
+        while not self._wanted and not self._closed and time.monotonic() < until:
+            time.sleep(0.001)
+        if self._users and self._wanted:
+            waited.set()
+        leave(self, *error)
+
+    with fused.offloaded(fused.least) as (model, offloaded):
+        assert offloaded.plan.views
+        monkeypatch.setattr(Rounds, "_leave_files", leaves)
+        logits(model)
+        assert leaving.wait(20)
+        assert torch.equal(logits(model), wanted)
+        assert waited.is_set()
+
+
 @pytest.mark.parametrize("layers", [0, 1, 3])
 def test_experts_in_host_memory(mixtral: Saved, layers: int) -> None:
     """Host memory keeps what streams at every pass, and then all experts of some layers."""

@@ -458,7 +458,9 @@ class Rounds:
         """Wait until nothing computes on the files: once they are closed, they may change."""
         with self._changed:
             while self._users:
-                if self._wanted and error is not self._raised:  # a layer inside one that computes
+                if self._wanted and error is None:  # inside a layer: the next thread leaves them
+                    return
+                if self._wanted and error is not self._raised:  # both layers have to end
                     self._error = error
                     self._changed.notify_all()
                 self._changed.wait(_LOOK_S)

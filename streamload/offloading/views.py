@@ -161,6 +161,7 @@ class FileViews:
 
     def close(self) -> None:
         """Let go of the views, even where something still refers to one."""
+        self.close_files()
         for layer in range(len(self._views)):
             self.let_go(layer)
         for views in self._views:
