@@ -255,7 +255,7 @@ def test_a_copy_that_is_lost_after_its_layer_was_handed_out_is_told(tmp_path: Pa
     real, done = made.device.finish, threading.Event()
 
     def lose(copy: Any) -> None:
-        if copy not in made.device.lost:
+        if not copy.done:
             made.device.lost.add(copy)
             made.device.pending.remove(copy)
             copy.done = True  # nobody makes it when it is waited for again
