@@ -143,7 +143,6 @@ class Rounds:
             for number in numbers:
                 for ticket in self._tickets.get(number, ()):
                     self._device.follow(ticket)
-                self._tickets.pop(number, None)
                 if self._views is not None:
                     self._views.enter(number)
                 self._users.append(number)
@@ -571,9 +570,10 @@ class Rounds:
             for placement in placements:
                 number = self._layer_of[placement]
                 self._unsure[number] -= self._plan.placements.kinds[placement].nbytes
-                if not self._unsure[number]:
+                if not self._unsure[number]:  # until then each use comes after them, on its stream
                     del self._unsure[number]
                     self._unproved.discard(number)
+                    self._tickets.pop(number, None)
             if self._users and self._wanted:
                 self._changed.notify_all()  # whether there will be room inside another layer
 
