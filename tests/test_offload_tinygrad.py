@@ -30,7 +30,8 @@ from streamload.dtypes import BF16  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-DEVICES = ("CL", "CPU")
+#: To compile for the CPU takes most of the time: it is tried with the slow tests.
+DEVICES = ("CL", pytest.param("CPU", marks=pytest.mark.slow))
 DIM, VOCAB, LAYERS, CONTEXT = 32, 300, 4, 16
 
 
