@@ -50,9 +50,15 @@ MODELS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 IDS = torch.randint(5, 500, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
-def built(name: str) -> Any:
-    """A model with random weights, the same each time."""
+_WIDTHS = {"hidden_size", "intermediate_size", "moe_intermediate_size", "embedding_size"} | {
+    *("n_embd", "d_model", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim")
+}
+
+
+def built(name: str, times: int = 1) -> Any:
+    """A model with random weights, the same each time; perhaps so many times as wide."""
     model_class, config_class, values = MODELS[name]
+    values = {**values, **{key: values[key] * times for key in _WIDTHS & values.keys()}}
     torch.manual_seed(0)
     return getattr(hf, model_class)(getattr(hf, config_class)(**values)).eval()
 

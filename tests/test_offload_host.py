@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import offloading_models as models
 import pytest
 import torch
 from boxes import Boxes
@@ -307,6 +308,23 @@ def test_what_does_not_fit_comes_from_the_disk(
         resident = resident_fraction(aligned)
         assert resident is not None
         assert (resident > 0.9) is cached
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", "CUDA"])
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_what_an_error_says_is_needed_is_accepted(
+    device: str, tokens: int | None, tmp_path: Path
+) -> None:
+    """With what its allocator rounds small tensors to, and what loading those that stay takes."""
+    for name in ("llama", "gpt2", "mixtral"):
+        models.save(models.built(name), tmp_path / name)
+        asked: dict[str, Any] = {"device": device, "dtype": "float32", "tokens": tokens}
+        with pytest.raises(PlanInfeasibleError) as caught:
+            streamload.plan_offload(tmp_path / name, budget=1000, **asked)
+        needed = caught.value.needed_nbytes
+        plan = streamload.plan_offload(tmp_path / name, budget=needed, **asked)
+        assert plan.needed_nbytes <= needed
+        assert plan.load_nbytes <= plan.peak_nbytes
 
 
 def test_plan_of_a_checkpoint_says_the_same(aligned: Path) -> None:

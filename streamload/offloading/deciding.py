@@ -22,6 +22,7 @@ from streamload.planning.activations import (
 from streamload.planning.budget import overhead_nbytes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
+from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
@@ -58,6 +59,7 @@ class OffloadPlan:
         sizes: what each takes.
         stream: the plan of what streams, in the order of the layers, and then of the experts; None
             where all stays.
+        load_nbytes: what loading what stays takes at its peak, before there are slots.
         cache_nbytes: room for the KV cache.
         activation_nbytes: room for what passes compute.
         reserve_nbytes: what was asked to stay free.
@@ -75,6 +77,7 @@ class OffloadPlan:
     groups: tuple[Group, ...]
     sizes: tuple[LayerSize, ...]
     stream: Plan | None
+    load_nbytes: int
     cache_nbytes: int
     activation_nbytes: int
     reserve_nbytes: int
@@ -132,8 +135,8 @@ class OffloadPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """What weights and slots take of the device."""
-        return self.residency.taken_nbytes + self.scratch_nbytes
+        """What weights and slots take of the device, or loading what stays, if that is more."""
+        return max(self.residency.taken_nbytes + self.scratch_nbytes, self.load_nbytes)
 
     @property
     def needed_nbytes(self) -> int:
@@ -276,32 +279,41 @@ def decide(
         room = min(room, spec.free_nbytes + held_nbytes)
     room -= cache_nbytes + activations
 
-    def made(chunk_nbytes: int | None, less_nbytes: int = 0) -> OffloadPlan | None:
-        """A plan with such chunks, and with so much less room for layers."""
-        scratch, stream = 0, None
-        while True:  # what streams says how much streaming takes, and that what streams
-            found = choose(sizes, max(room - scratch - less_nbytes, 0))
+    def made(chunk_nbytes: int | None, room: int) -> OffloadPlan | int:
+        """A plan with such chunks for so much room, or the bytes that are missing."""
+        scratch, less, stream = 0, 0, None
+        while True:  # what stays says how much the rest takes, and that what stays
+            found = choose(sizes, max(room - scratch - less, 0))
             if found is None:
-                return None
-            if not found.streams and not found.experts:
-                stream, scratch = None, 0
+                return max(least(sizes) + scratch + less - room, 1)
+            if found.streams or found.experts:
+                stream = _streamed(
+                    options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes
+                )
+                if stream.devices[0].scratch_nbytes > scratch:
+                    scratch = stream.devices[0].scratch_nbytes
+                    continue
+            else:
+                stream = None
+            load = _load_of(options, checkpoint, wants, spec, groups, found, cast, room)
+            found = _rounded(replace(found, resident_nbytes=load.resident_nbytes), spec)
+            beside = stream.devices[0].scratch_nbytes if stream else 0
+            over = max(found.taken_nbytes + beside, load.peak_nbytes) - room
+            if over <= 0:
                 break
-            stream = _streamed(options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes)
-            if stream.devices[0].scratch_nbytes <= scratch:
-                break
-            scratch = stream.devices[0].scratch_nbytes
-        found = _rounded(found, spec)
+            less += over
         host = _held(sizes, found, host_nbytes)
-        plan = OffloadPlan(
-            *(
-                spec.name,
-                spec.budget_nbytes + spec.reserve_nbytes,
-                found,
-                tuple(groups),
-                tuple(sizes),
-                stream,
-            ),
-            *(cache_nbytes, activations, spec.reserve_nbytes),
+        return OffloadPlan(
+            spec.name,
+            spec.budget_nbytes + spec.reserve_nbytes,
+            found,
+            tuple(groups),
+            tuple(sizes),
+            stream,
+            load.peak_nbytes,
+            cache_nbytes,
+            activations,
+            spec.reserve_nbytes,
             host=host,
             host_nbytes=sum(size.read_nbytes for size in sizes if size.name in host),
             views=stream is not None
@@ -309,33 +321,27 @@ def decide(
             cached=_is_cached(options, spec, found),
             notes=tuple(notes),
         )
-        over = plan.peak_nbytes - room
-        if over > 0 and less_nbytes < room:
-            return made(chunk_nbytes, less_nbytes + over)
-        return plan if over <= 0 else None
 
     chunks = [options.knobs.chunk_nbytes] if options.knobs.chunk_nbytes else _CHUNKS
     for chunk_nbytes in chunks:
-        plan = made(chunk_nbytes)
-        if plan is not None:
+        plan = made(chunk_nbytes, room)
+        if isinstance(plan, OffloadPlan):
             _check_host(plan, spec)
             return plan
-    needed = least(sizes) + cache_nbytes + activations
-    smallest = replace(options, knobs=replace(options.knobs, chunk_nbytes=_CHUNKS[-1]))
-    found = choose(sizes, least(sizes))
-    if found is not None and (found.streams or found.experts):
-        stream = _streamed(smallest, checkpoint, wants, spec, groups, found, cast, _CHUNKS[-1])
-        needed += stream.devices[0].scratch_nbytes
+    needed = room
+    while isinstance(plan, int):
+        needed += plan
+        plan = made(chunks[-1], needed)
     largest = sorted(((size.name, size.nbytes) for size in sizes), key=lambda each: -each[1])
     beside = [("the KV cache", cache_nbytes), (f"activations of {tokens} tokens", activations)]
     raise PlanInfeasibleError(
         spec.name,
-        needed,
+        needed + cache_nbytes + activations,
         room + cache_nbytes + activations,
         limit=f"{spec.limit}, with layers that stream",
         largest=[*(each for each in beside if each[1]), *largest[:6]],
         reason="a slot holds the largest layer, and what cannot stream stays"
-        + ("; others hold as many experts as a token chooses" if found and found.experts else ""),
+        + ("; others hold as many experts as a token chooses" if plan.residency.experts else ""),
     )
 
 
@@ -454,6 +460,29 @@ def _streamed(
     made = free.plan(checkpoint, mine, [endless], {}, cast)
     names = [[want.name for want in layer] for layer in layers]
     return replace(made, placements=_in_order(made.placements, names))
+
+
+def _load_of(
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    groups: Sequence[Group],
+    found: Residency,
+    cast: CastChoice,
+    room_nbytes: int,
+) -> DevicePlan:
+    """Plan the load of what stays, in so much room; with as little as it takes if that is more."""
+    stays = {*found.stays}
+    kept = [_new(wants[at], spec.name) for g in groups if g.name in stays for at in g.wants]
+    mine = Wants.of(checkpoint, kept)
+    free = replace(options, room=replace(options.room, cache=None, reserve_nbytes=0))
+    while True:
+        roomy = replace(spec, budget_nbytes=room_nbytes, free_nbytes=None, reserve_nbytes=0)
+        try:
+            return free.plan(checkpoint, mine, [roomy], {}, cast).devices[0]
+        except PlanInfeasibleError as error:
+            room_nbytes = error.needed_nbytes
 
 
 def _experts(group: Group, wants: Wants, device: str) -> list[list[Want]]:

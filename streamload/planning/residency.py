@@ -8,7 +8,7 @@ that stream, whose transfers hide behind what computes meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -191,7 +191,8 @@ def held(layers: Sequence[LayerSize], names: Collection[str], room_nbytes: int) 
         for layer in layers
         if layer.name in names and layer.read_nbytes
     ]
-    kept = {layer.name for layer in _kept(streams, room_nbytes)} if streams else set()
+    prices = {layer.name: float(layer.read_nbytes) for layer in streams}
+    kept = {layer.name for layer in _kept(streams, room_nbytes, prices)} if streams else set()
     return tuple(layer.name for layer in layers if layer.name in kept)
 
 
@@ -253,7 +254,8 @@ def _filled(
     room = room_nbytes - slots * slot_nbytes - sum(layer.resident_nbytes for layer in must)
     if room < 0 or not may:
         return None
-    chosen = _kept(may, room)
+    prices = {layer.name: _price(layer, slots, slot_nbytes) for layer in may}
+    chosen = _kept(may, room, prices)
     if len(chosen) == len(may):
         return None  # slots for nothing: the caller has seen that all together does not fit
     stay = {layer.name for layer in (*must, *chosen)}
@@ -290,19 +292,24 @@ def _decided(
 def _cost(layers: Sequence[LayerSize], found: Residency) -> float:
     """What a pass costs, in bytes that something hides."""
     streams = set(found.streams)
-    cost = 0.0
-    for layer in layers:
-        if layer.name in streams:
-            taken = -(-layer.nbytes // found.slot_nbytes)
-            cost += layer.read_nbytes * (_EXPOSED if taken >= found.slots else 1.0)
-    return cost
+    return sum(
+        _price(layer, found.slots, found.slot_nbytes) for layer in layers if layer.name in streams
+    )
 
 
-def _kept(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
-    """Those that stay of layers that may stream: the most bytes, spread evenly."""
-    alike: dict[tuple[int, int], list[LayerSize]] = {}
+def _price(layer: LayerSize, slots: int, slot_nbytes: int) -> float:
+    """What a layer costs where it streams: more where it takes all slots, for nothing hides it."""
+    alone = -(-layer.nbytes // slot_nbytes) >= slots
+    return layer.read_nbytes * (_EXPOSED if alone else 1.0)
+
+
+def _kept(
+    layers: Sequence[LayerSize], room_nbytes: int, prices: Mapping[str, float]
+) -> list[LayerSize]:
+    """Those that stay of layers that may stream: those that save the most, spread evenly."""
+    alike: dict[tuple[int, float], list[LayerSize]] = {}
     for layer in layers:
-        alike.setdefault((layer.resident_nbytes, layer.read_nbytes), []).append(layer)
+        alike.setdefault((layer.resident_nbytes, prices[layer.name]), []).append(layer)
     groups = sorted(alike.values(), key=len)
     *few, many = groups
     trials = math.prod(len(group) + 1 for group in few)
@@ -311,7 +318,7 @@ def _kept(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
     ]
     if math.prod(map(len, counts)) > _MOST_TRIALS:
         return _greedy(layers, room_nbytes)
-    best, best_nbytes = [0] * len(groups), -1
+    best, most_saved = [0] * len(groups), -1.0
     for trial in product(*counts):
         left = room_nbytes - sum(
             n * group[0].resident_nbytes for n, group in zip(trial, few, strict=True)
@@ -319,9 +326,9 @@ def _kept(layers: Sequence[LayerSize], room_nbytes: int) -> list[LayerSize]:
         if left < 0:
             continue
         n = min(left // max(many[0].resident_nbytes, 1), len(many))
-        saved = sum(k * g[0].read_nbytes for k, g in zip((*trial, n), groups, strict=True))
-        if saved > best_nbytes:
-            best, best_nbytes = [*trial, n], saved
+        saved = sum(k * prices[g[0].name] for k, g in zip((*trial, n), groups, strict=True))
+        if saved > most_saved:
+            best, most_saved = [*trial, n], saved
     return [layer for n, group in zip(best, groups, strict=True) for layer in _spread(group, n)]
 
 
