@@ -24,6 +24,7 @@ PEERS: Mapping[str, str] = {
     "accelerate": f"{_MODULE}:accelerate_passes",
     "diffusers": f"{_MODULE}:group_passes",
     "diffusers, low memory": f"{_MODULE}:lean_group_passes",
+    "AirLLM": f"{_MODULE}:layered_passes",
 }
 
 
@@ -78,7 +79,7 @@ class OffloadBench:
             (
                 point.name,
                 _size(point.budget_nbytes),
-                f"{median(point.seconds):.3f}" if point.seconds else point.problem,
+                f"{median(point.seconds):.3f}" if point.seconds else "-",
                 _size(point.pass_nbytes),
                 _size(point.device_nbytes),
                 _size(point.host_nbytes),
@@ -89,6 +90,7 @@ class OffloadBench:
         return [
             f"{self.path} on {self.device}, {self.tokens} tokens",
             *format_table(titles, rows, right=1),
+            *(point.said for point in self.points if point.problem),
         ]
 
     def svg(self) -> str:

@@ -81,6 +81,21 @@ def lean_group_passes(
     return group_passes(path, device, budget, tokens, low_memory=True)
 
 
+def layered_passes(
+    path: str, device: str, budget: int, tokens: int
+) -> Callable[[], dict[str, Any]]:
+    """Passes of a model that AirLLM brings layer by layer, from files that it writes first."""
+    from airllm import AutoModel
+    from airllm.airllm_base import AirLLMBaseModel
+
+    AirLLMBaseModel.get_tokenizer = lambda self, hf_token=None: None  # passes need none
+    folder = tempfile.mkdtemp(prefix="streamload-bench-")
+    return _lap(
+        AutoModel.from_pretrained(path, device=device, layer_shards_saving_path=folder),
+        *(device, tokens, {}),
+    )
+
+
 def _lap(
     model: Any, device: str, tokens: int, said: dict[str, Any]
 ) -> Callable[[], dict[str, Any]]:
@@ -91,7 +106,8 @@ def _lap(
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, tokens), generator=generator).to(device)
-    model.eval()
+    if hasattr(model, "eval"):
+        model.eval()
     gc.collect()
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -66,7 +66,7 @@ def bench(
             "--offload",
             "Measure passes of an offloaded model of transformers: seconds a pass by budget. "
             "--budget names budgets, separated by commas; --peers accelerate, diffusers and "
-            '"diffusers, low memory", separated by semicolons.',
+            '"diffusers, low memory", "AirLLM", separated by semicolons.',
         ),
     ] = False,
     tokens: Annotated[int, flags.option("N", "With --offload: tokens of a pass.")] = 128,
