@@ -42,6 +42,7 @@ _FROM_LATER = {
     "Offloaded": "offloading.entrance",
     "offload": "offloading.entrance",
     "plan_offload": "offloading.entrance",
+    "split_offload": "offloading.nodes",
 }
 
 

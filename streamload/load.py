@@ -206,17 +206,27 @@ def split(
         UnsupportedCastError: a dtype cannot be cast or held.
         ValueError: an argument is invalid.
     """
+    check_nodes(nodes)
+    checkpoint, read, found = read_call(path, **options)
+    specs = node_specs(read, nodes)
+    return _planned(checkpoint, read, found, lambda _: specs)
+
+
+def check_nodes(nodes: Sequence[Node]) -> None:
+    """Raise ValueError where these are no nodes, or two have one name."""
     if not all(isinstance(node, Node) for node in nodes):
         raise ValueError("nodes is a list of Node, and each has a budget of its own")
-    checkpoint, read, found = read_call(path, **options)
     _check_distinct([node.name for node in nodes])
+
+
+def node_specs(read: Options, nodes: Sequence[Node]) -> list[DeviceSpec]:
+    """Describe nodes to the planner; nobody looks at them."""
     granularity = UNSEEN_GRANULARITY_NBYTES
     specs = [
         DeviceSpec(node.name, node.budget, own_host=True, granularity_nbytes=granularity)
         for node in nodes
     ]
-    specs = _less_reserve(specs, read.room.reserve_nbytes)
-    return _planned(checkpoint, read, found, lambda _: specs)
+    return _less_reserve(specs, read.room.reserve_nbytes)
 
 
 def _check_distinct(names: Sequence[str]) -> None:

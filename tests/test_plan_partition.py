@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import combinations, combinations_with_replacement, pairwise
+from itertools import accumulate, combinations, combinations_with_replacement, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from parameters import few
 from safetensors_files import write_safetensors
 
 import streamload
+from streamload.planning.cuts import Need
 from streamload.planning.partition import (
     Item,
     Node,
@@ -149,6 +150,61 @@ def test_split_is_the_best_of_all(sizes: list[int], budgets: list[int], tied: bo
     assert fullest(parts) == brute_force(items, nodes, ties)
     assert parts[0].has_embedding
     assert parts[-1].has_head
+
+
+@settings(max_examples=few(300), deadline=None)
+@given(
+    needs=st.lists(
+        st.builds(Need, *[st.integers(0, 40) | st.sampled_from([0, 90])] * 3, st.integers(0, 9)),
+        min_size=3,
+        max_size=8,
+    ),
+    sizes=st.lists(st.integers(10, 60), min_size=8, max_size=8),
+    budgets=st.lists(st.integers(30, 300), min_size=1, max_size=5),
+)
+def test_a_split_that_streams_leaves_each_node_its_least(
+    needs: list[Need], sizes: list[int], budgets: list[int]
+) -> None:
+    """Of the splits that do, the fullest share is the least; without one, as nothing streams."""
+    items, ties = decoder(sizes[: len(needs)])
+    units = units_of(items, tied=ties)
+    nodes = [Node(f"n{k}", budget) for k, budget in enumerate(budgets)]
+    of_unit = dict(zip((unit.name for unit in units), needs, strict=False))
+    found = [of_unit.get(unit.name, Need()) for unit in units]
+
+    def least(start: int, stop: int) -> int:
+        mine = found[start:stop]
+        slots = max((n.slot_nbytes for n in mine), default=0)
+        slots += max((n.experts_nbytes for n in mine), default=0)
+        return slots + sum(n.stays_nbytes for n in mine)
+
+    def share(cut: tuple[int, ...]) -> Fraction:
+        runs = zip(nodes, pairwise((0, *cut)), strict=True)
+        return max(
+            Fraction(sum(u.nbytes for u in units[a:b]) - rows(a, b), node.budget)
+            for node, (a, b) in runs
+        )
+
+    def rows(start: int, stop: int) -> int:
+        return sum(n.rows_nbytes for n in found[start:stop])
+
+    inner = combinations_with_replacement(range(1, len(units)), len(nodes) - 1)
+    cuts = [(*each, len(units)) for each in inner]
+    fitting = [
+        cut
+        for cut in cuts
+        if all(
+            least(a, b) <= n.budget for n, (a, b) in zip(nodes, pairwise((0, *cut)), strict=True)
+        )
+    ]
+    parts = partition(items, nodes, tied=ties, needs=lambda unit: of_unit.get(unit.name, Need()))
+    taken = tuple(accumulate(len(part.units) for part in parts))
+    if fitting:
+        assert taken in fitting
+        assert share(taken) == min(map(share, fitting))
+    else:
+        plain = partition(items, nodes, tied=ties)
+        assert [part.units for part in parts] == [part.units for part in plain]
 
 
 @settings(max_examples=few(200), deadline=None)

@@ -25,6 +25,7 @@ from streamload.load import load_state_dict, split
 from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch
 from streamload.offloading.entrance import plan_offload
+from streamload.offloading.nodes import split_offload
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
 from streamload.planning.plan import PARTS, Plan
@@ -162,6 +163,14 @@ def plan(
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
+    if offload and (several := flags.read_nodes(nodes, given["budget"], given["device"])):
+        over_nodes = split_offload(
+            flags.read_path(path, variant), nodes=several, tokens=tokens, **asked
+        )
+        per_second = None if rate is None else parse_bytes(rate)
+        show = over_nodes.to_json if as_json else over_nodes.table
+        print_lines(*show(per_second).splitlines())
+        return
     if offload:
         found = plan_offload(
             flags.read_path(path, variant), tokens=tokens, **flags.read_place(given), **asked

@@ -44,6 +44,7 @@ class Share:
         budget_nbytes: what it may hold.
         previous_rank: the rank that has the layers before its own; None for the first.
         next_rank: the rank that has the layers after them; None for the last.
+        pass_nbytes: bytes that a pass reads, where the share is offloaded and does not fit.
     """
 
     node: str
@@ -58,6 +59,7 @@ class Share:
     budget_nbytes: int
     previous_rank: int | None
     next_rank: int | None
+    pass_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ class ClusterPlan:
         for s in self.shares:
             first = lists.setdefault(id(s.parameters), s.node)
             names = s.parameters if first == s.node else ()
-            shares.append([s.node, s.budget_nbytes, s.nbytes, s.source_nbytes, first, *names])
+            sizes = s.budget_nbytes, s.nbytes, s.source_nbytes, s.pass_nbytes
+            shares.append([s.node, *sizes, first, *names])
         sources = [
             [
                 *(p.name, p.shape, p.src.name, p.dst.name),
@@ -176,19 +179,23 @@ class ClusterPlan:
 
     def __str__(self) -> str:
         rows = [
-            (
+            [
                 share.node,
                 str(share.rank),
-                _holds(share) or "-",
+                holds(share.layers, share.has_embedding, share.has_head) or "-",
                 str(len(share.parameters)),
                 format_bytes(share.nbytes),
                 format_bytes(share.budget_nbytes),
                 f"{share.nbytes / share.budget_nbytes:.0%}" if share.budget_nbytes else "-",
-            )
+            ]
             for share in self.shares
         ]
-        titles = ("node", "rank", "holds", "tensors", "weights", "budget", "share")
-        return "\n".join(format_table(titles, rows, right=4))
+        titles = ["node", "rank", "holds", "tensors", "weights", "budget", "share"]
+        if any(share.pass_nbytes for share in self.shares):
+            titles.append("a pass reads")
+            reads = (format_bytes(s.pass_nbytes) if s.pass_nbytes else "-" for s in self.shares)
+            rows = [[*row, read] for row, read in zip(rows, reads, strict=True)]
+        return "\n".join(format_table(titles, rows, right=len(titles) - 3))
 
     __repr__ = __str__
 
@@ -197,12 +204,12 @@ class ClusterPlan:
 LayerNumbers = Callable[[Share], Iterable[int]]
 
 
-def _holds(share: Share) -> str:
-    layers = share.layers
-    said = ["embedding"] * share.has_embedding
+def holds(layers: range, has_embedding: bool, has_head: bool) -> str:
+    """What a node has, in words."""
+    said = ["embedding"] * has_embedding
     if layers:
         said.append(f"layers {layers.start} to {layers.stop - 1}")
-    return ", ".join([*said, *["head"] * share.has_head])
+    return ", ".join([*said, *["head"] * has_head])
 
 
 def make_shares(
@@ -213,6 +220,8 @@ def make_shares(
     split: Split,
     planned: Callable[[Sequence[Node]], Plan],
     weight_of: Mapping[str, str] = MappingProxyType({}),
+    *,
+    fits: bool = True,
 ) -> ClusterPlan:
     """Decide who loads what.
 
@@ -224,6 +233,7 @@ def make_shares(
         split: how.
         planned: plans whole layers over nodes, of given budgets, in a given order.
         weight_of: by tensor, the quantised weight that it belongs to, which stays on one node.
+        fits: whether a share must fit its node's budget.
 
     Raises:
         PlanInfeasibleError: it does not fit.
@@ -259,7 +269,7 @@ def make_shares(
             held = [placements[name] for name in mine]
             sizes[id(mine)] = sum(p.nbytes for p in held), sum(p.src_nbytes for p in held)
         nbytes, source_nbytes = sizes[id(mine)]
-        if nbytes > node.budget:
+        if fits and nbytes > node.budget:
             largest = sorted(((name, placements[name].nbytes) for name in mine), key=_by_size)
             raise PlanInfeasibleError(node.name, nbytes, node.budget, largest=largest[:3])
         share = Share(

@@ -227,6 +227,8 @@ def decide(
     cast: CastChoice,
     *,
     tokens: int | None = None,
+    has_layers: bool = True,
+    has_head: bool = True,
     held_nbytes: int = 0,
     host_nbytes: int = 0,
     notes: Sequence[str] = (),
@@ -241,6 +243,8 @@ def decide(
         groups: the layers, in the order in which they run.
         cast: which cast engine.
         tokens: leave room for what a pass of so many computes.
+        has_layers: some of the model's layers are among the parameters, and their cache beside.
+        has_head: the head is among the parameters, so that a pass computes logits.
         held_nbytes: of what is not free there, what the model gives back first.
         host_nbytes: most bytes of layers that host memory keeps.
         notes: what a user may want to know of the groups.
@@ -249,31 +253,11 @@ def decide(
         PlanInfeasibleError: not even the least fits, or the host has no room for its part.
         CheckpointError: how much room a cache or tokens need is not known.
     """
-    dsts = wants.dsts(options.policy, spec.native_bf16)
-    nbytes = [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, wants.shapes, strict=True)]
-    read = [src.nbytes(math.prod(s)) for src, s in zip(wants.srcs, wants.shapes, strict=True)]
-    sizes = [
-        LayerSize(
-            group.name,
-            group.kind,
-            sum(round_up(nbytes[at], SLOT_ALIGNMENT_NBYTES) for at in group.wants),
-            sum(spec.resident(nbytes[at]) for at in group.wants),
-            sum(read[at] for at in group.wants),
-            group.experts,
-            group.chosen,
-            _expert_nbytes(group, nbytes),
-        )
-        for group in groups
-    ]
-    cache_nbytes = _cache_nbytes(options, checkpoint, wants, spec, tokens)
+    sizes = layer_sizes(options, wants, spec, groups)
+    cache_nbytes = _cache_nbytes(options, checkpoint, wants, spec, tokens) if has_layers else 0
     activations = 0
     if tokens is not None:
-        wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
-        reused = spec.allocator in SEGMENTS
-        activations = activation_nbytes(
-            checkpoint.config, tokens, wide, path=checkpoint.path, reused=reused
-        )
-        activations += CUDA_WORKSPACE_NBYTES if reused else HOST_WORKSPACE_NBYTES
+        activations = computed_nbytes(options, checkpoint, wants, spec, tokens, has_head=has_head)
     room = spec.budget_nbytes
     if spec.free_nbytes is not None:
         room = min(room, spec.free_nbytes + held_nbytes)
@@ -345,6 +329,65 @@ def decide(
     )
 
 
+def layer_sizes(
+    options: Options, wants: Wants, spec: DeviceSpec, groups: Sequence[Group]
+) -> list[LayerSize]:
+    """What each group takes of a device."""
+    dsts = wants.dsts(options.policy, spec.native_bf16)
+    nbytes = [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, wants.shapes, strict=True)]
+    read = [src.nbytes(math.prod(s)) for src, s in zip(wants.srcs, wants.shapes, strict=True)]
+    return [
+        LayerSize(
+            group.name,
+            group.kind,
+            sum(round_up(nbytes[at], SLOT_ALIGNMENT_NBYTES) for at in group.wants),
+            sum(spec.resident(nbytes[at]) for at in group.wants),
+            sum(read[at] for at in group.wants),
+            group.experts,
+            group.chosen,
+            _expert_nbytes(group, nbytes),
+        )
+        for group in groups
+    ]
+
+
+def computed_nbytes(
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    tokens: int,
+    *,
+    has_head: bool = True,
+) -> int:
+    """What a pass of so many tokens computes on a device beside weights and cache, in bytes."""
+    dsts = wants.dsts(options.policy, spec.native_bf16)
+    wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
+    reused = spec.allocator in SEGMENTS
+    found = activation_nbytes(
+        *(checkpoint.config, tokens, wide), path=checkpoint.path, reused=reused, has_head=has_head
+    )
+    return found + (CUDA_WORKSPACE_NBYTES if reused else HOST_WORKSPACE_NBYTES)
+
+
+def least_scratch_nbytes(
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    groups: Sequence[Group],
+    sizes: Sequence[LayerSize],
+    cast: CastChoice,
+) -> int:
+    """What streaming takes of a device beside slots where there is the least room."""
+    found = choose(sizes, least(sizes))
+    if found is None or not (found.streams or found.experts):
+        return 0
+    smallest = replace(options, knobs=replace(options.knobs, chunk_nbytes=_CHUNKS[-1]))
+    stream = _streamed(smallest, checkpoint, wants, spec, groups, found, cast, _CHUNKS[-1])
+    return stream.devices[0].scratch_nbytes
+
+
 def engine_of(options: Options) -> CastChoice:
     """Which cast engine streams."""
     return "llvm" if options.knobs.cast == "auto" else options.knobs.cast
@@ -407,19 +450,29 @@ def _cache_nbytes(
     options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, tokens: int | None
 ) -> int:
     """What the KV cache of all layers takes: as asked for, or that of a pass of so many tokens."""
-    asked, config = options.room.cache, checkpoint.config
-    if asked is None:
-        if tokens is None or config.get("use_cache") is False:
-            return 0
-        asked = CacheRequest(tokens)
-        try:
-            KvCache.of(config, asked, path=checkpoint.path)
-        except CheckpointError:  # a model without a cache, or nobody knows of one
-            return 0
-    cache = KvCache.of(config, asked, path=checkpoint.path)
+    cache = cache_of(options, checkpoint, tokens)
+    if cache is None:
+        return 0
     room = CacheRoom.of(checkpoint, wants, options.policy, cache, spec.native_bf16)
     room = room.placed(checkpoint, wants, [spec.name] * len(wants), options.policy)
-    return room.nbytes(spec, asked.context)
+    return room.nbytes(spec, cache.request.context)
+
+
+def cache_of(options: Options, checkpoint: Checkpoint, tokens: int | None) -> KvCache | None:
+    """The KV cache to leave room for: as asked for, or that of a pass of so many tokens.
+
+    Raises:
+        CheckpointError: one was asked for, and how much it takes is not known.
+    """
+    asked, config = options.room.cache, checkpoint.config
+    if asked is not None:
+        return KvCache.of(config, asked, path=checkpoint.path)
+    if tokens is None or config.get("use_cache") is False:
+        return None
+    try:
+        return KvCache.of(config, CacheRequest(tokens), path=checkpoint.path)
+    except CheckpointError:  # a model without a cache, or nobody knows of one
+        return None
 
 
 def _streamed(

@@ -167,7 +167,7 @@ def offload(
     """
     clock = Clock()
     strictness = Strictness.read(options)
-    kept = _checked(tokens, stay, options)
+    kept = check_asked(tokens, stay, options)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
@@ -253,7 +253,7 @@ def plan_offload(
         DeviceNotFoundError: a device had to be looked at and does not work.
         ValueError: an argument is invalid.
     """
-    kept = _checked(tokens, stay, options)
+    kept = check_asked(tokens, stay, options)
     checkpoint, read, (fill, _, tied) = read_call(path, **options)
     wants = wants_of(checkpoint, fill)
     specs = described(read, options["device"], wants.needs_native_bf16(read.policy))
@@ -268,8 +268,8 @@ def plan_offload(
     )
 
 
-def _checked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The patterns of what stays; raises ValueError for an argument that is invalid."""
+def check_asked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The patterns of what stays; raises ValueError for an option that is invalid."""
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise ValueError(f"tokens is a whole number above 0, or None, not {tokens!r}")
     if options["quant"] is not None:

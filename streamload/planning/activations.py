@@ -56,7 +56,13 @@ def _values(config: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def activation_nbytes(
-    config: Mapping[str, Any], tokens: int, itemsize: int, *, path: object, reused: bool = True
+    config: Mapping[str, Any],
+    tokens: int,
+    itemsize: int,
+    *,
+    path: object,
+    reused: bool = True,
+    has_head: bool = True,
 ) -> int:
     """Bytes that a pass of so many tokens takes at most.
 
@@ -66,6 +72,7 @@ def activation_nbytes(
         itemsize: bytes of an element of the dtype that the model computes in.
         path: of the checkpoint, for errors.
         reused: the allocator gives what one part has freed to the next.
+        has_head: logits are computed.
 
     Raises:
         CheckpointError: the configuration does not tell.
@@ -89,7 +96,7 @@ def activation_nbytes(
     attention = tokens * (4 * heads + 4 * kv_heads) * head_dim * itemsize
     attention += tokens * tokens * itemsize
     feed_forward = 3 * tokens * inner * itemsize
-    head = tokens * vocabulary * itemsize
+    head = tokens * vocabulary * itemsize * has_head
     states = 2 * tokens * hidden * itemsize
     if not reused:
         return int(states + norm + attention + feed_forward + head)

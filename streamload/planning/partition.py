@@ -6,14 +6,13 @@ Pure: names and sizes in, parts out. The sizes are those that will be resident, 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise, takewhile
 from typing import Literal
 
 from streamload.planning.budget import Size
+from streamload.planning.cuts import Costs, Leasts, Need, stops_of
 
 Kind = Literal["embedding", "layer", "head", "inner", "tensor"]
 
@@ -375,175 +374,26 @@ def _unit_name(key: _Key, stacks: Sequence[str]) -> tuple[str, Kind]:
 # --- splitting ------------------------------------------------------------------------------------
 
 
-class _Costs:
-    """The bytes that a run of units ``[start, stop)`` takes on one node, with what it runs with.
-
-    A stored tensor counts once, whether it lives in the run or a name tied to it does. So a run
-    inside another never takes more, and both ends can be found by bisection.
-    """
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.prefix = [0, *accumulate(unit.nbytes + unit.cache_nbytes for unit in units)]
-        home = {item.name: (u, item.nbytes) for u, unit in enumerate(units) for item in unit.items}
-        away = {
-            (u, source)
-            for u, unit in enumerate(units)
-            for _, source in unit.tied
-            if home[source][0] != u
-        }
-        #: Where a tied name stands without its tensor, ascending, and (tensor, its unit, bytes).
-        self._users = [u for u, _ in sorted(away)]
-        self._copies = [(source, *home[source]) for _, source in sorted(away)]
-        #: No run takes more.
-        self.most_nbytes = self.prefix[-1] + sum(nbytes for _, _, nbytes in set(self._copies))
-        single = sorted((self(u, u + 1), u) for u in range(len(units)))
-        self._single_nbytes = [nbytes for nbytes, _ in single]
-        self._single_units = [u for _, u in single]
-
-    def __call__(self, start: int, stop: int) -> int:
-        nbytes = self.prefix[stop] - self.prefix[start]
-        first, last = bisect_left(self._users, start), bisect_left(self._users, stop)
-        if first < last:
-            for _, home, copy_nbytes in set(self._copies[first:last]):
-                if not start <= home < stop:
-                    nbytes += copy_nbytes
-        return nbytes
-
-    def stop(self, start: int, cap_nbytes: int) -> int:
-        """The largest stop with which the run takes at most ``cap_nbytes``."""
-        best = bisect_right(self.prefix, self.prefix[start] + cap_nbytes) - 1
-        if not self._users or self(start, best) <= cap_nbytes:
-            return best
-        stops = range(start, best + 1)
-        return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
-
-    def start(self, stop: int, cap_nbytes: int) -> int:
-        """The smallest start with which the run takes at most ``cap_nbytes``."""
-        best = bisect_left(self.prefix, self.prefix[stop] - cap_nbytes)
-        if not self._users or self(best, stop) <= cap_nbytes:
-            return best
-        starts = range(best, stop + 1)
-        return best + bisect_left(starts, -cap_nbytes, key=lambda start: -self(start, stop))
-
-    def too_large(self, cap_nbytes: int) -> list[int]:
-        """The units that take more than ``cap_nbytes`` alone, ascending."""
-        return sorted(self._single_units[bisect_right(self._single_nbytes, cap_nbytes) :])
+def _costs(units: Sequence[Unit], sizes: Sequence[int]) -> Costs:
+    home = {item.name: (u, item.nbytes) for u, unit in enumerate(units) for item in unit.items}
+    tied = ((u, source) for u, unit in enumerate(units) for _, source in unit.tied)
+    return Costs(sizes, home, tied)
 
 
-_Ranges = list[tuple[int, int]]  # disjoint, ascending, last included
-
-
-def _starts(costs: _Costs, stops: _Ranges, cap_nbytes: int, too_large: Sequence[int]) -> _Ranges:
-    """Where the runs of at least one unit and at most ``cap_nbytes`` that end in ``stops`` start.
-
-    In between units that are too large alone, the starts for consecutive stops overlap or touch:
-    every unit can be a run of its own.
-    """
-    starts: _Ranges = []
-    for low, high in stops:
-        low = max(low, 1)
-        inside = too_large[bisect_left(too_large, low - 1) : bisect_left(too_large, high)]
-        for before, after in pairwise((low - 2, *inside, high)):
-            if before + 1 < after:  # units (before, after) may be the last of a run
-                starts.append((costs.start(before + 2, cap_nbytes), after - 1))
-    return starts
-
-
-def _union(ranges: Iterable[tuple[int, int]]) -> _Ranges:
-    union: _Ranges = []
-    for low, high in sorted(ranges):
-        if union and low <= union[-1][1] + 1:
-            union[-1] = (union[-1][0], max(high, union[-1][1]))
-        else:
-            union.append((low, high))
-    return union
-
-
-def _cut(
-    costs: _Costs, caps_nbytes: Sequence[int], weights: Sequence[int], may_be_empty: Sequence[bool]
-) -> list[int] | None:
-    """Cut all units into one run per node, each within its cap.
-
-    Among the cuts that keep the caps, each in turn is the one nearest to where the node would hold
-    its share by weight of what is left, the later one of two as near.
-
-    Returns:
-        The stop of each node's run, or None where there is no such cut.
-    """
-    count = len(costs.prefix) - 1
-    reachable: list[_Ranges] = [[(count, count)]]  # from where the nodes behind can take the rest
-    too_large: dict[int, list[int]] = {}
-    for cap, empty in zip(reversed(caps_nbytes), reversed(may_be_empty), strict=True):
-        if cap not in too_large:
-            too_large[cap] = costs.too_large(cap)
-        starts = _starts(costs, reachable[-1], cap, too_large[cap])
-        reachable.append(_union([*starts, *(reachable[-1] if empty else ())]))
-        if not reachable[-1]:
-            return None
-    reachable.reverse()
-    if reachable[0][0][0] != 0:
-        return None
-
-    stops: list[int] = []
-    start = 0
-    weight_left = sum(weights)
-    for k, (cap, weight) in enumerate(zip(caps_nbytes, weights, strict=True)):
-        low, high = start + (not may_be_empty[k]), costs.stop(start, cap)
-        prefix = costs.prefix
-        target = prefix[start] + (prefix[count] - prefix[start]) * weight // weight_left
-        near = bisect_right(prefix, target)
-        candidates = {
-            min(max(stop, low, first), high, last)
-            for first, last in reachable[k + 1]
-            if first <= high and last >= low
-            for stop in (near - 1, near)
-        }
-        start = min(candidates, key=lambda stop: (abs(prefix[stop] - target), -stop))
-        stops.append(start)
-        weight_left -= weight
+def _stops(
+    units: Sequence[Unit], budgets: Sequence[int], needs: Callable[[Unit], Need] | None
+) -> list[int]:
+    """Where each node's run stops; see `partition`."""
+    sizes = [unit.nbytes + unit.cache_nbytes for unit in units]
+    if needs is not None:
+        found = [needs(unit) for unit in units]
+        shared = [size - need.rows_nbytes for size, need in zip(sizes, found, strict=True)]
+        stops = stops_of(_costs(units, shared), budgets, Leasts(found))
+        if stops is not None:
+            return stops
+    stops = stops_of(_costs(units, sizes), budgets)
+    assert stops is not None  # every run fits
     return stops
-
-
-def _fullest(costs: _Costs, stops: Sequence[int], budgets: Sequence[int]) -> Fraction:
-    runs = pairwise((0, *stops))
-    return max(Fraction(costs(*run), budget) for run, budget in zip(runs, budgets, strict=True))
-
-
-def _stops(costs: _Costs, budgets: Sequence[int]) -> list[int]:
-    """Where each node's run stops so that the fullest share is the least there is; exact.
-
-    Bisection over the share. What was found feasible is replaced by the share it really reaches,
-    and the search ends when nothing strictly below that is feasible.
-    """
-    count, nodes = len(costs.prefix) - 1, len(budgets)
-    if not count:
-        return [0] * nodes
-    # the ends are held by the ends; a node in between is empty only where there are too few units
-    may_be_empty = [count < nodes and k > 0 and (k < nodes - 1 or count == 1) for k in range(nodes)]
-
-    def cut(share: Fraction, *, strictly_below: bool = False) -> list[int] | None:
-        p, q = share.numerator, share.denominator
-        caps = [(p * budget - strictly_below) // q for budget in budgets]
-        return None if min(caps) < 0 else _cut(costs, caps, budgets, may_be_empty)
-
-    low = Fraction(0)
-    best = cut(Fraction(costs.most_nbytes, min(budgets)))
-    assert best is not None  # every run fits
-    while True:
-        high = _fullest(costs, best, budgets)
-        below = cut(high, strictly_below=True)
-        if below is None:
-            # cut again: what was found depends on the way of the search
-            final = cut(high)
-            assert final is not None
-            return final
-        best = below
-        middle = (low + _fullest(costs, best, budgets)) / 2
-        found = cut(middle)
-        if found is None:
-            low = middle
-        else:
-            best = found
 
 
 def partition(
@@ -552,6 +402,7 @@ def partition(
     *,
     tied: Mapping[str, str] | None = None,
     cache: Sequence[int] = (),
+    needs: Callable[[Unit], Need] | None = None,
 ) -> tuple[Part, ...]:
     """Split tensors over nodes, or over devices, in contiguous runs of whole `units_of`.
 
@@ -569,6 +420,9 @@ def partition(
             copy, and it is counted there.
         cache: bytes that each layer needs beside its tensors to run; see `units_of`. They count in
             the share of the node that holds the layer.
+        needs: what each unit needs of a node at least, where what does not fit streams. Of the
+            splits that leave each node that, the best is taken; a node in between that is too
+            small for any unit is empty. Where there is no such split, as without ``needs``.
 
     Returns:
         One part per node, in their order.
@@ -581,7 +435,7 @@ def partition(
     if len({node.name for node in nodes}) < len(nodes):
         raise ValueError(f"two nodes of one name: {', '.join(node.name for node in nodes)}")
     units = units_of(items, tied=tied, cache=cache)
-    stops = _stops(_Costs(units), [node.budget for node in nodes])
+    stops = _stops(units, [node.budget for node in nodes], needs)
     position = {item.name: place for place, item in enumerate(items)}
     layers = [0, *accumulate(unit.kind == "layer" for unit in units)]
     return tuple(
@@ -638,7 +492,7 @@ def smallest_count(
         ValueError: see `units_of`.
     """
     units = units_of(items, tied=tied, cache=cache)
-    costs = _Costs(units)
+    costs = _costs(units, [unit.nbytes + unit.cache_nbytes for unit in units])
     start = count = 0
     while start < len(units):
         # as far as it goes: a longer run in front never makes the rest harder

@@ -22,11 +22,12 @@ from streamload.errors import ResidenceError, UnsupportedCastError
 from streamload.planning.allocators import DRIVER_BLOCK_NBYTES, DRIVER_SHARED_NBYTES, taken
 from streamload.planning.budget import DEFAULT_HOST_NBYTES
 from streamload.planning.cache_room import CacheRoom
+from streamload.planning.cuts import Need
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.feasible import check
 from streamload.planning.fit import Share, fit, timeline
 from streamload.planning.kv_cache import KvCache
-from streamload.planning.partition import Item, Node, Part, partition
+from streamload.planning.partition import Item, Node, Part, Unit, partition
 from streamload.planning.parts import first_byte
 from streamload.planning.plan import Action, Placement, Placements, Plan
 from streamload.quant.dequant import MOST_NUMEL, check_target, scales_nbytes, there_nbytes
@@ -111,7 +112,7 @@ def make_plan(
     native = any(spec.native_bf16 for spec in devices)
     room = CacheRoom.of(checkpoint, wants, dtype, cache, native) if cache is not None else None
     by_layer = room.layers if room is not None else ()
-    parts, wants, where = _assign(checkpoint, wants, devices, dtype, tied, by_layer)
+    parts, wants, where = assign(checkpoint, wants, devices, dtype, tied, by_layer)
     room = room.placed(checkpoint, wants, where, dtype) if room is not None else None
     on = [specs[name] for name in where]
     dsts = _dsts(wants, on, dtype)
@@ -389,15 +390,25 @@ def _allocated(placements: Placements, specs: Mapping[str, DeviceSpec]) -> Place
     return Placements(*columns, resident, placements.reusable_nbytes)
 
 
-def _assign(
+def assign(
     checkpoint: Checkpoint,
     wants: Wants,
     devices: Sequence[DeviceSpec],
     dtype: DTypePolicy,
     tied: Mapping[str, str],
     cache: Sequence[int] = (),
+    needs: Callable[[Unit], Need] | None = None,
 ) -> tuple[dict[str, Part], Wants, list[str]]:
     """Give each parameter a device: its own, the only one, or by a split over several.
+
+    Args:
+        checkpoint: the headers.
+        wants: the parameters.
+        devices: where they may go.
+        dtype: the policy.
+        tied: names that share another name's tensor.
+        cache: bytes of the KV cache of each layer.
+        needs: what each unit needs of a device at least, where what does not fit streams.
 
     Returns:
         What each device has under a split; the parameters, and the device of each.
@@ -418,6 +429,7 @@ def _assign(
         [Node(spec.name, max(spec.budget_nbytes - taken[spec.name], 1)) for spec in devices],
         tied={k: v for k, v in tied.items() if v in free and k not in free},
         cache=cache,
+        needs=needs,
     )
     assigned = list(fixed)
     for part in parts:

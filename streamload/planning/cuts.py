@@ -1,0 +1,309 @@
+"""Where to cut a row of units into one run a node: the fullest share as small as can be; exact.
+
+Pure: bytes in, places out. What a run of units takes is a `Measure`; there may be several, each
+with a most for each node.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+
+class Measure(Protocol):
+    """What runs of units ``[start, stop)`` take. A run inside another never takes more."""
+
+    def stop(self, start: int, cap_nbytes: int) -> int:
+        """The largest stop with which the run takes at most ``cap_nbytes``."""
+
+    def start(self, stop: int, cap_nbytes: int) -> int:
+        """The smallest start with which the run takes at most ``cap_nbytes``."""
+
+    def too_large(self, cap_nbytes: int) -> list[int]:
+        """The units that take more than ``cap_nbytes`` alone, ascending."""
+
+
+class Costs:
+    """The bytes that a run of units ``[start, stop)`` takes on one node, with what it runs with.
+
+    A stored tensor counts once, whether it lives in the run or a name tied to it does. So a run
+    inside another never takes more, and both ends can be found by bisection.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        home: Mapping[str, tuple[int, int]],
+        tied: Iterable[tuple[int, str]],
+    ) -> None:
+        """Take what units have.
+
+        Args:
+            sizes: bytes of each unit.
+            home: the unit of each tensor, and its bytes.
+            tied: for each tied name, its unit and the tensor that it shares.
+        """
+        self.prefix = [0, *accumulate(sizes)]
+        away = {(u, source) for u, source in tied if home[source][0] != u}
+        #: Where a tied name stands without its tensor, ascending, and (tensor, its unit, bytes).
+        self._users = [u for u, _ in sorted(away)]
+        self._copies = [(source, *home[source]) for _, source in sorted(away)]
+        #: No run takes more.
+        self.most_nbytes = self.prefix[-1] + sum(nbytes for _, _, nbytes in set(self._copies))
+        single = sorted((self(u, u + 1), u) for u in range(len(sizes)))
+        self._single_nbytes = [nbytes for nbytes, _ in single]
+        self._single_units = [u for _, u in single]
+
+    def __call__(self, start: int, stop: int) -> int:
+        """The bytes of a run."""
+        nbytes = self.prefix[stop] - self.prefix[start]
+        first, last = bisect_left(self._users, start), bisect_left(self._users, stop)
+        if first < last:
+            for _, home, copy_nbytes in set(self._copies[first:last]):
+                if not start <= home < stop:
+                    nbytes += copy_nbytes
+        return nbytes
+
+    def stop(self, start: int, cap_nbytes: int) -> int:
+        """The largest stop with which the run takes at most ``cap_nbytes``."""
+        best = bisect_right(self.prefix, self.prefix[start] + cap_nbytes) - 1
+        if not self._users or self(start, best) <= cap_nbytes:
+            return best
+        stops = range(start, best + 1)
+        return start + bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop)) - 1
+
+    def start(self, stop: int, cap_nbytes: int) -> int:
+        """The smallest start with which the run takes at most ``cap_nbytes``."""
+        best = bisect_left(self.prefix, self.prefix[stop] - cap_nbytes)
+        if not self._users or self(best, stop) <= cap_nbytes:
+            return best
+        starts = range(best, stop + 1)
+        return best + bisect_left(starts, -cap_nbytes, key=lambda start: -self(start, stop))
+
+    def too_large(self, cap_nbytes: int) -> list[int]:
+        """The units that take more than ``cap_nbytes`` alone, ascending."""
+        return sorted(self._single_units[bisect_right(self._single_nbytes, cap_nbytes) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a unit needs of a node at least, where what does not fit streams through slots.
+
+    Attributes:
+        stays_nbytes: bytes that stay there in any case.
+        slot_nbytes: bytes of the largest part that streams, which a slot holds at a time.
+        experts_nbytes: bytes of the experts that a token chooses in one layer.
+        rows_nbytes: bytes that the node need not hold, for rows are read as they are asked for.
+    """
+
+    stays_nbytes: int = 0
+    slot_nbytes: int = 0
+    experts_nbytes: int = 0
+    rows_nbytes: int = 0
+
+
+class Leasts:
+    """The least that a run needs: what stays, a slot for its largest part, one for its experts."""
+
+    def __init__(self, needs: Sequence[Need]) -> None:
+        self._stays = [0, *accumulate(need.stays_nbytes for need in needs)]
+        self._slots = _Largest([need.slot_nbytes for need in needs])
+        self._experts = _Largest([need.experts_nbytes for need in needs])
+
+    def __call__(self, start: int, stop: int) -> int:
+        """The least of a run, in bytes."""
+        slots = self._slots(start, stop) + self._experts(start, stop)
+        return self._stays[stop] - self._stays[start] + slots
+
+    def stop(self, start: int, cap_nbytes: int) -> int:
+        """The largest stop with which the run needs at most ``cap_nbytes``."""
+        stops = range(start, len(self._stays))
+        found = bisect_right(stops, cap_nbytes, key=lambda stop: self(start, stop))
+        return start + max(found - 1, 0)
+
+    def start(self, stop: int, cap_nbytes: int) -> int:
+        """The smallest start with which the run needs at most ``cap_nbytes``."""
+        starts = range(stop + 1)
+        return min(bisect_left(starts, -cap_nbytes, key=lambda start: -self(start, stop)), stop)
+
+    def too_large(self, cap_nbytes: int) -> list[int]:
+        """The units that need more than ``cap_nbytes`` alone, ascending."""
+        return [u for u in range(len(self._stays) - 1) if self(u, u + 1) > cap_nbytes]
+
+
+class _Largest:
+    """The largest of any run of numbers, in no time: of runs of 1, 2, 4, ... it is known."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._rows = [list(numbers)]
+        while (length := 1 << len(self._rows)) <= len(numbers):
+            row, half = self._rows[-1], length // 2
+            self._rows.append([max(pair) for pair in zip(row, row[half:], strict=False)])
+
+    def __call__(self, start: int, stop: int) -> int:
+        if start >= stop:
+            return 0
+        level = (stop - start).bit_length() - 1
+        row = self._rows[level]
+        return max(row[start], row[stop - (1 << level)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """What a node may take at most, by one or more measures."""
+
+    measures: Sequence[Measure]
+    caps_nbytes: tuple[int, ...]
+
+    def stop(self, start: int) -> int:
+        """The largest stop of a run that keeps all caps."""
+        pairs = zip(self.measures, self.caps_nbytes, strict=True)
+        return min(measure.stop(start, cap) for measure, cap in pairs)
+
+    def start(self, stop: int) -> int:
+        """The smallest start of a run that keeps all caps."""
+        pairs = zip(self.measures, self.caps_nbytes, strict=True)
+        return max(measure.start(stop, cap) for measure, cap in pairs)
+
+    def too_large(self) -> list[int]:
+        """The units that keep not all caps alone, ascending."""
+        pairs = zip(self.measures, self.caps_nbytes, strict=True)
+        return sorted({unit for measure, cap in pairs for unit in measure.too_large(cap)})
+
+
+_Ranges = list[tuple[int, int]]  # disjoint, ascending, last included
+
+
+def _starts(bounds: _Bounds, stops: _Ranges, too_large: Sequence[int]) -> _Ranges:
+    """Where the runs of at least one unit that keep the bounds and end in ``stops`` start.
+
+    In between units that are too large alone, the starts for consecutive stops overlap or touch:
+    every unit can be a run of its own.
+    """
+    starts: _Ranges = []
+    for low, high in stops:
+        low = max(low, 1)
+        inside = too_large[bisect_left(too_large, low - 1) : bisect_left(too_large, high)]
+        for before, after in pairwise((low - 2, *inside, high)):
+            if before + 1 < after:  # units (before, after) may be the last of a run
+                starts.append((bounds.start(before + 2), after - 1))
+    return starts
+
+
+def _union(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+    union: _Ranges = []
+    for low, high in sorted(ranges):
+        if union and low <= union[-1][1] + 1:
+            union[-1] = (union[-1][0], max(high, union[-1][1]))
+        else:
+            union.append((low, high))
+    return union
+
+
+def _cut(
+    prefix: Sequence[int],
+    bounds: Sequence[_Bounds],
+    weights: Sequence[int],
+    may_be_empty: Sequence[bool],
+) -> list[int] | None:
+    """Cut all units into one run per node, each within its bounds.
+
+    Among the cuts that keep the bounds, each in turn is the one nearest to where the node would
+    hold its share by weight of what is left, the later one of two as near.
+
+    Returns:
+        The stop of each node's run, or None where there is no such cut.
+    """
+    count = len(prefix) - 1
+    reachable: list[_Ranges] = [[(count, count)]]  # from where the nodes behind can take the rest
+    too_large: dict[tuple[int, ...], list[int]] = {}
+    for bound, empty in zip(reversed(bounds), reversed(may_be_empty), strict=True):
+        if bound.caps_nbytes not in too_large:
+            too_large[bound.caps_nbytes] = bound.too_large()
+        starts = _starts(bound, reachable[-1], too_large[bound.caps_nbytes])
+        reachable.append(_union([*starts, *(reachable[-1] if empty else ())]))
+        if not reachable[-1]:
+            return None
+    reachable.reverse()
+    if reachable[0][0][0] != 0:
+        return None
+
+    stops: list[int] = []
+    start = 0
+    weight_left = sum(weights)
+    for k, (bound, weight) in enumerate(zip(bounds, weights, strict=True)):
+        low, high = start + (not may_be_empty[k]), bound.stop(start)
+        target = prefix[start] + (prefix[count] - prefix[start]) * weight // weight_left
+        near = bisect_right(prefix, target)
+        candidates = {
+            min(max(stop, low, first), high, last)
+            for first, last in reachable[k + 1]
+            if first <= high and last >= low
+            for stop in (near - 1, near)
+        }
+        start = min(candidates, key=lambda stop: (abs(prefix[stop] - target), -stop))
+        stops.append(start)
+        weight_left -= weight
+    return stops
+
+
+def _fullest(costs: Costs, stops: Sequence[int], budgets: Sequence[int]) -> Fraction:
+    runs = pairwise((0, *stops))
+    return max(Fraction(costs(*run), budget) for run, budget in zip(runs, budgets, strict=True))
+
+
+def stops_of(
+    costs: Costs, budgets: Sequence[int], leasts: Leasts | None = None
+) -> list[int] | None:
+    """Where each node's run stops so that the fullest share is the least there is; exact.
+
+    Bisection over the share. What was found feasible is replaced by the share it really reaches,
+    and the search ends when nothing strictly below that is feasible.
+
+    Args:
+        costs: what is shared, in proportion to budgets.
+        budgets: of the nodes.
+        leasts: what a run needs of its node's budget in any case. A node in between may then be
+            empty, for it may be too small for any unit.
+
+    Returns:
+        The stops; None where no cut leaves each node what its run needs.
+    """
+    count, nodes = len(costs.prefix) - 1, len(budgets)
+    if not count:
+        return [0] * nodes
+    # the ends are held by the ends; a node in between is empty only where there are too few units
+    may_be_empty = [
+        k > 0 and (k < nodes - 1 or count == 1) and (count < nodes or leasts is not None)
+        for k in range(nodes)
+    ]
+    measures: list[Measure] = [costs] if leasts is None else [costs, leasts]
+
+    def cut(share: Fraction, *, strictly_below: bool = False) -> list[int] | None:
+        p, q = share.numerator, share.denominator
+        caps = [(p * budget - strictly_below) // q for budget in budgets]
+        if min(caps) < 0:
+            return None
+        pairs = zip(caps, budgets, strict=True)
+        bounds = [_Bounds(measures, each[: len(measures)]) for each in pairs]
+        return _cut(costs.prefix, bounds, budgets, may_be_empty)
+
+    low = Fraction(0)
+    best = cut(Fraction(costs.most_nbytes, min(budgets)))  # no share is too large
+    while best is not None:
+        high = _fullest(costs, best, budgets)
+        below = cut(high, strictly_below=True)
+        if below is None:
+            return cut(high)  # again: what was found depends on the way of the search
+        best = below
+        middle = (low + _fullest(costs, best, budgets)) / 2
+        found = cut(middle)
+        if found is None:
+            low = middle
+        else:
+            best = found
+    return None
