@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from streamload.checkpoint.checkpoint import locate, open_checkpoint
+from streamload.checkpoint.checkpoint import Checkpoint, locate, open_checkpoint
 from streamload.decide import Decision, Options, Place
 from streamload.dequantise import asked as weights_asked
 from streamload.dequantise import dequantised
@@ -28,20 +28,25 @@ from streamload.errors import (
 )
 from streamload.hints import Wanted
 from streamload.load import split
+from streamload.mapping import Source
 from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.nodes.index import Index, check_present, write_index
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import LOCAL_LAYERS, ClusterPlan, LayerNumbers, Split, make_shares
-from streamload.options import NameOptions, Strictness, WeightOptions
+from streamload.offloading.entrance import OffloadAsked, Prepared
+from streamload.offloading.nodes import OffloadSplit, split_offload
+from streamload.options import DEFAULTS, NameOptions, Strictness, WeightOptions
 from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, available_cpus
 from streamload.planning.demand import Wants
-from streamload.planning.partition import Node
+from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
 from streamload.quant.stored import members
 from streamload.quantise import QuantPolicy
+from streamload.units import format_bytes
 
 #: The options that decide what a plan is, whatever a rank's budget is.
 _PLANNED = (WeightOptions.__annotations__ | NameOptions.__annotations__).keys() - {"reserve"}
+_Suggest = Callable[[], Sequence[Suggestion]]
 _REPLANS = 3  # how often nodes may find that a plan does not fit with their staging
 
 
@@ -57,6 +62,7 @@ class Asked:
     verify: str = "crc32"
     strictness: Strictness = field(default_factory=Strictness)
     layers: LayerNumbers | None = None
+    offload: OffloadAsked | None = None  # None: each rank loads its share
 
     def __post_init__(self) -> None:
         """Validate the arguments."""
@@ -88,6 +94,9 @@ class Asked:
             "verify": self.verify,
             "strict": self.strictness.strict,
             "shapes": self.strictness.shapes,
+            "offload": self.offload is not None,
+            "tokens": self.offload and self.offload.tokens,
+            "stay": self.offload and self.offload.stay,
         }
         return {name: str(value) for name, value in said.items()}
 
@@ -128,6 +137,7 @@ class Agreement:
         self._check_alike(offers)
         # of each rank, in bytes
         self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
+        self._offered = self._budgets
         room = min(offered["room"] for offered in offers)
         self.block_nbytes = min(max(room // BLOCKS, LEAST_BLOCK_NBYTES), BLOCK_NBYTES)
         self.plan = self._planned(self._budgets)
@@ -224,11 +234,14 @@ class Agreement:
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:
         """Plan, and see that all planned the same."""
         session, asked, checkpoint = self._session, self._asked, self.index.checkpoint
-        given = {name: value for name, value in asked.given.items() if name in _PLANNED}
-        given["out_of_range"] = asked.options.knobs.out_of_range
+        passes: dict[str, int] = {}
 
         def planned(nodes: Sequence[Node]) -> Plan:
-            return split(checkpoint, nodes=nodes, **given)
+            if asked.offload is None:
+                return split(checkpoint, nodes=nodes, **self._given)
+            found = self._split_offload(nodes, asked.offload)
+            passes.update(found.pass_nbytes)
+            return found.plan
 
         made: list[ClusterPlan] = []
         problems: list[StreamloadError] = []
@@ -238,7 +251,9 @@ class Agreement:
             try:
                 weight_of = {name: group.name for name, group in members(checkpoint).items()}
                 asked_for = (budgets, asked.split, planned, weight_of)
-                made.append(make_shares(path, rank, session.members, *asked_for))
+                fits = asked.offload is None
+                found = make_shares(path, rank, session.members, *asked_for, fits=fits)
+                made.append(found.with_passes(passes))
             except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
                 problems.append(error)
             return [made[0].digest if made else str(problems[0]), asked.terms]
@@ -261,8 +276,36 @@ class Agreement:
                     f"own layers, write {LOCAL_LAYERS}",
                 )
         if problems:
-            raise problems[0]
+            raise self._or_offload(problems[0])
         return made[0]
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        """The options of a plan of all nodes."""
+        asked = self._asked
+        given = {name: value for name, value in asked.given.items() if name in _PLANNED}
+        return given | {"out_of_range": asked.options.knobs.out_of_range}
+
+    def _split_offload(self, nodes: Sequence[Node], asked: OffloadAsked) -> OffloadSplit:
+        tokens, stay = asked.tokens, asked.stay
+        checkpoint = self.index.checkpoint
+        return split_offload(checkpoint, nodes=nodes, tokens=tokens, stay=stay, **self._given)
+
+    def _or_offload(self, error: StreamloadError) -> StreamloadError:
+        """The error of what does not fit, which names what would let it run."""
+        asked, members = self._asked, self._session.members
+        layers = asked.split == "layers" and asked.offload is None and not asked.options.quant
+        if not isinstance(error, PlanInfeasibleError) or not layers:
+            return error
+        try:
+            nodes = ordered(Node(m.node, self._offered[m.rank]) for m in members)
+            found = self._split_offload(nodes, OffloadAsked.read(None, (), (), 0, DEFAULTS))
+        except (StreamloadError, ValueError):  # nor is that a way
+            return error
+        read = format_bytes(max(found.pass_nbytes.values()))
+        return error.suggesting(
+            [f"streamload.distributed.offload (a pass reads at most {read} on a node)"]
+        )
 
     def prepare(self) -> Decision:
         """Plan this rank's own load, and see that all can.
@@ -279,11 +322,10 @@ class Agreement:
                 made.append(self._own_load(place))
             except PlanInfeasibleError as error:
                 if last or error.device not in place.devices.opened:
-                    raise
+                    raise self._or_offload(error) from None
                 return error.needed_nbytes - error.budget_nbytes
             return 0
 
-        stated = self._budgets
         again = _REPLANS if self._asked.split in ("layers", "balanced") else 0
         for left in range(again, -1, -1):
             made.clear()
@@ -304,15 +346,48 @@ class Agreement:
                     raise
                 raise PlanInfeasibleError(  # of what was stated, with what else the load takes
                     error.device,
-                    error.needed_nbytes + stated[rank] - self._budgets[rank],
-                    stated[rank],
+                    error.needed_nbytes + self._offered[rank] - self._budgets[rank],
+                    self._offered[rank],
                     largest=error.largest,
                     would_fit=error.would_fit,
                 ) from None
         return made[0]
 
+    def prepare_offload(self) -> tuple[Prepared, int]:
+        """Decide what of this rank's share stays, and see that all can; beside it, what all read.
+
+        Raises:
+            PlanInfeasibleError: this rank's budget is too small for the least of its share.
+            NodeError: that of another is.
+        """
+        made: list[Prepared] = []
+
+        def prepare() -> int:
+            place = self.place or self._look(None, self.options)
+            own, part, options, fill, suggest = self._own(place)
+            assert self._asked.offload is not None
+            found = Prepared.make(
+                *(own, part, options, (fill, [], {}), self._asked.strictness),
+                self._asked.offload,
+                suggest=suggest,
+                part=self.plan.mine,
+            )
+            made.append(found)
+            return found.load.read_nbytes
+
+        nbytes = self._session.exchange("its part", prepare)
+        return made[0], sum(nbytes)
+
     def _own_load(self, place: Place) -> Decision:
         """Plan the load of this rank's share."""
+        own, part, options, fill, suggest = self._own(place)
+        strictness = self._asked.strictness
+        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest, ())
+
+    def _own(
+        self, place: Place
+    ) -> tuple[Place, Checkpoint, Options, Mapping[str, Source], _Suggest]:
+        """The model, the checkpoint, the options and the sources of this rank's share."""
         plan, whole, options = self.plan, self.index.checkpoint, self.options
         mine, of_model = plan.mine, self._asked.layers
         self.names = {name: name for name in mine.parameters}
@@ -344,12 +419,12 @@ class Agreement:
             options = replace(options, room=replace(options.room, cache=None))
         given = self._asked.given
         asked = Wanted(whole, place.parameters, given["mapping"], given["rename"], is_part=True)
-        own, strictness = replace(place, parameters=parameters), self._asked.strictness
+        own = replace(place, parameters=parameters)
 
         def suggest() -> tuple[Suggestion, ...]:
             return (*self._local_layers(place.parameters), *asked.suggestions())
 
-        return Decision.make(own, part, options, (fill, [], {}), strictness, suggest, ())
+        return own, part, options, fill, suggest
 
     def _local_layers(self, parameters: Sequence[Parameter]) -> Iterator[Suggestion]:
         """What to write where a model numbers its own layers from 0, and is filled better so."""

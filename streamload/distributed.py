@@ -23,7 +23,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,17 +40,28 @@ from streamload.nodes.group import Group
 from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, LayerNumbers, Share, Split
-from streamload.options import NameOptions, Shapes, SplitOptions, Strictness, WeightOptions, takes
+from streamload.offloading.entrance import OffloadAsked, Offloaded
+from streamload.options import (
+    DEFAULTS,
+    NameOptions,
+    Shapes,
+    SplitOptions,
+    Strictness,
+    WeightOptions,
+    takes,
+)
 from streamload.planning.budget import BudgetLike
 from streamload.progress import Progress, reporting
 from streamload.reading import open_shard
 from streamload.report import Clock, LoadReport, NodeReport
+from streamload.selection import Patterns
 from streamload.verify import checksums
 
 Verify = Literal["crc32", "none"]
 
 _LOOK_S = 0.1  # between looks for Ctrl-C and losses, while others need what this rank reads
 _LISTED = 8  # names shown in a message
+_REPORTED = ("tensors", "read", "resident", "seconds", "pass")  # of a rank, when all have loaded
 _PARTS = 256  # that are compared at once, where a tensor is looked for
 
 
@@ -77,6 +88,9 @@ def plan(
     group: object = None,
     split: Split = "layers",
     timeout: float = 60.0,
+    offload: bool = False,
+    tokens: int | None = None,
+    stay: Patterns = (),
     **options: Unpack[ClusterPlanOptions],
 ) -> ClusterPlan:
     """Plan a load across nodes; all ranks call it, and get the same plan.
@@ -90,6 +104,10 @@ def plan(
         group: as in `load_state_dict`.
         split: as in `load_state_dict`.
         timeout: as in `load_state_dict`.
+        offload: plan for `offload`, with the same ``tokens`` and ``stay``: a share may be larger
+            than its budget.
+        tokens: see ``offload``.
+        stay: see ``offload``.
         budget: as in `load_state_dict`; with bytes, no device is looked at.
         **options: see `ClusterPlanOptions`.
 
@@ -101,8 +119,14 @@ def plan(
     """
 
     def read(me: Member) -> Asked:
-        own = own_device(device, me)
-        return Asked(path, Options.read(**options), split, options, own)
+        own, streams = own_device(device, me), None
+        if offload:
+            streams = OffloadAsked.read(tokens, stay, (), 0, {**DEFAULTS, **options})
+        elif tokens is not None or stay:
+            raise ValueError("tokens= and stay= need offload=True: a load leaves them out")
+        if offload and split != "layers":
+            raise ValueError('offload=True needs split="layers": what streams are layers')
+        return Asked(path, Options.read(**options), split, options, own, offload=streams)
 
     with _meeting(group, timeout) as session:
         asked = session.step("its arguments", lambda: read(session.me))
@@ -190,12 +214,99 @@ def load_state_dict(
         asked = session.step("its arguments", lambda: read(session.me))
         agreed = Agreement(session, asked, model)
         load = agreed.prepare()
+        total = sum(share.source_nbytes for share in agreed.plan.shares)
         with _gathered(session, agreed, load) as gatherer:
-            report = _loaded(session, agreed.plan, load, gatherer, options["progress"], clock)
+            opener = gatherer.open if gatherer is not None else open_shard
+
+            def begin(progress: Progress) -> LoadReport:
+                return run(load, progress, clock, opener)
+
+            report = _loaded(session, load, begin, total, gatherer, options["progress"])
             read_nbytes = gatherer.read_nbytes if gatherer is not None else report.read_nbytes
+        dtypes = {p.name: p.dst.name for p in load.plan.placements}
         with _stated(load):
-            nodes = _verified(session, asked, agreed, load, report, read_nbytes, model)
+            nodes = _verified(session, asked, agreed, dtypes, report, read_nbytes, 0, model)
         return replace(report, nodes=nodes, seconds=clock.seconds)
+
+
+@takes()
+def offload(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    group: object = None,
+    timeout: float = 60.0,
+    layers: LayerNumbers | None = None,
+    tokens: int | None = None,
+    stay: Patterns = (),
+    host: float | str = 0,
+    **options: Unpack[ClusterLoadOptions],
+) -> Offloaded:
+    """Let a model run that is spread over several nodes and larger than all of them.
+
+    Layers are split in proportion to the budgets. A rank whose share fits loads it; one whose share
+    does not fit offloads it, as `streamload.offload` does: what fits stays on its device, the rest
+    streams through it at every pass. All ranks call it, and each runs its own part:
+
+        with streamload.distributed.offload(part, path, budget="3GB") as offloaded:
+            hidden = part(hidden)
+
+    Args:
+        model: as in `load_state_dict`, and never None: its layers are brought when they compute.
+        path: as in `load_state_dict`. Each rank reads it at every pass.
+        device: as in `load_state_dict`.
+        group: as in `load_state_dict`; passes do not use it.
+        timeout: as in `load_state_dict`.
+        layers: as in `load_state_dict`.
+        tokens: as in `streamload.offload`; so are ``stay`` and ``host``, which is each rank's own.
+        stay: see ``tokens``.
+        host: see ``tokens``.
+        budget: as in `load_state_dict`; it holds while passes run.
+        **options: see `ClusterLoadOptions`.
+
+    Returns:
+        What streams this rank's part. Its ``load.nodes`` says what each rank holds and reads.
+
+    Raises:
+        PlanInfeasibleError: a node has too little for the least of its share, a slot for its
+            largest layer and what must stay; before any data is read.
+        OffloadError: the model cannot be offloaded.
+        PeerFailedError: as `load_state_dict` does; so do PlanMismatchError, NodeError and others.
+
+    A pass of a rank raises what its own layers meet. The program tells the other ranks, for passes
+    have no group.
+    """
+    clock = Clock()
+
+    def read(me: Member) -> Asked:
+        own, strictness = own_device(device, me), Strictness.read(options)
+        asked = OffloadAsked.read(tokens, stay, (), host, {**DEFAULTS, **options})
+        known = Options.read(**options)
+        return Asked(path, known, "layers", options, own, "none", strictness, layers, asked)
+
+    begun: list[Offloaded] = []
+    try:
+        with _meeting(group, timeout) as session:
+            asked = session.step("its arguments", lambda: read(session.me))
+            agreed = Agreement(session, asked, model)
+            prepared, total = agreed.prepare_offload()
+
+            def begin(progress: Progress) -> LoadReport:
+                begun.append(prepared.run(progress, clock))
+                return begun[0].load
+
+            report = _loaded(session, prepared.load, begin, total, None, options["progress"])
+            dtypes = dict(zip(prepared.wants.names, (d.name for d in prepared.dsts), strict=True))
+            each_nbytes = report.read_nbytes, prepared.plan.read_nbytes
+            with _stated(prepared.load):
+                nodes = _verified(session, asked, agreed, dtypes, report, *each_nbytes, model)
+    except BaseException:
+        for offloaded in begun:
+            offloaded.close()
+        raise
+    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds)
+    return begun[0]
 
 
 @contextmanager
@@ -235,17 +346,24 @@ def _gathered(session: Session, agreed: Agreement, load: Decision) -> Iterator[G
 
 def _loaded(
     session: Session,
-    plan: ClusterPlan,
     load: Decision,
+    begin: Callable[[Progress], LoadReport],
+    total: int,
     gatherer: Gatherer | None,
     progress: Progress,
-    clock: Clock,
 ) -> LoadReport:
-    """Stream this rank's part, and wait until all have."""
+    """Stream this rank's part, and wait until all have.
+
+    Args:
+        session: the ranks.
+        load: what this rank loads.
+        begin: loads it.
+        total: the bytes that all read.
+        gatherer: what is read by all together.
+        progress: what is told of it.
+    """
     heartbeat = session.heartbeat
     session.loading = True
-    opener = gatherer.open if gatherer is not None else open_shard
-    total = sum(share.source_nbytes for share in plan.shares)
     with reporting(progress if session.me.rank == 0 else False, total) as tell:
         heartbeat.on_progress = tell
         try:
@@ -255,7 +373,7 @@ def _loaded(
                     deferred_interrupt() as interrupt,
                     heartbeat.listening(interrupt.cancel),
                 ):
-                    report = run(load, heartbeat.progress, clock, opener)
+                    report = begin(heartbeat.progress)
                     after.enter_context(_stated(load))
                     while gatherer is not None and not gatherer.wait(_LOOK_S):
                         interrupt.check()
@@ -294,12 +412,23 @@ def _verified(
     session: Session,
     asked: Asked,
     agreed: Agreement,
-    load: Decision,
+    dtypes: Mapping[str, str],
     report: LoadReport,
     read_nbytes: int,
+    pass_nbytes: int,
     model: Any,
 ) -> tuple[NodeReport, ...]:
     """See that each parameter is where it was planned, and that replicas agree.
+
+    Args:
+        session: the ranks.
+        asked: what was asked for.
+        agreed: what was planned.
+        dtypes: of each parameter of this rank's model that is there now, or streams.
+        report: what loading did.
+        read_nbytes: file bytes that this rank read.
+        pass_nbytes: file bytes that a pass reads.
+        model: the model.
 
     Digests are compared, of names and of checksums: what differs is looked for only where they do.
     """
@@ -307,7 +436,7 @@ def _verified(
     plan, name_of = agreed.plan, agreed.names
     replicas = plan.replicas()
     sums: dict[str, int | None] = {}
-    dtypes = {name_of.get(p.name, p.name): p.dst.name for p in load.plan.placements}
+    dtypes = {name_of.get(name, name): dtype for name, dtype in dtypes.items()}
 
     def loaded() -> dict[str, Any]:
         mine = plan.mine.parameters
@@ -330,6 +459,7 @@ def _verified(
             "read": read_nbytes,
             "resident": report.resident_nbytes,
             "seconds": report.seconds,
+            "pass": pass_nbytes,
         }
 
     answers = session.exchange("what it loaded", loaded)
@@ -344,7 +474,7 @@ def _verified(
         if any(answers[r]["sums"][which] != first["sums"][which] for r in alike):
             _raise_odd(session, alike, names, sums)
     return tuple(
-        NodeReport(m.node, m.rank, said["tensors"], said["read"], said["resident"], said["seconds"])
+        NodeReport(m.node, m.rank, *(said[key] for key in _REPORTED))
         for m, said in zip(session.members, answers, strict=True)
     )
 
@@ -374,4 +504,4 @@ def _raise_odd(
     )
 
 
-__all__ = ["ClusterPlan", "Group", "Share", "load_state_dict", "plan"]
+__all__ = ["ClusterPlan", "Group", "Share", "load_state_dict", "offload", "plan"]

@@ -35,6 +35,7 @@ class NodeReport:
         read_nbytes: file bytes that it read.
         resident_nbytes: bytes of parameters on its device.
         seconds: wall time of its load.
+        pass_nbytes: bytes that a pass reads there, where it offloads its part.
     """
 
     node: str
@@ -43,6 +44,7 @@ class NodeReport:
     read_nbytes: int
     resident_nbytes: int
     seconds: float
+    pass_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,9 @@ class LoadReport:
             (
                 f"node {node.node}",
                 f"{node.tensors} tensors, read {format_bytes(node.read_nbytes)}, "
-                f"{format_bytes(node.resident_nbytes)} resident, {node.seconds:.2f} s",
+                f"{format_bytes(node.resident_nbytes)} resident, {node.seconds:.2f} s"
+                + f"; a pass reads {format_bytes(node.pass_nbytes)}"
+                * bool(node.pass_nbytes),
             )
             for node in self.nodes
         ]

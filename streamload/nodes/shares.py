@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -107,6 +107,11 @@ class ClusterPlan:
         ]
         text = json.dumps([self.split, shares, sources], separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_passes(self, pass_nbytes: Mapping[str, int]) -> ClusterPlan:
+        """The same, with the bytes that a pass reads on some nodes."""
+        read = [replace(s, pass_nbytes=pass_nbytes.get(s.node, 0)) for s in self.shares]
+        return replace(self, shares=tuple(read))
 
     def replicas(self) -> list[tuple[tuple[int, ...], list[str]]]:
         """Ranks and the parameters that just these ranks have, where they are several."""

@@ -109,6 +109,11 @@ class OffloadPlan:
         sizes = [size for size in self.sizes if size.name in cached]
         return sum(size.read_nbytes * size.chosen // size.experts for size in sizes)
 
+    @property
+    def read_nbytes(self) -> int:
+        """What a pass of one token reads: all that streams, and of experts the chosen ones."""
+        return self.residency.pass_nbytes + self.token_nbytes
+
     def tensors_of(self, layers: Collection[str], wants: Wants) -> set[str]:
         """Names of the checkpoint's tensors that some layers are read from."""
         found = (at for group in self.groups if group.name in layers for at in group.wants)
@@ -148,7 +153,7 @@ class OffloadPlan:
 
         Of experts, with all of one token's.
         """
-        return (self.residency.pass_nbytes + self.token_nbytes) / rate
+        return self.read_nbytes / rate
 
     def to_json(self) -> str:
         """Write the numbers as JSON."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
-from streamload.errors import OffloadError
+from streamload.dtypes import DType
+from streamload.errors import OffloadError, Suggestion
 from streamload.load import described, read_call, run, uncollected
+from streamload.mapping import Found
+from streamload.nodes.shares import Share
 from streamload.offloading.adapter import ModelAdapter
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of, streamed_from
 from streamload.offloading.experts import ExpertCache
@@ -23,6 +26,7 @@ from streamload.offloading.rounds import Rounds
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
+from streamload.progress import Progress
 from streamload.report import Clock, LoadReport
 from streamload.selection import Patterns, Selection, check_patterns
 from streamload.units import parse_bytes
@@ -103,6 +107,149 @@ class Offloaded:
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadAsked:
+    """What a call of `offload` asks for beside the options of a load, checked.
+
+    Attributes:
+        tokens: leave room for what a pass of so many computes.
+        stay: patterns of names of parameters that stay.
+        layers: patterns of names of modules that are layers.
+        host_nbytes: most bytes of layers that host memory keeps.
+    """
+
+    tokens: int | None
+    stay: tuple[str, ...]
+    layers: tuple[str, ...]
+    host_nbytes: int
+
+    @classmethod
+    def read(
+        cls,
+        tokens: int | None,
+        stay: Patterns,
+        layers: Patterns,
+        host: float | str,
+        options: Mapping[str, Any],
+    ) -> Self:
+        """Read them; raises ValueError for one that is invalid, or for an option of the load."""
+        kept = check_asked(tokens, stay, options)
+        return cls(tokens, kept, Selection.parse(layers).select, parse_bytes(host))
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model that is going to be offloaded: everything decided, nothing moved yet.
+
+    Attributes:
+        plan: what stays on the device, and what streams.
+        load: the load of what stays.
+        wants: all parameters.
+        spec: the device.
+        read: the options.
+        checkpoint: the headers.
+        adapter: the model.
+    """
+
+    plan: OffloadPlan
+    load: Decision
+    wants: Wants
+    spec: DeviceSpec
+    read: Options
+    checkpoint: Checkpoint
+    adapter: ModelAdapter
+
+    @classmethod
+    def make(
+        cls,
+        place: Place,
+        checkpoint: Checkpoint,
+        read: Options,
+        found: Found,
+        strictness: Strictness,
+        asked: OffloadAsked,
+        *,
+        suggest: Callable[[], Sequence[Suggestion]] = tuple,
+        part: Share | None = None,
+    ) -> Self:
+        """Match and plan.
+
+        Args:
+            place: the model, and where it goes.
+            checkpoint: the headers.
+            read: the options.
+            found: what fills each parameter.
+            strictness: whether model and checkpoint must have the same names and shapes.
+            asked: what was asked for beside.
+            suggest: says what to write where they have not.
+            part: what a rank has of the model; None for all of it.
+        """
+        if place.owner is None or place.owner.name not in _MODELS:
+            name = type(place.model).__module__
+            raise OffloadError(f"models of {name} are not offloaded here")
+        if len(place.devices.opened) != 1:
+            names = ", ".join(place.devices.opened)
+            raise OffloadError(f"a model is offloaded to one device, not to {names}")
+        match = place.match(checkpoint, read, found, strictness, suggest)
+        wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
+        spec, cast = _described(place, read, wants)
+        module, kind = _MODELS[place.owner.name]
+        adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
+            place.model, match.parameters, asked.layers
+        )
+        if part is None:  # what stays may be with another rank
+            names_there = [n for p in match.parameters.values() for n in p.names]
+            check_patterns("stay", asked.stay, names_there)
+        sizes = wants.nbytes(read.policy, spec.native_bf16)
+        groups = adapter.groups(checkpoint, wants, sizes, asked.stay, read.changes.by_tensor)
+        made = decide(
+            *(read, checkpoint, wants, spec, groups, cast),
+            tokens=asked.tokens,
+            has_layers=part is None or bool(part.layers),
+            has_head=part is None or part.has_head,
+            held_nbytes=place.held.get(spec.name, 0),
+            host_nbytes=asked.host_nbytes,
+            notes=adapter.notes,
+        )
+        stays = {*made.residency.stays}
+        kept = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
+        load = _loaded(made, place, checkpoint, read, found, kept, strictness)
+        return cls(made, load, wants, spec, read, checkpoint, adapter)
+
+    @property
+    def dsts(self) -> Sequence[DType]:
+        """The dtype that each parameter becomes."""
+        return self.wants.dsts(self.read.policy, self.spec.native_bf16)
+
+    def run(self, progress: Progress, clock: Clock) -> Offloaded:
+        """Load what stays, and let the rest stream."""
+        made, adapter, checkpoint = self.plan, self.adapter, self.checkpoint
+        ((_, device),) = self.load.devices.opened.items()
+        rounds, kept_file = None, None
+        try:
+            adapter.empty(made, self.wants)
+            report = run(self.load, progress, clock)
+            if made.stream is not None:
+                source = checkpoint
+                if made.host:
+                    tensors = made.tensors_of(made.host, self.wants)
+                    kept_file = HostFile(checkpoint, tensors, keeps=made.cached)
+                    source = kept_file.checkpoint
+                    made = streamed_from(made, self.read, source, self.wants, self.spec)
+                rounds = _rounds(made, source, device, adapter, self.read)
+            out_of_range = self.read.knobs.out_of_range
+            if made.residency.absent:
+                adapter.put(made, checkpoint, self.wants, self.dsts, device, rounds, out_of_range)
+        except BaseException:
+            if rounds is not None:
+                rounds.close("it could not be offloaded")
+            if kept_file is not None:
+                kept_file.close()
+            adapter.take_out()
+            raise
+        return Offloaded(made, report, adapter, rounds, kept_file)
+
+
 @takes(transfer=NO_TRANSFER)
 def offload(
     model: Any,
@@ -167,60 +314,12 @@ def offload(
     """
     clock = Clock()
     strictness = Strictness.read(options)
-    kept = check_asked(tokens, stay, options)
+    asked = OffloadAsked.read(tokens, stay, layers, host, options)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
-        if place.owner is None or place.owner.name not in _MODELS:
-            raise OffloadError(f"models of {type(model).__module__} are not offloaded here")
-        if len(place.devices.opened) != 1:
-            names = ", ".join(place.devices.opened)
-            raise OffloadError(f"a model is offloaded to one device, not to {names}")
-        ((name, device),) = place.devices.opened.items()
-        match = place.match(checkpoint, read, found, strictness)
-        wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
-        spec, cast = _described(place, read, wants)
-        dsts = wants.dsts(read.policy, spec.native_bf16)
-        module, kind = _MODELS[place.owner.name]
-        adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
-            model, match.parameters, Selection.parse(layers).select
-        )
-        check_patterns("stay", kept, [n for p in match.parameters.values() for n in p.names])
-        sizes = wants.nbytes(read.policy, spec.native_bf16)
-        groups = adapter.groups(checkpoint, wants, sizes, kept, read.changes.by_tensor)
-        made = decide(
-            *(read, checkpoint, wants, spec, groups, cast),
-            tokens=tokens,
-            held_nbytes=place.held.get(name, 0),
-            host_nbytes=parse_bytes(host),
-            notes=adapter.notes,
-        )
-        stays = {*made.residency.stays}
-        kept_names = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
-        decided = _loaded(made, place, checkpoint, read, found, kept_names, strictness)
-    rounds, kept_file = None, None
-    try:
-        adapter.empty(made, wants)
-        report = run(decided, options["progress"], clock)
-        if made.stream is not None:
-            source = checkpoint
-            if made.host:
-                tensors = made.tensors_of(made.host, wants)
-                kept_file = HostFile(checkpoint, tensors, keeps=made.cached)
-                source = kept_file.checkpoint
-                made = streamed_from(made, read, source, wants, spec)
-            rounds = _rounds(made, source, device, adapter, read)
-        knobs = read.knobs
-        if made.residency.absent:
-            adapter.put(made, checkpoint, wants, dsts, device, rounds, knobs.out_of_range)
-    except BaseException:
-        if rounds is not None:
-            rounds.close("it could not be offloaded")
-        if kept_file is not None:
-            kept_file.close()
-        adapter.take_out()
-        raise
-    return Offloaded(made, report, adapter, rounds, kept_file)
+        prepared = Prepared.make(place, checkpoint, read, found, strictness, asked)
+    return prepared.run(options["progress"], clock)
 
 
 @takes(devices='device="cuda:0"')
@@ -299,7 +398,7 @@ def _loaded(
     place: Place,
     checkpoint: Checkpoint,
     read: Options,
-    found: Any,
+    found: Found,
     names: Sequence[str],
     strictness: Strictness,
 ) -> Decision:

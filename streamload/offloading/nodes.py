@@ -53,9 +53,7 @@ class OffloadSplit:
     @property
     def pass_nbytes(self) -> dict[str, int]:
         """What a pass reads on each node, in bytes, with the experts of one token."""
-        return {
-            made.device: made.residency.pass_nbytes + made.token_nbytes for made in self.offloads
-        }
+        return {made.device: made.read_nbytes for made in self.offloads}
 
     def to_json(self, rate: float | None = None) -> str:
         """Write it as JSON, keyed by node; with a rate, the seconds of a pass on each."""
