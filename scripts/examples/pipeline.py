@@ -6,6 +6,11 @@
 Each rank asks the plan which layers are its own, builds those alone (on the meta device, where they
 take no memory), loads them, and sends what it computes to the rank that has the next ones. The last
 one prints the most likely next token. One process without torchrun runs the whole model.
+
+    torchrun --nproc-per-node 2 pipeline.py DIR --budget 1GB --offload --count 8
+
+With --offload the budgets may be too small for the shares: each rank keeps what fits of its own,
+and streams the rest at every pass. What is computed is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ class Stage(nn.Module):
         if share.has_head:
             parts["norm"], self.lm_head = norm(config), linear(dim, vocab)
         self.model = nn.ModuleDict(parts)
-        self.share = share
+        self.share, self.width = share, dim
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens or hidden states (batch, length, ...) to hidden states, or logits at the end."""
@@ -57,36 +62,58 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="dtype of weights and hidden states")
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0 or another")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 3, 4], help="a prompt")
+    parser.add_argument("--count", type=int, default=1, help="how many tokens to predict")
+    parser.add_argument("--offload", action="store_true", help="stream what does not fit")
     parser.add_argument("--logits", type=Path, help="write the last token's logits there")
     args = parser.parse_args()
 
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     asked = {"budget": args.budget, "device": args.device, "dtype": args.dtype}
-    share = streamload.distributed.plan(args.dir, **asked).mine
+    plan = streamload.distributed.plan(args.dir, offload=args.offload, **asked)
+    share = plan.mine
     config = json.loads((args.dir / "config.json").read_text())
     with torch.device("meta"):
         stage = Stage(config, share).eval()
-    report = streamload.distributed.load_state_dict(stage, args.dir, **asked)
-    if share.rank == 0:
-        print(report)
-
-    x = torch.tensor([args.tokens])
-    if share.previous_rank is not None:
-        hidden = (1, len(args.tokens), config["hidden_size"])
-        x = torch.empty(hidden, dtype=getattr(torch, args.dtype))
-        dist.recv(x, share.previous_rank)
-    with torch.no_grad():
-        x = stage(x.to(args.device)).cpu()
-    if share.next_rank is not None:
-        dist.send(x, share.next_rank)
+    offloaded = None
+    if args.offload:
+        offloaded = streamload.distributed.offload(stage, args.dir, **asked)
+        report = offloaded.load
     else:
-        print("next token:", int(x[0, -1].argmax()))
+        report = streamload.distributed.load_state_dict(stage, args.dir, **asked)
+    if share.rank == 0:
+        print(report, flush=True)
+
+    tokens = list(args.tokens)
+    for _ in range(args.count):
+        logits = run(stage, torch.tensor([tokens]), getattr(torch, args.dtype), args.device)
+        token = logits[0, -1].argmax() if share.next_rank is None else torch.tensor(0)
+        if dist.is_initialized():
+            dist.broadcast(token, plan.shares[-1].rank)
+        tokens.append(int(token))
+    if offloaded is not None:
+        print(offloaded.report)
+        offloaded.close()
+    if share.next_rank is None:
+        print("next token:", *tokens[len(args.tokens) :])
         if args.logits:
-            torch.save(x[0, -1], args.logits)
+            torch.save(logits[0, -1], args.logits)
     if dist.is_initialized():
         dist.barrier()  # a sender must not leave before what it sent was received
         dist.destroy_process_group()
+
+
+def run(stage: Stage, tokens: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+    """What a rank's part computes of tokens: logits at the end, else what it sends to the next."""
+    x, share = tokens, stage.share
+    if share.previous_rank is not None:
+        x = torch.empty((*tokens.shape, stage.width), dtype=dtype)
+        dist.recv(x, share.previous_rank)
+    with torch.no_grad():
+        x = stage(x.to(device)).cpu()
+    if share.next_rank is not None:
+        dist.send(x, share.next_rank)
+    return x
 
 
 if __name__ == "__main__":

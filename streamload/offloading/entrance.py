@@ -184,7 +184,9 @@ class Prepared:
             suggest: says what to write where they have not.
             part: what a rank has of the model; None for all of it.
         """
-        if place.owner is None or place.owner.name not in _MODELS:
+        if place.owner is None:
+            raise OffloadError("offload needs a model: its layers are brought when they compute")
+        if place.owner.name not in _MODELS:
             name = type(place.model).__module__
             raise OffloadError(f"models of {name} are not offloaded here")
         if len(place.devices.opened) != 1:
