@@ -12,6 +12,9 @@ The same line runs on every rank, under torchrun, mpirun, srun or bare environme
 6. VERIFY: when all are done, names, bytes and checksums of replicas are compared: each tensor is
    where it was planned, exactly once, and replicas agree.
 
+`offload` goes through the same stages where budgets are too small: 4 says what of each share stays,
+5 loads that, and a rank's passes stream the rest, from its own files and without the others.
+
 An error of one rank before LOAD is raised by all, naming it; a rank that is lost at any time is
 named by `streamload.errors.PeerFailedError` on all others within the timeout.
 """

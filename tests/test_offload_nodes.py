@@ -291,6 +291,62 @@ def test_logits_are_those_of_the_model_that_is_resident(path: Path, budgets: lis
         close(found)
 
 
+@pytest.mark.parametrize("budgets", [[200_000] * 2, [174_000] * 3], ids=str)
+def test_a_head_that_is_the_embedding_streams_on_its_own_rank(
+    budgets: list[int], tmp_path: Path
+) -> None:
+    """The last rank has a copy under the head's name; the first one reads rows."""
+    tied = models.save(models.built("llama tied"), tmp_path / "tied")
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    found = begun(tied, budgets)
+    try:
+        assert torch.equal(computed(found), expected(tied))
+        assert found[0][2].plan.residency.gathers
+        assert "lm_head" in found[-1][2].plan.residency.streams
+    finally:
+        close(found)
+
+
+def test_a_rank_may_have_the_whole_model_on_the_meta_device(path: Path) -> None:
+    """It offloads its own part, and leaves the parts of others as they are."""
+
+    def body(group: ThreadGroup) -> Any:
+        mine = {"budget": 250_000, "group": group, "device": "cpu"}
+        plan = distributed.plan(path, offload=True, **mine)
+        whole = on_meta(path)
+        return plan, whole, distributed.offload(whole, path, progress=False, **mine)
+
+    found = run(World(2), body)
+    try:
+        x = models.IDS
+        with torch.no_grad():
+            for plan, whole, _ in found:
+                x = whole.model["embed_tokens"](x) if plan.mine.has_embedding else x
+                for number in plan.mine.layers:
+                    x = whole.model["layers"][number](x)
+                if plan.mine.has_head:
+                    x = whole.lm_head(whole.model["norm"](x))
+        assert torch.equal(x, expected(path))
+        assert found[0][1].lm_head.weight.is_meta
+        assert found[1][1].model["embed_tokens"].weight.is_meta
+    finally:
+        close(found)
+
+
+def test_experts_are_in_a_cache_of_each_node(tmp_path: Path) -> None:
+    """A node needs as many slots of experts as a token chooses, and not whole layers of them."""
+    mixtral = models.save(models.built("mixtral"), tmp_path / "mixtral")
+    nbytes = streamload.open_checkpoint(mixtral).nbytes
+    found = over(mixtral, boards(2, str(nbytes // 3)))
+    for made in found.offloads:
+        assert made.residency.experts
+        assert made.residency.cache_slots >= 2
+        assert made.needed_nbytes <= nbytes // 3
+        assert made.read_nbytes == made.residency.pass_nbytes + made.token_nbytes
+    assert "experts of 2 layers" in str(found)
+
+
 def test_what_was_closed_can_be_offloaded_again_and_tokens_are_room(path: Path) -> None:
     """With room for what 64 tokens take, of which logits are the last rank's alone."""
     for _ in range(2):
