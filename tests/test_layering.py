@@ -120,6 +120,7 @@ LAYERS = (
         *("iterate", "offloading.experts", "offloading.groups", "offloading.host"),
         *("offloading.layers", "offloading.views"),
     ),
+    ("offloading.sizes",),
     ("offloading.deciding", "offloading.rounds", "offloading.rows"),
     ("offloading.adapter",),
     ("offloading.report", "offloading.tinygrad_model", "offloading.torch_model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -11,19 +10,18 @@ from itertools import accumulate
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
-from streamload.errors import CheckpointError, PlanInfeasibleError
+from streamload.errors import PlanInfeasibleError
 from streamload.offloading.groups import Group, rows_of_experts
-from streamload.offloading.views import can_be_views
-from streamload.planning.activations import (
-    CUDA_WORKSPACE_NBYTES,
-    HOST_WORKSPACE_NBYTES,
-    activation_nbytes,
+from streamload.offloading.sizes import (
+    SLOT_ALIGNMENT_NBYTES,
+    cache_nbytes_of,
+    computed_nbytes,
+    layer_sizes,
 )
+from streamload.offloading.views import can_be_views
 from streamload.planning.budget import overhead_nbytes
-from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.residency import (
@@ -37,9 +35,6 @@ from streamload.planning.residency import (
 from streamload.reading import free_host_nbytes
 from streamload.units import format_bytes, format_table, round_up
 
-# Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
-# matrix product gives may depend on where its weights begin.
-SLOT_ALIGNMENT_NBYTES = 512
 _SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece to
 # The chunks of layers are tried from the longest on.
 _CHUNKS = (None, 2 * 2**20, 2**19, 2**17)
@@ -259,7 +254,7 @@ def decide(
         CheckpointError: how much room a cache or tokens need is not known.
     """
     sizes = layer_sizes(options, wants, spec, groups)
-    cache_nbytes = _cache_nbytes(options, checkpoint, wants, spec, tokens) if has_layers else 0
+    cache_nbytes = cache_nbytes_of(options, checkpoint, wants, spec, tokens) if has_layers else 0
     activations = 0
     if tokens is not None:
         activations = computed_nbytes(options, checkpoint, wants, spec, tokens, has_head=has_head)
@@ -334,47 +329,6 @@ def decide(
     )
 
 
-def layer_sizes(
-    options: Options, wants: Wants, spec: DeviceSpec, groups: Sequence[Group]
-) -> list[LayerSize]:
-    """What each group takes of a device."""
-    dsts = wants.dsts(options.policy, spec.native_bf16)
-    nbytes = [dst.nbytes(math.prod(shape)) for dst, shape in zip(dsts, wants.shapes, strict=True)]
-    read = [src.nbytes(math.prod(s)) for src, s in zip(wants.srcs, wants.shapes, strict=True)]
-    return [
-        LayerSize(
-            group.name,
-            group.kind,
-            sum(round_up(nbytes[at], SLOT_ALIGNMENT_NBYTES) for at in group.wants),
-            sum(spec.resident(nbytes[at]) for at in group.wants),
-            sum(read[at] for at in group.wants),
-            group.experts,
-            group.chosen,
-            _expert_nbytes(group, nbytes),
-        )
-        for group in groups
-    ]
-
-
-def computed_nbytes(
-    options: Options,
-    checkpoint: Checkpoint,
-    wants: Wants,
-    spec: DeviceSpec,
-    tokens: int,
-    *,
-    has_head: bool = True,
-) -> int:
-    """What a pass of so many tokens computes on a device beside weights and cache, in bytes."""
-    dsts = wants.dsts(options.policy, spec.native_bf16)
-    wide = max((dst.itemsize for dst in dsts if dst.kind == "float"), default=2)
-    reused = spec.allocator in SEGMENTS
-    found = activation_nbytes(
-        *(checkpoint.config, tokens, wide), path=checkpoint.path, reused=reused, has_head=has_head
-    )
-    return found + (CUDA_WORKSPACE_NBYTES if reused else HOST_WORKSPACE_NBYTES)
-
-
 def least_scratch_nbytes(
     options: Options,
     checkpoint: Checkpoint,
@@ -432,13 +386,6 @@ def _held(sizes: Sequence[LayerSize], found: Residency, room_nbytes: int) -> tup
     return layers + held(sizes, found.experts, room_nbytes - taken)
 
 
-def _expert_nbytes(group: Group, nbytes: Sequence[int]) -> int:
-    """What one of a group's experts takes in a slot."""
-    share = 1 if group.apart else max(group.experts, 1)
-    mine = group.wants[: group.parts]
-    return sum(round_up(nbytes[at] // share, SLOT_ALIGNMENT_NBYTES) for at in mine)
-
-
 def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
     """The same with slots as an allocator with segments takes them."""
     if spec.allocator not in SEGMENTS or not found.arena_nbytes:
@@ -449,35 +396,6 @@ def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
     arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
     slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
     return replace(found, slot_nbytes=slot_nbytes)
-
-
-def _cache_nbytes(
-    options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, tokens: int | None
-) -> int:
-    """What the KV cache of all layers takes: as asked for, or that of a pass of so many tokens."""
-    cache = cache_of(options, checkpoint, tokens)
-    if cache is None:
-        return 0
-    room = CacheRoom.of(checkpoint, wants, options.policy, cache, spec.native_bf16)
-    room = room.placed(checkpoint, wants, [spec.name] * len(wants), options.policy)
-    return room.nbytes(spec, cache.request.context)
-
-
-def cache_of(options: Options, checkpoint: Checkpoint, tokens: int | None) -> KvCache | None:
-    """The KV cache to leave room for: as asked for, or that of a pass of so many tokens.
-
-    Raises:
-        CheckpointError: one was asked for, and how much it takes is not known.
-    """
-    asked, config = options.room.cache, checkpoint.config
-    if asked is not None:
-        return KvCache.of(config, asked, path=checkpoint.path)
-    if tokens is None or config.get("use_cache") is False:
-        return None
-    try:
-        return KvCache.of(config, CacheRequest(tokens), path=checkpoint.path)
-    except CheckpointError:  # a model without a cache, or nobody knows of one
-        return None
 
 
 def _streamed(

@@ -14,15 +14,13 @@ from streamload.nodes.shares import holds
 from streamload.offloading.deciding import (
     ENDLESS_NBYTES,
     OffloadPlan,
-    cache_of,
-    computed_nbytes,
     decide,
     engine_of,
-    layer_sizes,
     least_scratch_nbytes,
 )
 from streamload.offloading.entrance import check_asked
 from streamload.offloading.groups import Group, groups_of_checkpoint
+from streamload.offloading.sizes import cache_of, computed_nbytes, layer_sizes
 from streamload.options import DEFAULTS, SplitOptions, takes
 from streamload.planning.cache_room import CacheRoom
 from streamload.planning.cuts import Need

@@ -24,9 +24,10 @@ from streamload.dtypes import BY_NAME, DType
 from streamload.errors import OffloadError
 from streamload.nn import walk
 from streamload.offloading.adapter import ModelAdapter, Timed
-from streamload.offloading.deciding import SLOT_ALIGNMENT_NBYTES, OffloadPlan
+from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
+from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
 from streamload.planning.demand import Wants
 
 
