@@ -143,7 +143,9 @@ def plan(
     offload: Annotated[
         bool,
         flags.switch(
-            "--offload", "Show what would stay on the device, and what would stream at every pass."
+            "--offload",
+            "Show what would stay on the device (with --nodes on each), and what would stream at "
+            "every pass.",
         ),
     ] = False,
     tokens: Annotated[

@@ -36,8 +36,10 @@ from streamload.reading import free_host_nbytes
 from streamload.units import format_bytes, format_table, round_up
 
 _SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece to
+#: The shortest chunk of layers that is tried.
+LEAST_CHUNK_NBYTES = 2**17
 # The chunks of layers are tried from the longest on.
-_CHUNKS = (None, 2 * 2**20, 2**19, 2**17)
+_CHUNKS = (None, 2 * 2**20, 2**19, LEAST_CHUNK_NBYTES)
 #: A budget that holds nothing back.
 ENDLESS_NBYTES = 2**62
 
@@ -342,8 +344,8 @@ def least_scratch_nbytes(
     found = choose(sizes, least(sizes))
     if found is None or not (found.streams or found.experts):
         return 0
-    smallest = replace(options, knobs=replace(options.knobs, chunk_nbytes=_CHUNKS[-1]))
-    stream = _streamed(smallest, checkpoint, wants, spec, groups, found, cast, _CHUNKS[-1])
+    chunk_nbytes = options.knobs.chunk_nbytes or LEAST_CHUNK_NBYTES
+    stream = _streamed(options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes)
     return stream.devices[0].scratch_nbytes
 
 

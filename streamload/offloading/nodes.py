@@ -13,6 +13,7 @@ from streamload.load import check_nodes, node_specs, read_call, uncollected
 from streamload.nodes.shares import holds
 from streamload.offloading.deciding import (
     ENDLESS_NBYTES,
+    LEAST_CHUNK_NBYTES,
     OffloadPlan,
     decide,
     engine_of,
@@ -138,8 +139,9 @@ def split_offload(
     kept = check_asked(tokens, stay, {**DEFAULTS, **options})
     check_nodes(nodes)
     checkpoint, read, (fill, _, tied) = read_call(path, **options)
-    # how this machine reads, and its CPUs, are nothing to nodes
+    # how this machine reads, and its CPUs, are nothing to nodes: of what reading takes, the least
     knobs = replace(read.knobs, reader="pread", page_cache="keep", threads=_THREADS)
+    knobs = replace(knobs, chunk_nbytes=knobs.chunk_nbytes or LEAST_CHUNK_NBYTES)
     read = replace(read, knobs=knobs)
     wants = wants_of(checkpoint, fill)
     check_patterns("stay", kept, wants.names)
