@@ -81,9 +81,10 @@ class OffloadSplit:
             ]
             rows.append(row if rate is None else [*row, f"{made.seconds(rate):.3g} s"])
         titles = ["node", "holds", "streams", "weights", "stay", "slots", "a pass reads", "needs"]
-        titles += ["budget"] if rate is None else ["budget", "takes"]
+        titles += ["budget"] if rate is None else ["budget", "a pass takes"]
         reads = [nbytes for nbytes in self.pass_nbytes.values() if nbytes]
-        said = "all shares fit: nothing streams"
+        fits = not any(made.residency.absent for made in self.offloads)
+        said = "all shares fit: nothing streams" if fits else "a pass reads rows alone"
         if reads:
             said = (
                 f"{len(reads)} of {len(self.offloads)} nodes stream; a pass reads "
@@ -150,22 +151,21 @@ def split_offload(
     if tokens is not None:
         each = (checkpoint, wants, specs[0], tokens)
         computed = [computed_nbytes(read, *each, has_head=has_head) for has_head in (False, True)]
-    found = _assigned(checkpoint, read, wants, specs, tied, kept, tokens, computed)
-    parts, placed, where = found
+    parts, placed, where = _assigned(checkpoint, read, wants, specs, tied, kept, tokens, computed)
+    numbers: dict[str, list[int]] = {spec.name: [] for spec in specs}
+    for at, name in enumerate(where):
+        numbers[name].append(at)
     offloads = []
     for spec in specs:
         part = parts.get(spec.name)
-        numbers = [at for at, name in enumerate(where) if name == spec.name]
-        mine = Wants.of(checkpoint, [placed[at] for at in numbers])
-        here = {*mine.names}
-        shared = {name: source for name, source in tied.items() if source in here}
-        shared = {name: source for name, source in shared.items() if name not in here}
-        if part is not None:
-            shared = {name: source for name, source in part.tied if name in shared}
+        mine = Wants.of(checkpoint, [placed[at] for at in numbers[spec.name]])
+        here, pairs = {*mine.names}, tied.items() if part is None else part.tied
+        shared = {name: source for name, source in pairs if source in here and name not in here}
         sizes = mine.nbytes(read.policy, spec.native_bf16)
-        groups = groups_of_checkpoint(mine, sizes, shared, kept, checkpoint.config)
         made = decide(
-            *(read, checkpoint, mine, spec, groups, engine_of(read)),
+            *(read, checkpoint, mine, spec),
+            groups_of_checkpoint(mine, sizes, shared, kept, checkpoint.config),
+            engine_of(read),
             tokens=tokens,
             has_layers=part is None or bool(part.layers),
             has_head=part is None or part.has_head,
