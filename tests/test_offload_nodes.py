@@ -311,6 +311,25 @@ def test_a_head_that_is_the_embedding_streams_on_its_own_rank(
         close(found)
 
 
+def test_14_ranks_run_what_loads_on_16(tmp_path: Path) -> None:
+    """At a small scale: 44 layers, of which a rank has room for three."""
+    shape = replace(LLAMA_3_8B, vocab=512, dim=64, ff=160, layers=44, heads=4, kv_heads=2)
+    path, budget = tmp_path / "model", 530_000
+    SHAPES["make_checkpoint"](path, shape, dtype="float32")
+    with pytest.raises(PlanInfeasibleError, match="16 devices or nodes"):
+        streamload.split(path, nodes=boards(15, str(budget)))
+    assert streamload.split(path, nodes=boards(16, str(budget)))
+    found = begun(path, [budget] * 14)
+    try:
+        logits = expected(path)
+        for _ in range(2):
+            assert torch.equal(computed(found), logits)
+        assert all(offloaded.plan.needed_nbytes <= budget for _, _, offloaded in found)
+        assert sum(bool(offloaded.plan.residency.streams) for _, _, offloaded in found) > 1
+    finally:
+        close(found)
+
+
 def test_a_rank_may_have_the_whole_model_on_the_meta_device(path: Path) -> None:
     """It offloads its own part, and leaves the parts of others as they are."""
 
