@@ -35,7 +35,6 @@ from streamload.errors import (
     ShardNotFoundError,
 )
 from streamload.offloading.entrance import Prepared
-from streamload.options import DEFAULTS
 from streamload.planning.partition import Node
 
 torch = needs.module("torch")
@@ -591,13 +590,3 @@ def test_a_file_that_goes_between_passes_is_named_and_no_rank_hangs(
     said = [process.communicate(60) for process in processes]
     assert all(process.returncode for process in processes)
     assert f"ShardNotFoundError: {own / FILE}: no such file" in said[0][1]
-
-
-def test_defaults_are_those_of_a_load() -> None:
-    """`split_offload` and `distributed.offload` show the options of a load by name."""
-    import inspect
-
-    for function in (streamload.split_offload, distributed.offload):
-        shown = inspect.signature(function).parameters
-        assert shown["dtype"].default is DEFAULTS["dtype"]
-        assert shown["tokens"].default is None
