@@ -39,10 +39,12 @@ __version__ = "0.1.0"
 _LATER = ("diffusers", "distributed", "nn", "transformers")
 #: Names of modules that are imported when they are asked for.
 _FROM_LATER = {
+    "LayerStream": "offloading.streaming",
     "Offloaded": "offloading.entrance",
     "offload": "offloading.entrance",
     "plan_offload": "offloading.entrance",
     "split_offload": "offloading.nodes",
+    "stream_layers": "offloading.streaming",
 }
 
 

@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
 # what an example imports beyond the library's own dependencies
 NEEDED = {
     "bert.py": ("tokenizers",),
+    "own_loop.py": ("torch",),
     "pipeline.py": ("torch",),
     "torch_dispatch.py": ("torch", "accelerate"),
     "torch_module.py": ("torch",),
@@ -124,6 +125,21 @@ def test_torch_module_loads_and_predicts_as_transformers_does(small_checkpoint: 
     with torch.no_grad():
         logits = theirs(torch.tensor([[1, 2, 3, 4]])).logits[0, -1]
     assert said.splitlines()[-1].split()[2::2] == [str(t) for t in logits.topk(5).indices.tolist()]
+
+
+def test_own_loop_predicts_as_transformers_does(small_checkpoint: Path) -> None:
+    """A loop over layers that stream gives the tokens that transformers' model does."""
+    torch = needs.module("torch")
+    transformers = needs.module("transformers")
+    arguments = ("--device", "cpu", "--budget", "160kB", "--dtype", "float32")
+    said = _run("own_loop.py", small_checkpoint, *arguments)
+    assert "3 passes" in said and "stream " in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(small_checkpoint, dtype="float32")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    for _ in range(3):
+        with torch.no_grad():
+            ids = torch.cat((ids, theirs(ids).logits[:, -1:].argmax(-1)), dim=1)
+    assert said.splitlines()[-1].split()[1:] == [str(token) for token in ids[0].tolist()]
 
 
 def test_two_devices_plans_without_them(small_checkpoint: Path) -> None:

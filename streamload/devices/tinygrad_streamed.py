@@ -86,6 +86,28 @@ class TinygradSlots:
         del self._memory
 
 
+class LentSlots(TinygradSlots):
+    """The same, with tensors for loops of a user's own."""
+
+    _lent: tuple[Sequence[Tensor], Sequence[UOp]] = (), ()
+
+    def lend(self, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """Tensors over these buffers of a slot, until `take_back`."""
+        refuse_capture("a layer")
+        graphs = self.graphs(buffers)
+        tensors = [Tensor(graph) for graph in graphs]
+        self._lent = tensors, graphs
+        return tensors
+
+    def take_back(self) -> None:
+        """Compute all that waits for what was lent, which raises from now on when it is used."""
+        (tensors, graphs), self._lent = self._lent, ((), ())
+        for tensor in tensors:
+            shape = tuple(map(int, tensor.shape))
+            tensor.uop = absent("the layer before", shape, tensor.dtype, str(tensor.device))
+        settle({graph.base for graph in graphs}, copy=True)
+
+
 def view_of(buffer: Buffer, start: int, numel: int, dtype: Any) -> Buffer:
     """Elements of a buffer from byte ``start`` on, as a buffer.
 

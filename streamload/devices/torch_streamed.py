@@ -16,10 +16,6 @@ from streamload.dtypes import DType
 from streamload.errors import OffloadError
 from streamload.units import round_up
 
-#: Tensors in a slot begin at multiples of this: of torch's allocators, CUDA's rounds to it and the
-#: CPU's to 64. What a matrix product gives may depend on where its weights begin.
-ALIGNMENT_NBYTES = 512
-
 _SLOT = "_streamload_slot"  # on a weight in a slot
 
 # What may be asked of a weight that is not there: what it is.
@@ -113,15 +109,18 @@ class TorchSlots:
         memory: torch.Tensor,
         starts: Sequence[int],
         layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]],
+        alignment_nbytes: int,
     ) -> None:
         """Take memory.
 
         Args:
             memory: a flat uint8 tensor of all slots.
-            starts: the first byte of each slot, a multiple of `ALIGNMENT_NBYTES`.
+            starts: the first byte of each slot, a multiple of the alignment.
             layers: dtypes and shapes of the placements of each.
+            alignment_nbytes: tensors in a slot begin at multiples of this.
         """
         self._memory, self._starts, self._layers = memory, starts, layers
+        self._alignment_nbytes = alignment_nbytes
         self._views: dict[Any, list[torch.Tensor]] = {}
 
     def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
@@ -136,16 +135,35 @@ class TorchSlots:
         for dtype, shape in self._layers[layer]:
             nbytes = dtype.nbytes(_numel(shape))
             flat = self._memory[at : at + nbytes].view(TO_TORCH[dtype.name])
-            made = nn.Parameter(flat.view(shape), requires_grad=False)
-            setattr(made, _SLOT, True)
-            yield made
-            at += round_up(nbytes, ALIGNMENT_NBYTES)
+            yield self._held(flat.view(shape))
+            at += round_up(nbytes, self._alignment_nbytes)
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a module holds of a tensor in a slot."""
+        made = nn.Parameter(tensor, requires_grad=False)
+        setattr(made, _SLOT, True)
+        return made
 
     def close(self) -> None:
         """Let go of the memory, even where something still refers to a view."""
         for view in (self._memory, *(each for views in self._views.values() for each in views)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
         self._views.clear()
+
+
+class TensorSlots(TorchSlots):
+    """The same, of plain tensors, for loops of a user's own."""
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What a loop gets of the buffers of a slot, until `take_back`."""
+        return buffers
+
+    def take_back(self) -> None:
+        """Let a ``backward`` that needs what was lent raise: it would read the next layer."""
+        torch.autograd.graph.increment_version(self._memory)
 
 
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:

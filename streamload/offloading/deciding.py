@@ -10,6 +10,7 @@ from itertools import accumulate
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
+from streamload.dtypes import DType
 from streamload.errors import PlanInfeasibleError
 from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.sizes import (
@@ -92,6 +93,13 @@ class OffloadPlan:
         for name in self.residency.experts:
             counts += [by_name[name].parts] * by_name[name].experts
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
+
+    @property
+    def slot_kinds(self) -> list[list[tuple[DType, tuple[int, ...]]]]:
+        """Dtypes and shapes of the placements of each layer that streams, and of each expert."""
+        assert self.stream is not None
+        kinds = self.stream.placements.kinds
+        return [[(kinds[at].dst, kinds[at].shape) for at in each] for each in self.layer_placements]
 
     @property
     def experts(self) -> list[int]:

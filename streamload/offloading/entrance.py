@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, Unpack
+from typing import Any, Protocol, Self, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from streamload.decide import Decision, Options, Place, wants_of
@@ -20,9 +20,10 @@ from streamload.offloading.deciding import OffloadPlan, decide, engine_of, strea
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.host import HostFile
-from streamload.offloading.layers import Layer
-from streamload.offloading.report import ExpertReport, OffloadReport
+from streamload.offloading.layers import Layer, SlotMemory
+from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Rounds
+from streamload.offloading.views import FileViews
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.planner import CastChoice
@@ -60,28 +61,7 @@ class Offloaded:
     @property
     def report(self) -> OffloadReport:
         """What it did so far."""
-        timed, rounds = self._model.timed, self._rounds
-        names = self.plan.residency.streams
-        stats = rounds.stats if rounds is not None else None
-        return OffloadReport(
-            plan=self.plan,
-            load=self.load,
-            passes=timed.passes,
-            read_nbytes=stats.read_nbytes if stats else 0,
-            seconds=timed.seconds,
-            stalls=dict(zip(names, stats.stalls, strict=True)) if stats else {},
-            misses=stats.misses if stats else 0,
-            wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats and stats.busy_s else 0.0,
-            experts=self._experts() if rounds is not None else {},
-        )
-
-    def _experts(self) -> dict[str, ExpertReport]:
-        assert self._rounds is not None
-        cache = self._rounds.experts
-        rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
-        return dict(
-            zip(self.plan.residency.experts, (ExpertReport(*row) for row in rows), strict=True)
-        )
+        return OffloadReport.of(self.plan, self.load, self._model.timed, self._rounds)
 
     def close(self) -> None:
         """End the streaming and give the slots back.
@@ -194,7 +174,7 @@ class Prepared:
             raise OffloadError(f"a model is offloaded to one device, not to {names}")
         match = place.match(checkpoint, read, found, strictness, suggest)
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
-        spec, cast = _described(place, read, wants)
+        spec, cast = device_of(place, read, wants)
         module, kind = _MODELS[place.owner.name]
         adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
             place.model, match.parameters, asked.layers
@@ -215,7 +195,7 @@ class Prepared:
         )
         stays = {*made.residency.stays}
         kept = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
-        load = _loaded(made, place, checkpoint, read, found, kept, strictness)
+        load = load_of_stays(made, place, checkpoint, read, found, kept, strictness)
         return cls(made, load, wants, spec, read, checkpoint, adapter)
 
     @property
@@ -231,14 +211,9 @@ class Prepared:
         try:
             adapter.empty(made, self.wants)
             report = run(self.load, progress, clock)
-            if made.stream is not None:
-                source = checkpoint
-                if made.host:
-                    tensors = made.tensors_of(made.host, self.wants)
-                    kept_file = HostFile(checkpoint, tensors, keeps=made.cached)
-                    source = kept_file.checkpoint
-                    made = streamed_from(made, self.read, source, self.wants, self.spec)
-                rounds = _rounds(made, source, device, adapter, self.read)
+            made, rounds, kept_file = begin(
+                made, checkpoint, self.wants, self.spec, device, adapter, self.read
+            )
             out_of_range = self.read.knobs.out_of_range
             if made.residency.absent:
                 adapter.put(made, checkpoint, self.wants, self.dsts, device, rounds, out_of_range)
@@ -386,7 +361,7 @@ def check_asked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) 
     return Selection.parse(stay).select
 
 
-def _described(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
+def device_of(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
     """The device, and the cast engine."""
     policy, knobs = read.policy, read.knobs
     specs = place.specs(read, wants.needs_native_bf16(policy))
@@ -395,7 +370,7 @@ def _described(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, C
     return spec, engine_of(read)
 
 
-def _loaded(
+def load_of_stays(
     made: OffloadPlan,
     place: Place,
     checkpoint: Checkpoint,
@@ -408,7 +383,7 @@ def _loaded(
     fill, _, tied = found
     chosen = set(names)
     kept = [p for p in place.parameters if chosen.intersection(p.names)]
-    theirs = {each for p in kept for each in p.names}
+    theirs = {each for p in kept for each in p.names} if place.owner is not None else chosen
     part = replace(place, parameters=kept, reusable={}, held=dict.fromkeys(place.held, 0))
     rest = {name: source for name, source in fill.items() if name in theirs}
     ties = {name: other for name, other in tied.items() if name in theirs}
@@ -417,8 +392,41 @@ def _loaded(
     return Decision.make(part, checkpoint, options, (rest, [], ties), strictness)
 
 
+class Memory(Protocol):
+    """Where what streams is on a device."""
+
+    def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
+        """Allocate the slots."""
+
+    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
+        """Map the files of what streams, where the device computes on mapped files."""
+
+
+def begin(
+    made: OffloadPlan,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    device: Device,
+    memory: Memory,
+    read: Options,
+) -> tuple[OffloadPlan, Rounds | None, HostFile | None]:
+    """Read what host memory keeps, and allocate the slots; beside them, the plan of both."""
+    if made.stream is None:
+        return made, None, None
+    if not made.host:
+        return made, _rounds(made, checkpoint, device, memory, read), None
+    kept = HostFile(checkpoint, made.tensors_of(made.host, wants), keeps=made.cached)
+    try:
+        made = streamed_from(made, read, kept.checkpoint, wants, spec)
+        return made, _rounds(made, kept.checkpoint, device, memory, read), kept
+    except BaseException:
+        kept.close()
+        raise
+
+
 def _rounds(
-    made: OffloadPlan, checkpoint: Checkpoint, device: Device, adapter: ModelAdapter, read: Options
+    made: OffloadPlan, checkpoint: Checkpoint, device: Device, memory: Memory, read: Options
 ) -> Rounds:
     """Allocate the slots."""
     assert made.stream is not None
@@ -431,10 +439,10 @@ def _rounds(
         Layer(name, placements, slots, sum(kinds[at].src_nbytes for at in placements))
         for (name, slots), placements in zip(names, made.layer_placements, strict=True)
     ]
-    views = adapter.views(made, checkpoint, device) if made.views else None
-    memory = views or adapter.slots(made, device)
+    views = memory.views(made, checkpoint, device) if made.views else None
+    slots = views or memory.slots(made, device)
     return Rounds(
-        *(made.stream, checkpoint, device, layers, memory, residency.slots, read.changes),
+        *(made.stream, checkpoint, device, layers, slots, residency.slots, read.changes),
         views=views,
         experts=ExpertCache(made.experts, residency.cache_slots),
     )

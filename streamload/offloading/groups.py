@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,72 @@ def groups_of_checkpoint(
             kind = "rows" if len(wants.shapes[numbers[0]]) == 2 else "fixed"
         groups.append(Group(name, tuple(numbers), kind))
     return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a loop of a user's own gets at once.
+
+    Attributes:
+        name: of the layer; of what is outside of layers, see `streamload.split`.
+        wants: the numbers of its tensors among all that is wanted, by name.
+    """
+
+    name: str
+    wants: Mapping[str, int]
+
+
+def steps_of_checkpoint(
+    wants: Wants,
+    nbytes: Sequence[int],
+    tied: Mapping[str, str],
+    stay: Sequence[str] = (),
+    layers: Sequence[str] = (),
+) -> tuple[list[Step], list[Group]]:
+    """The steps of a loop of a user's own, in the order in which they run, and their groups.
+
+    What is outside of layers has steps of its own: the embedding, the head with what comes before
+    it, and the ends of stacks in the middle of a model. A weight that two of them use stays.
+
+    Args:
+        wants: all tensors.
+        nbytes: of each on the device.
+        tied: names that are not stored, and whose tensor they share.
+        stay: patterns of names of tensors that stay.
+        layers: patterns of names of modules that are layers. Where there are some, the order is
+            that of the names.
+
+    Raises:
+        ValueError: no module has a name that matches a pattern in ``layers``.
+    """
+    number_of = {name: number for number, name in enumerate(wants.names)}
+    found: dict[str, dict[str, int]] = {}
+    stated = _stated(wants.names, layers)
+    for name, layer in stated.items():
+        found.setdefault(layer, {})[name] = number_of[name]
+    items = [item for item in map(Item, wants.names, nbytes) if item.name not in stated]
+    shared = {name: other for name, other in tied.items() if other not in stated}
+    for unit in units_of(items, tied=shared):
+        mine = found.setdefault(unit.name, {})
+        mine.update((item.name, number_of[item.name]) for item in unit.items)
+        mine.update((name, number_of[other]) for name, other in unit.tied)
+    steps = [Step(*each) for each in found.items()]
+    if layers:
+        steps.sort(key=lambda step: min(step.wants.values()))
+    users = Counter(at for step in steps for at in step.wants.values())
+    groups = []
+    placed: set[int] = set()
+    for step in steps:
+        numbers = [at for at in dict.fromkeys(step.wants.values()) if at not in placed]
+        placed.update(numbers)
+        fixed = {at for at in numbers if users[at] > 1 or matches(wants.names[at], stay)}
+        rest = tuple(at for at in numbers if at not in fixed)
+        if fixed:
+            name = f"{step.name} (stays)" if rest else step.name
+            groups.append(Group(name, tuple(sorted(fixed)), "fixed"))
+        if rest:
+            groups.append(Group(step.name, rest, "layer"))
+    return steps, groups
 
 
 def _experts_by_name(wants: Wants, chosen: int, stay: Sequence[str]) -> list[Group]:

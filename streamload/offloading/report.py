@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from streamload.offloading.adapter import Timed
 from streamload.offloading.deciding import OffloadPlan
+from streamload.offloading.rounds import Rounds
 from streamload.report import LoadReport
 from streamload.units import format_bytes
 
@@ -57,6 +59,28 @@ class OffloadReport:
     misses: int
     wire_nbytes_per_s: float
     experts: Mapping[str, ExpertReport] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, plan: OffloadPlan, load: LoadReport, timed: Timed, rounds: Rounds | None
+    ) -> OffloadReport:
+        """What passes and rounds did so far; None: nothing streams."""
+        if rounds is None:
+            return cls(plan, load, timed.passes, 0, timed.seconds, {}, 0, 0.0)
+        stats, cache = rounds.stats, rounds.experts
+        rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
+        experts = (ExpertReport(*row) for row in rows)
+        return cls(
+            plan=plan,
+            load=load,
+            passes=timed.passes,
+            read_nbytes=stats.read_nbytes,
+            seconds=timed.seconds,
+            stalls=dict(zip(plan.residency.streams, stats.stalls, strict=True)),
+            misses=stats.misses,
+            wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats.busy_s else 0.0,
+            experts=dict(zip(plan.residency.experts, experts, strict=True)),
+        )
 
     @property
     def resident_nbytes(self) -> int:

@@ -103,15 +103,10 @@ class TinygradModel(ModelAdapter):
     def slots(self, plan: OffloadPlan, device: Device) -> TinygradSlots:
         """Allocate the slots."""
         found = plan.residency
-        assert plan.stream is not None
-        kinds = plan.stream.placements.kinds
-        layers = [
-            [(kinds[at].dst, kinds[at].shape) for at in placements]
-            for placements in plan.layer_placements
-        ]
         memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
         self._device = device
-        self._slots = TinygradSlots(memory, found.slot_starts, layers, SLOT_ALIGNMENT_NBYTES)
+        where = memory, found.slot_starts, plan.slot_kinds
+        self._slots = TinygradSlots(*where, SLOT_ALIGNMENT_NBYTES)
         return self._slots
 
     def begin_streaming(

@@ -41,6 +41,7 @@ from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
+from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.views import FileViews
 from streamload.planning.demand import Wants
 
@@ -159,15 +160,8 @@ class TorchModel(ModelAdapter):
     def slots(self, plan: OffloadPlan, device: Device) -> TorchSlots:
         """Allocate the slots."""
         found = plan.residency
-        assert plan.stream is not None
-        kinds = plan.stream.placements.kinds
-        layers = [
-            [(kinds[at].dst, kinds[at].shape) for at in placements]
-            for placements in plan.layer_placements
-        ]
-        return TorchSlots(
-            device.allocate(BY_NAME["uint8"], (found.arena_nbytes,)), found.slot_starts, layers
-        )
+        memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
+        return TorchSlots(memory, found.slot_starts, plan.slot_kinds, SLOT_ALIGNMENT_NBYTES)
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
         """Map the files of what streams."""
