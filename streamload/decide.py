@@ -385,6 +385,7 @@ class Decision:
         strictness: Strictness,
         suggest: Callable[[], Sequence[Suggestion]] = tuple,
         offers: Collection[str] = ("quant", "residence", "device"),
+        instead: Callable[[PlanInfeasibleError, Match, Wants], Sequence[str]] | None = None,
     ) -> Decision:
         """Match and plan.
 
@@ -396,6 +397,7 @@ class Decision:
             strictness: whether model and checkpoint must have the same names and shapes.
             suggest: says what to write where they have not.
             offers: what the entrance takes of the options that may make a load fit.
+            instead: says which other calls there are for a model that does not fit.
         """
         fill, _, tied = found
         match = None
@@ -430,12 +432,14 @@ class Decision:
         except PlanInfeasibleError as error:
             if error.reason and not place.pages_are_known:
                 error = error.suggesting((), "/proc/self/pagemap cannot be read: " + error.reason)
-            instead = []
+            fits = []
             if "quant" in offers and not options.quant and not place.coded and demand.may_try():
-                instead = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
-            instead += demand.mapped() if "residence" in offers else []
-            instead += demand.wider() if "device" in offers else []
-            raise error.suggesting(instead) from None
+                fits = QuantPolicy.that_fits(lambda q: demanded(q).planned(place.devices)[0])
+            fits += demand.mapped() if "residence" in offers else []
+            fits += demand.wider() if "device" in offers else []
+            if instead is not None and match is not None and demand.may_try():
+                fits += instead(error, match, demand.wants)
+            raise error.suggesting(fits) from None
         place.devices.check_buffers(made)
         if options.changes.by_tensor:
             _check_changes(made)

@@ -407,7 +407,7 @@ def _load(
         try:
             return load_state_dict(model, checkpoint, **asked)
         except PlanInfeasibleError as error:  # what is no option here would not help
-            raise error.without("quant=", "device=") from None
+            raise error.without("quant=", "device=", "streamload.offload(") from None
 
     return without_stale_notes(load_untied(load, *parts.values()), model)
 

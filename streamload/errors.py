@@ -353,6 +353,12 @@ class PlanInfeasibleError(BudgetError):
         kept = [line for line in self.would_fit if not line.startswith(beginnings)]
         return PlanInfeasibleError(**{**self._facts, "would_fit": kept})
 
+    def calling(self, call: str, instead: str) -> PlanInfeasibleError:
+        """The same error with other words for a call that would fit; without it for ""."""
+        lines = [line for line in self.would_fit if line.startswith(call)]
+        said = [f"{instead} {line[line.rindex('(') :]}" for line in lines if instead]
+        return self.without(call).suggesting(said)
+
     def suggesting(self, also: Sequence[str], reason: str = "") -> PlanInfeasibleError:
         """The same error with more that would fit, and with another reason if one is given."""
         return PlanInfeasibleError(

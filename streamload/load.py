@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from streamload.decide import Decision, Options, Place
+from streamload.decide import Decision, Options, Place, wants_of
 from streamload.dequantise import all_names, asked, asked_by_model, dequantised
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
@@ -26,6 +26,7 @@ from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.lookup import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
 from streamload.mapping import Found, sources
+from streamload.match import Match
 from streamload.options import (
     DEFAULTS,
     NO_TRANSFER,
@@ -36,7 +37,7 @@ from streamload.options import (
     takes,
 )
 from streamload.planning.budget import STAGING, Ledger, canonical_device
-from streamload.planning.demand import DeviceSpec
+from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
@@ -98,8 +99,18 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
             strict=strictness.strict,
         )
+
+        def instead(error: PlanInfeasibleError, match: Match, wants: Wants) -> list[str]:
+            from streamload.offloading.instead import offload_instead  # few need it
+
+            given = {**options, "path": path}
+            return offload_instead(error, place, checkpoint, read, match, wants, given)
+
         try:
-            decided = Decision.make(place, checkpoint, read, found, strictness, wanted.suggestions)
+            decided = Decision.make(
+                *(place, checkpoint, read, found, strictness, wanted.suggestions),
+                instead=instead,
+            )
         except StateDictMismatchError as error:
             raise error.or_by(call_of_library(model, checkpoint.path)) from None
         try:
@@ -155,7 +166,18 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
         ValueError: an argument is invalid.
     """
     checkpoint, read, found = read_call(path, **options)
-    return _planned(checkpoint, read, found, partial(described, read, options["device"]))
+    specs = partial(described, read, options["device"])
+    try:
+        return _planned(checkpoint, read, found, specs)
+    except PlanInfeasibleError as error:
+        from streamload.offloading.instead import plan_offload_instead  # few need it
+
+        looked = read.casting(specs(wants_of(checkpoint, found[0]).needs_native_bf16(read.policy)))
+        if len(looked) > 1:
+            raise
+        given = {**options, "path": path}
+        rest = plan_offload_instead(error, checkpoint, read, found, looked[0], given)
+        raise error.suggesting(rest) from None
 
 
 def described(

@@ -401,6 +401,21 @@ def test_from_pretrained_loads_what_fits_and_leaves_room_for_tokens(tmp_path: Pa
         from_pretrained(path, device="cpu", tokens=300)
 
 
+def test_from_pretrained_takes_what_offload_takes(tmp_path: Path) -> None:
+    """Layers by pattern, and the host's memory; each is refused without ``offload``."""
+    path = tmp_path / "model"
+    models.built("llama").save_pretrained(path)
+    given: dict[str, Any] = {"device": "cpu", "budget": 600_000, "offload": True}
+    model = from_pretrained(path, layers="model.layers.*.mlp", host="10MB", **given)
+    plan = model.streamload_offload.plan
+    assert any(name.endswith(".mlp") for name in plan.residency.streams)
+    assert plan.host == plan.residency.streams
+    _same_again(model, models.built("llama"))
+    for name, value in (("layers", "model.layers.*"), ("host", "1MB"), ("stay", "*")):
+        with pytest.raises(ValueError, match=f"{name} says how"):
+            from_pretrained(path, device="cpu", **{name: value})
+
+
 _MEASURED = """
 import ctypes, sys, torch
 from pathlib import Path

@@ -209,6 +209,23 @@ def test_every_budget_gives_what_the_resident_model_gives(device: str, folder: P
     assert streamed[0] > 0
 
 
+def test_an_error_of_a_load_names_the_call_that_runs(device: str, folder: Path) -> None:
+    """From the least budget on, and the call does."""
+    smallest = least(Model(), folder, device)
+    expected = resident(folder, device)
+    for budget in (smallest - 1, smallest, (smallest + nbytes_of(folder)) // 2):
+        model = Model()
+        with pytest.raises(PlanInfeasibleError) as caught:
+            streamload.load_state_dict(model, folder, device=device, budget=budget, progress=False)
+        lines = [line for line in caught.value.would_fit if "streamload.offload(" in line]
+        assert len(lines) == (budget >= smallest)
+        for line in lines:
+            call = line.rsplit(" (", 1)[0]
+            with eval(call, {"streamload": streamload, "model": model}) as offloaded:
+                assert offloaded.plan.needed_nbytes <= budget
+                assert np.array_equal(generate(model, device), expected)
+
+
 def test_layers_in_host_memory(device: str, folder: Path) -> None:
     """They come from there, with the same values, and none of them from the file."""
     expected = resident(folder, device)

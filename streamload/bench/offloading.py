@@ -126,6 +126,9 @@ def measure(
     peers: Sequence[str] = (),
     peer_budget: str | None = None,
     dtype: str = "checkpoint",
+    stay: Sequence[str] = (),
+    layers: Sequence[str] = (),
+    host: float | str = 0,
     timeout_s: float = 600.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> OffloadBench:
@@ -140,6 +143,9 @@ def measure(
         peers: names in `PEERS`.
         peer_budget: what peers may hold on the device; None for the second least budget.
         dtype: what all floats become.
+        stay: as in `streamload.offload`; so are ``layers`` and ``host``.
+        layers: see ``stay``.
+        host: see ``stay``.
         timeout_s: for each answer of a process.
         say: told what was measured, a line for each process.
 
@@ -147,17 +153,12 @@ def measure(
         PlanInfeasibleError: not even the least fits.
         CheckpointError: the checkpoint is invalid.
     """
-    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, device, dtype, tokens)
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "tokens": tokens}
+    how |= {"stay": list(stay), "layers": list(layers), "host": host}
+    sizes = [parse_bytes(budget) for budget in budgets] or _budgets(path, how)
     points = []
     for nbytes in sizes:
-        job = call(
-            f"{_MODULE}:passes",
-            path=path,
-            device=device,
-            budget=nbytes,
-            tokens=tokens,
-            dtype=dtype,
-        )
+        job = call(f"{_MODULE}:passes", path=path, budget=nbytes, **how)
         points.append(_measured(OURS, nbytes, job, runs, timeout_s))
         say(points[-1].said)
     allowed = parse_bytes(peer_budget) if peer_budget else sizes[min(1, len(sizes) - 1)]
@@ -169,9 +170,8 @@ def measure(
     return OffloadBench(path, device, tokens, tuple(points))
 
 
-def _budgets(path: str, device: str, dtype: str, tokens: int) -> list[int]:
+def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:
     """Budgets from the least that will do to all."""
-    given: dict[str, Any] = {"dtype": dtype, "device": device, "tokens": tokens}
     whole: OffloadPlan = plan_offload(path, budget=ENDLESS_NBYTES, **given)
     most, least = whole.needed_nbytes, 1
     low, high = 0, most

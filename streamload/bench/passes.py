@@ -11,9 +11,9 @@ from streamload.errors import DeviceError
 
 
 def passes(
-    path: str, device: str, budget: int, tokens: int, dtype: str
+    path: str, device: str, budget: int, tokens: int, dtype: str, **how: Any
 ) -> Callable[[], dict[str, Any]]:
-    """Passes of ours."""
+    """Passes of ours; ``how``: what else says how it is offloaded."""
     from streamload.transformers import from_pretrained
 
     model = from_pretrained(
@@ -24,6 +24,7 @@ def passes(
         offload=True,
         tokens=tokens,
         progress=False,
+        **how,
     )
     report = model.streamload_offload.report
     return _lap(model, device, tokens, {"pass_nbytes": report.pass_nbytes})

@@ -70,6 +70,9 @@ def bench(
         ),
     ] = False,
     tokens: Annotated[int, flags.option("N", "With --offload: tokens of a pass.")] = 128,
+    stay: flags.StayOption = None,
+    layers: flags.LayersOption = None,
+    host: flags.HostOption = None,
     no_progress: flags.NoProgressOption = False,
 ) -> None:
     """Compare loaders on one checkpoint and device.
@@ -84,6 +87,9 @@ def bench(
             device or environment_device() or "cpu",
             budgets=budget.split(",") if budget else (),
             tokens=tokens,
+            stay=stay or (),
+            layers=layers or (),
+            host=host or 0,
             runs=runs,
             peers=[] if peers in (None, "none") else [n.strip() for n in str(peers).split(";")],
             dtype=dtype,
@@ -93,6 +99,7 @@ def bench(
             svg_file=svg_file,
         )
         return
+    flags.refuse_without_offload({"stay": stay, "layers": layers, "host": host})
     from streamload.bench.compare import Options, compare
     from streamload.bench.loaders import OURS
 

@@ -2,7 +2,7 @@
 
 # annotations are evaluated here, once: two commands look at them
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 import typer
@@ -58,6 +58,25 @@ SelectOption = Annotated[
 ]
 ExcludeOption = Annotated[
     list[str] | None, option("PATTERN", "Not tensors whose name matches; repeatable.")
+]
+TokensOption = Annotated[
+    int | None,
+    option("N", "With --offload: leave room for what a pass of so many computes."),
+]
+StayOption = Annotated[
+    list[str] | None,
+    option("PATTERN", "With --offload: parameters that stay, such as 'lm_head.*'; repeatable."),
+]
+LayersOption = Annotated[
+    list[str] | None,
+    option(
+        "PATTERN",
+        "With --offload: modules that are layers, where names do not tell; repeatable.",
+    ),
+]
+HostOption = Annotated[
+    str | None,
+    option("SIZE", "With --offload: most bytes of layers that host memory keeps, such as 8GB."),
 ]
 NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
 JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
@@ -146,6 +165,13 @@ class LoadFlags(TypedDict, total=False):
         str | None,
         option("DTYPE", "With --context: the dtype of the cache. Default: that of the weights."),
     ]
+
+
+def refuse_without_offload(given: Mapping[str, object]) -> None:
+    """Raise BadParameter for flags of ``--offload`` where that is not given."""
+    names = [f"--{name}" for name, value in given.items() if value is not None]
+    if names:
+        raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
 
 
 def read_path(path: str, variant: str | None) -> CheckpointLike:

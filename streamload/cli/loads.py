@@ -20,12 +20,10 @@ from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines, printable
 from streamload.devices.names import framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
-from streamload.errors import DeviceNotFoundError
+from streamload.errors import DeviceNotFoundError, PlanInfeasibleError
 from streamload.load import load_state_dict, split
 from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch
-from streamload.offloading.entrance import plan_offload
-from streamload.offloading.nodes import split_offload
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
 from streamload.planning.plan import PARTS, Plan
@@ -148,10 +146,10 @@ def plan(
             "every pass.",
         ),
     ] = False,
-    tokens: Annotated[
-        int | None,
-        flags.option("N", "With --offload: leave room for what a pass of so many computes."),
-    ] = None,
+    tokens: flags.TokensOption = None,
+    stay: flags.StayOption = None,
+    layers: flags.LayersOption = None,
+    host: flags.HostOption = None,
     rate: Annotated[
         str | None,
         flags.option(
@@ -166,16 +164,32 @@ def plan(
     """Show what a load would do, and whether it fits. Reads headers only."""
     asked = flags.read_flags(given)
     if offload and (several := flags.read_nodes(nodes, given["budget"], given["device"])):
+        from streamload.offloading.nodes import split_offload  # few need it
+
+        if layers or host:
+            raise typer.BadParameter("--layers and --host are for one device, without --nodes")
         over_nodes = split_offload(
-            flags.read_path(path, variant), nodes=several, tokens=tokens, **asked
+            flags.read_path(path, variant),
+            nodes=several,
+            tokens=tokens,
+            stay=stay or (),
+            **asked,
         )
         per_second = None if rate is None else parse_bytes(rate)
         show = over_nodes.to_json if as_json else over_nodes.table
         print_lines(*show(per_second).splitlines())
         return
     if offload:
+        from streamload.offloading.entrance import plan_offload  # few need it
+
         found = plan_offload(
-            flags.read_path(path, variant), tokens=tokens, **flags.read_place(given), **asked
+            flags.read_path(path, variant),
+            tokens=tokens,
+            stay=stay or (),
+            layers=layers or (),
+            host=host or 0,
+            **flags.read_place(given),
+            **asked,
         )
         if as_json:
             print_lines(found.to_json())
@@ -185,14 +199,17 @@ def plan(
             seconds = found.seconds(parse_bytes(rate))
             print_lines(f"{seconds:.3g} s a pass for transfers, at {rate} a second")
         return
-    if tokens is not None or rate is not None:
-        raise typer.BadParameter("--tokens and --rate are for --offload")
+    for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
+    flags.refuse_without_offload(for_offload)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
     checkpoint = flags.read_path(path, variant)
     if over is not None:
         made = split(checkpoint, nodes=over, **asked)
     else:
-        made = plan_load(checkpoint, **flags.read_place(given), **asked)
+        try:
+            made = plan_load(checkpoint, **flags.read_place(given), **asked)
+        except PlanInfeasibleError as error:
+            raise error.calling("streamload.plan_offload(", "--offload") from None
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"

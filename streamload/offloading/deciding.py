@@ -95,7 +95,7 @@ class OffloadPlan:
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
 
     @property
-    def slot_kinds(self) -> list[list[tuple[DType, tuple[int, ...]]]]:
+    def layer_shapes(self) -> list[list[tuple[DType, tuple[int, ...]]]]:
         """Dtypes and shapes of the placements of each layer that streams, and of each expert."""
         assert self.stream is not None
         kinds = self.stream.placements.kinds
@@ -468,6 +468,8 @@ def _load_of(
         try:
             return free.plan(checkpoint, mine, [roomy], {}, cast).devices[0]
         except PlanInfeasibleError as error:
+            if error.needed_nbytes <= room_nbytes:  # it is not the room that is too small
+                raise
             room_nbytes = error.needed_nbytes
 
 

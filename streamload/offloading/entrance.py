@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, Unpack
@@ -21,22 +20,16 @@ from streamload.offloading.experts import ExpertCache
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.host import HostFile
 from streamload.offloading.layers import Layer, SlotMemory
+from streamload.offloading.models import adapter_of, check_place, device_of
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.views import FileViews
 from streamload.options import NO_TRANSFER, LoadOptions, PlanOptions, Strictness, takes
 from streamload.planning.demand import DeviceSpec, Wants
-from streamload.planning.planner import CastChoice
 from streamload.progress import Progress
 from streamload.report import Clock, LoadReport
 from streamload.selection import Patterns, Selection, check_patterns
 from streamload.units import parse_bytes
-
-#: By framework, the `ModelAdapter` that knows its models.
-_MODELS: Mapping[str, tuple[str, str]] = {
-    "torch": ("streamload.offloading.torch_model", "TorchModel"),
-    "tinygrad": ("streamload.offloading.tinygrad_model", "TinygradModel"),
-}
 
 
 class Offloaded:
@@ -164,21 +157,11 @@ class Prepared:
             suggest: says what to write where they have not.
             part: what a rank has of the model; None for all of it.
         """
-        if place.owner is None:
-            raise OffloadError("offload needs a model: its layers are brought when they compute")
-        if place.owner.name not in _MODELS:
-            name = type(place.model).__module__
-            raise OffloadError(f"models of {name} are not offloaded here")
-        if len(place.devices.opened) != 1:
-            names = ", ".join(place.devices.opened)
-            raise OffloadError(f"a model is offloaded to one device, not to {names}")
+        check_place(place)
         match = place.match(checkpoint, read, found, strictness, suggest)
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec, cast = device_of(place, read, wants)
-        module, kind = _MODELS[place.owner.name]
-        adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
-            place.model, match.parameters, asked.layers
-        )
+        adapter = adapter_of(place, match, asked.layers)
         if part is None:  # what stays may be with another rank
             names_there = [n for p in match.parameters.values() for n in p.names]
             check_patterns("stay", asked.stay, names_there)
@@ -306,6 +289,7 @@ def plan_offload(
     *,
     tokens: int | None = None,
     stay: Patterns = (),
+    layers: Patterns = (),
     host: float | str = 0,
     **options: Unpack[PlanOptions],
 ) -> OffloadPlan:
@@ -316,8 +300,9 @@ def plan_offload(
 
     Args:
         path: as in `streamload.load_state_dict`, or an open checkpoint.
-        tokens: as in `offload`; so are ``stay`` and ``host``.
+        tokens: as in `offload`; so are ``stay``, ``layers`` and ``host``.
         stay: see ``tokens``.
+        layers: see ``tokens``.
         host: see ``tokens``.
         device: one device.
         **options: see `streamload.plan`.
@@ -336,7 +321,8 @@ def plan_offload(
     (spec,) = read.casting(specs)
     check_patterns("stay", kept, wants.names)
     sizes = wants.nbytes(read.policy, spec.native_bf16)
-    groups = groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config)
+    patterns = Selection.parse(layers).select
+    groups = groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config, patterns)
     return decide(
         *(read, checkpoint, wants, spec, groups, engine_of(read)),
         tokens=tokens,
@@ -359,15 +345,6 @@ def check_asked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) 
     if device is not None and not isinstance(device, str) and isinstance(device, Sequence):
         raise ValueError(f"a model is offloaded to one device, not to {device!r}")
     return Selection.parse(stay).select
-
-
-def device_of(place: Place, read: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
-    """The device, and the cast engine."""
-    policy, knobs = read.policy, read.knobs
-    specs = place.specs(read, wants.needs_native_bf16(policy))
-    clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
-    (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
-    return spec, engine_of(read)
 
 
 def load_of_stays(

@@ -105,6 +105,7 @@ def groups_of_checkpoint(
     tied: Mapping[str, str],
     stay: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
+    layers: Sequence[str] = (),
 ) -> list[Group]:
     """The groups of a checkpoint without a model: what its names tell.
 
@@ -117,10 +118,11 @@ def groups_of_checkpoint(
         tied: names that are not stored, and whose tensor they share.
         stay: patterns of names of tensors that stay.
         config: the checkpoint's ``config.json``, for how many experts a token chooses.
+        layers: patterns of names of modules that are layers.
     """
     groups = _experts_by_name(wants, experts_chosen(config or {}), stay)
     taken = {at for group in groups for at in group.wants}
-    for name, every, in_layer in groups_by_name(wants.names, nbytes):
+    for name, every, in_layer in groups_by_name(wants.names, nbytes, layers):
         numbers = [at for at in every if at not in taken]
         if not numbers:
             continue

@@ -17,10 +17,11 @@ from streamload.errors import OffloadError
 from streamload.load import read_call, run, uncollected
 from streamload.offloading.adapter import Timed
 from streamload.offloading.deciding import OffloadPlan, decide
-from streamload.offloading.entrance import begin, check_asked, device_of, load_of_stays
+from streamload.offloading.entrance import begin, check_asked, load_of_stays
 from streamload.offloading.groups import Step, steps_of_checkpoint
 from streamload.offloading.host import HostFile
 from streamload.offloading.layers import SlotMemory
+from streamload.offloading.models import device_of
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
@@ -62,7 +63,7 @@ class _Memory:
         module, kind = _SLOTS[self._framework]
         memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
         self.lent = getattr(importlib.import_module(module), kind)(
-            memory, plan.residency.slot_starts, plan.slot_kinds, SLOT_ALIGNMENT_NBYTES
+            memory, plan.residency.slot_starts, plan.layer_shapes, SLOT_ALIGNMENT_NBYTES
         )
         assert self.lent is not None
         return self.lent

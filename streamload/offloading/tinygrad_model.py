@@ -105,7 +105,7 @@ class TinygradModel(ModelAdapter):
         found = plan.residency
         memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
         self._device = device
-        where = memory, found.slot_starts, plan.slot_kinds
+        where = memory, found.slot_starts, plan.layer_shapes
         self._slots = TinygradSlots(*where, SLOT_ALIGNMENT_NBYTES)
         return self._slots
 

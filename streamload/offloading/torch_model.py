@@ -161,7 +161,7 @@ class TorchModel(ModelAdapter):
         """Allocate the slots."""
         found = plan.residency
         memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
-        return TorchSlots(memory, found.slot_starts, plan.slot_kinds, SLOT_ALIGNMENT_NBYTES)
+        return TorchSlots(memory, found.slot_starts, plan.layer_shapes, SLOT_ALIGNMENT_NBYTES)
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
         """Map the files of what streams."""

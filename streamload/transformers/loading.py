@@ -22,6 +22,7 @@ from streamload.transformers.arguments import takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
 from streamload.transformers.prepared import (
     ModelOptions,
+    OffloadOptions,
     Prepared,
     load_untied,
     without_stale_notes,
@@ -52,6 +53,8 @@ def from_pretrained(
     offload: bool = False,
     tokens: int | None = None,
     stay: Patterns = (),
+    layers: Patterns = (),
+    host: float | str = 0,
     **options: Unpack[ModelOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
@@ -112,6 +115,8 @@ def from_pretrained(
             its ``close()`` ends that.
         tokens: with ``offload``, leave room for what a pass of so many tokens computes.
         stay: with ``offload``, patterns of names of parameters that stay on the device.
+        layers: with ``offload``, patterns of names of the modules that are layers.
+        host: with ``offload``, most bytes of layers that host memory keeps.
         strict: missing and unexpected names are an error, except for names that the model's class
             says may be ignored. With False, what matches is loaded, the rest is initialised as
             transformers does it, at random, and the report names it; a warning says if little
@@ -168,8 +173,10 @@ def from_pretrained(
     )
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
-    if not offload and (tokens is not None or stay):
-        raise ValueError("tokens and stay say how a model is offloaded: write offload=True")
+    asked: OffloadOptions = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
+    if not offload and any(asked.values()):
+        names = [name for name, value in asked.items() if value]
+        raise ValueError(f"{names[0]} says how a model is offloaded: write offload=True")
     if offload and adapter is not None:
         raise OffloadError(
             f"{found} is an adapter, whose modules stand in those that stream: offload its base, "
@@ -189,9 +196,7 @@ def from_pretrained(
         strictness=strictness,
     )
     if offload:
-        offloaded = load_untied(
-            lambda: prepared.offload(devices, options, tokens=tokens, stay=stay), prepared
-        )
+        offloaded = load_untied(lambda: prepared.offload(devices, options, asked), prepared)
         report = offloaded.load
         prepared.model.streamload_offload = offloaded
     else:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import on_unstored
 from streamload.devices.names import framework
 from streamload.dtypes import DTypeArgument
-from streamload.errors import OffloadError, StateDictMismatchError
+from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismatchError
 from streamload.load import load_state_dict
 from streamload.lookup import Devices
 from streamload.mapping import Source
 from streamload.offloading.entrance import Offloaded, offload
+from streamload.offloading.instead import OFFLOAD
 from streamload.options import (
     CastArgument,
     ChangeOptions,
@@ -56,6 +57,15 @@ class ModelOptions(WeightOptions, ChangeOptions, StreamOptions, total=False):
     strict: bool
     shapes: Shapes
     progress: Progress
+
+
+class OffloadOptions(TypedDict):
+    """What says how a model is offloaded; see `streamload.offload`."""
+
+    tokens: int | None
+    stay: Patterns
+    layers: Patterns
+    host: float | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +148,17 @@ class Prepared:
             beside_nbytes: what else will be added to it.
             options: those of the load, as the caller gave them.
         """
-        report = load_state_dict(
-            self.model, self.checkpoint, **self._asked(devices, beside_nbytes, options)
-        )
+        asked = self._asked(devices, beside_nbytes, options)
+        try:
+            report = load_state_dict(self.model, self.checkpoint, **asked)
+        except PlanInfeasibleError as error:
+            whole = self.quantised is None and not beside_nbytes
+            raise error.calling(OFFLOAD, "offload=True" if whole else "") from None
         if self.quantised is None:
             return report
         return replace(report, notes=(*report.notes, *self.quantised.notes))
 
-    def offload(
-        self, devices: Devices, options: ModelOptions, *, tokens: int | None, stay: Patterns
-    ) -> Offloaded:
+    def offload(self, devices: Devices, options: ModelOptions, how: OffloadOptions) -> Offloaded:
         """Let what does not fit stream; the arguments are those of `load` and `offload`.
 
         Raises:
@@ -160,7 +171,7 @@ class Prepared:
                 "streamload convert IN OUT --dtype bfloat16, and offload that"
             )
         asked = self._asked(devices, 0, options)
-        return offload(self.model, self.checkpoint, tokens=tokens, stay=stay, **asked)
+        return offload(self.model, self.checkpoint, **how, **asked)
 
     def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadOptions:
         """What a load is asked for."""

@@ -1,0 +1,114 @@
+"""What to write where something does not fit, and its layers would stream.
+
+It decides as `offload` does, so what it says is not refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.decide import Options, Place, wants_of
+from streamload.errors import PlanInfeasibleError, StreamloadError
+from streamload.mapping import Found
+from streamload.match import Match
+from streamload.offloading.deciding import OffloadPlan, decide, engine_of
+from streamload.offloading.groups import groups_of_checkpoint
+from streamload.offloading.models import adapter_of, device_of
+from streamload.options import DEFAULTS
+from streamload.planning.demand import DeviceSpec, Wants
+from streamload.units import format_bytes
+
+#: What a line begins with that names `streamload.offload`, and `streamload.plan_offload`.
+OFFLOAD, PLAN_OFFLOAD = "streamload.offload(", "streamload.plan_offload("
+
+_MOST_WRITTEN = 60  # characters of an argument that is written out
+_PLAIN = (str, int, float, bool)
+
+
+def offload_instead(
+    error: PlanInfeasibleError,
+    place: Place,
+    checkpoint: Checkpoint,
+    options: Options,
+    match: Match,
+    wants: Wants,
+    given: Mapping[str, Any],
+) -> list[str]:
+    """The call that runs a model which does not fit, and what a pass of it reads.
+
+    Args:
+        error: why it does not fit.
+        place: the model, and where it goes.
+        checkpoint: the headers.
+        options: those of the load.
+        match: the model's parameters.
+        wants: what fills them.
+        given: the arguments of the call, and as "path" the checkpoint.
+    """
+    if not _may_stream(error, options, [*place.devices.opened]):
+        return []
+    with suppress(StreamloadError):
+        spec, cast = device_of(place, options, wants)
+        adapter = adapter_of(place, match)
+        sizes = wants.nbytes(options.policy, spec.native_bf16)
+        groups = adapter.groups(checkpoint, wants, sizes, (), options.changes.by_tensor)
+        made = decide(
+            *(options, checkpoint, wants, spec, groups, cast),
+            held_nbytes=place.held.get(spec.name, 0),
+        )
+        return _said(f"{OFFLOAD}model, ", given, made)
+    return []
+
+
+def plan_offload_instead(
+    error: PlanInfeasibleError,
+    checkpoint: Checkpoint,
+    options: Options,
+    found: Found,
+    spec: DeviceSpec,
+    given: Mapping[str, Any],
+) -> list[str]:
+    """The same for a plan without a model."""
+    if not _may_stream(error, options, [spec.name]):
+        return []
+    with suppress(StreamloadError):
+        fill, _, tied = found
+        wants = wants_of(checkpoint, fill)
+        sizes = wants.nbytes(options.policy, spec.native_bf16)
+        groups = groups_of_checkpoint(wants, sizes, tied, config=checkpoint.config)
+        made = decide(options, checkpoint, wants, spec, groups, engine_of(options))
+        return _said(PLAN_OFFLOAD, given, made)
+    return []
+
+
+def _may_stream(error: PlanInfeasibleError, options: Options, devices: list[str]) -> bool:
+    """Whether smaller pieces on the device would help, and `offload` takes the options."""
+    of_device = [error.device] == devices and error.limit != "largest allocation"
+    return of_device and not options.quant and options.residence == "memory"
+
+
+def _said(call: str, given: Mapping[str, Any], made: OffloadPlan) -> list[str]:
+    if not made.residency.absent:
+        return []
+    path = given["path"]
+    written = [repr(str(path)) if isinstance(path, str) or hasattr(path, "__fspath__") else "path"]
+    for name, default in DEFAULTS.items():
+        value = given.get(name, default)
+        if name not in ("progress", "residence") and value is not default and value != default:
+            written.append(f"{name}={_written(value)}")
+    reads = made.residency.pass_nbytes + made.token_nbytes
+    numbers = f"{format_bytes(made.needed_nbytes)}, and a pass reads {format_bytes(reads)}"
+    return [f"{call}{', '.join(written)}) ({numbers})"]
+
+
+def _written(value: object) -> str:
+    """An argument as source text, if it is short and plain."""
+    if isinstance(value, Mapping):
+        parts = [*value.keys(), *value.values()]
+    else:
+        parts = [*value] if isinstance(value, (list, tuple)) else [value]
+    text = repr(value)
+    return text if len(text) <= _MOST_WRITTEN and all(type(p) in _PLAIN for p in parts) else "..."

@@ -1,0 +1,60 @@
+"""What `offload` looks at first: which file knows a model, and the device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from streamload.decide import Options, Place
+from streamload.errors import OffloadError
+from streamload.match import Match
+from streamload.offloading.adapter import ModelAdapter
+from streamload.offloading.deciding import engine_of
+from streamload.planning.demand import DeviceSpec, Wants
+from streamload.planning.planner import CastChoice
+
+#: By framework, the `ModelAdapter` that knows its models.
+_MODELS: Mapping[str, tuple[str, str]] = {
+    "torch": ("streamload.offloading.torch_model", "TorchModel"),
+    "tinygrad": ("streamload.offloading.tinygrad_model", "TinygradModel"),
+}
+
+
+def adapter_of(place: Place, match: Match, layers: Sequence[str] = ()) -> ModelAdapter:
+    """What knows a model's layers.
+
+    Args:
+        place: the model, and where it goes.
+        match: its parameters.
+        layers: patterns of names of modules that are layers.
+
+    Raises:
+        OffloadError: it cannot be offloaded.
+    """
+    check_place(place)
+    assert place.owner is not None
+    module, kind = _MODELS[place.owner.name]
+    adapter: ModelAdapter = getattr(importlib.import_module(module), kind)(
+        place.model, match.parameters, layers
+    )
+    return adapter
+
+
+def check_place(place: Place) -> None:
+    """Raise OffloadError where no model of such a framework, or not to so many devices."""
+    if place.owner is None:
+        raise OffloadError("offload needs a model: its layers are brought when they compute")
+    if place.owner.name not in _MODELS:
+        raise OffloadError(f"models of {type(place.model).__module__} are not offloaded here")
+    if len(place.devices.opened) != 1:
+        names = ", ".join(place.devices.opened)
+        raise OffloadError(f"a model is offloaded to one device, not to {names}")
+
+
+def device_of(place: Place, options: Options, wants: Wants) -> tuple[DeviceSpec, CastChoice]:
+    """The device, and the cast engine."""
+    policy, knobs = options.policy, options.knobs
+    specs = place.specs(options, wants.needs_native_bf16(policy))
+    clamp, required = knobs.out_of_range == "clamp", knobs.cast == "device"
+    (spec,), _ = place.devices.compile_casts(specs, wants, policy, clamp=clamp, required=required)
+    return spec, engine_of(options)
