@@ -259,6 +259,38 @@ def test_autocast_and_compiled_layers_give_the_values_of_the_model_loaded(tmp_pa
         assert torch.equal(models.logits(torch.compile(after, backend="eager")), expected)
 
 
+_UNCOMPILED = """
+import sys, torch, streamload
+from torch import nn
+
+def built():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval()
+
+x = torch.ones(2, 64)
+model, expected = built(), built()(x).detach()
+with streamload.offload(model, sys.argv[1], device="cpu", budget=50_000) as offloaded:
+    assert offloaded.plan.residency.streams
+    assert torch.equal(model(x), expected)
+    assert "torch._dynamo" not in sys.modules
+    seen = []
+    compiled = torch.compile(model, backend=lambda graph, inputs: seen.append(graph) or graph)
+    model[1].compile(backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(model(x), expected)
+    assert offloaded.report.passes == 7
+    assert not any("linear" in graph.code for graph in seen)
+"""
+
+
+def test_dynamo_is_not_imported_before_something_is_compiled(tmp_path: Path) -> None:
+    """It takes more than a second; what is compiled later goes round the layers all the same."""
+    torch.manual_seed(0)
+    path = models.save(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), tmp_path / "model")
+    subprocess.run([sys.executable, "-c", _UNCOMPILED, str(path)], check=True, timeout=300)
+
+
 def test_hooks_see_weights_while_a_layer_computes_and_shapes_otherwise(tmp_path: Path) -> None:
     """A hook inside a layer reads its values."""
     path = models.save(models.built("llama"), tmp_path / "model")

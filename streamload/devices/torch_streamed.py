@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -189,6 +190,14 @@ class Source(Protocol):
         """They are not needed any more, when a ticket's work has ended."""
 
 
+def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+# The same, and nothing of it is compiled: made when somebody compiles.
+_UNCOMPILED: list[Callable[..., Any]] = []
+
+
 class Wrapped:
     """The ``forward`` of a module that streams.
 
@@ -215,7 +224,19 @@ class Wrapped:
 
     def put(self) -> None:
         """Stand in the place of the module's own; compiled code calls it as it is."""
-        self._module.forward = torch.compiler.disable(self)
+        self._module.forward = self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute, and let nothing of it be compiled.
+
+        torch.compile imports dynamo, which takes more than a second: before that, nothing is.
+        """
+        compute: Any = self
+        if "torch._dynamo" not in sys.modules:
+            return compute(*args, **kwargs)
+        if not _UNCOMPILED:
+            _UNCOMPILED.append(torch.compiler.disable(_run))
+        return _UNCOMPILED[0](compute, args, kwargs)
 
     def take_out(self) -> None:
         """Let the module have its own again."""
