@@ -228,6 +228,41 @@ def test_what_an_offloaded_model_does_not_do_is_refused_by_name(path: Path, name
     assert not _threads()
 
 
+@pytest.mark.parametrize("name", ["trace", "make_fx", "export"])
+def test_a_recording_of_a_pass_is_refused(tmp_path: Path, name: str) -> None:
+    """It would compute with whatever is in the slots: every layer with the same weights."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    record: Callable[..., Any] = {
+        "trace": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),
+        "make_fx": lambda model, x: make_fx(model)(x),
+        "export": lambda model, x: torch.export.export(model, (x,)),
+    }[name]
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval()
+
+    path = models.save(built(), tmp_path / "model")
+    model, x = built(), torch.ones(2, 64)
+    with streamload.offload(model, path, device="cpu", budget=50_000) as offloaded, torch.no_grad():
+        assert offloaded.plan.residency.streams
+        with pytest.raises(OffloadError):
+            record(model, x)
+        assert torch.equal(model(x), built()(x))
+    with streamload.stream_layers(path, device="cpu", budget=50_000) as layers:
+
+        def last(x: torch.Tensor) -> torch.Tensor:
+            for _, tensors in layers:
+                x = x * next(iter(tensors.values())).sum()
+            return x
+
+        if name != "export":
+            with pytest.raises(OffloadError, match="traced"):
+                record(last, x)
+        assert [name for name, _ in layers] == [str(n) for n in range(6)]
+
+
 def test_loading_and_offloading_again_say_to_close_first(path: Path) -> None:
     """Before anything moves."""
     model = models.built("llama")

@@ -20,7 +20,12 @@ from torch import nn
 
 import streamload
 from streamload.dtypes import BF16, parse_dtype
-from streamload.errors import CheckpointError, FileChangedError, PlanInfeasibleError
+from streamload.errors import (
+    CheckpointError,
+    FileChangedError,
+    OffloadError,
+    PlanInfeasibleError,
+)
 from streamload.offloading import deciding
 
 LAYERS, WIDTH = 8, 256
@@ -406,3 +411,43 @@ def test_passes_in_a_box_that_is_smaller_than_the_model(
         assert said["peaks"][1] - said["before"][1] <= said["arena"] * 1.02 + 40_000_000
     assert done.peak_nbytes is not None
     assert done.peak_nbytes <= 600_000_000
+
+
+def test_a_layer_inside_another_without_room_leaves_its_files(tmp_path: Path) -> None:
+    """The error is raised through the outer layer, which lets go of what it has mapped."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+            self.inner = [inner]  # of another module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner[0](x @ self.weight)
+            return found
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.layers = nn.ModuleList(Outer(self.shared) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    shapes = [(name, (WIDTH, WIDTH)) for name, _ in Both().named_parameters()]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(make_header(shapes, parse_dtype("float32"), 0))
+    with path.open("ab") as file:
+        file.write(bytes(len(shapes) * LAYER_NBYTES))
+    model = Both().eval()
+    with streamload.offload(model, path, device="cpu", budget=LAYER_NBYTES * 5 // 4) as handle:
+        assert handle.plan.views and handle.plan.residency.slots == 1
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(OffloadError, match="no room for both"):
+                model(torch.zeros(1, WIDTH))
+        assert handle._rounds is not None
+        assert handle._rounds._views is not None
+        assert not any(handle._rounds._views._entered.values())  # type: ignore[attr-defined]

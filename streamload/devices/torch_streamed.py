@@ -160,6 +160,7 @@ class TensorSlots(TorchSlots):
 
     def lend(self, buffers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What a loop gets of the buffers of a slot, until `take_back`."""
+        refuse_capture()
         return buffers
 
     def take_back(self) -> None:
@@ -190,8 +191,20 @@ class Source(Protocol):
         """They are not needed any more, when a ticket's work has ended."""
 
 
-def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return function(*args, **kwargs)
+def refuse_capture() -> None:
+    """Raise OffloadError where what is computed is recorded, to be run again without us."""
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if torch.jit.is_tracing() or proxies or captured:
+        raise OffloadError(
+            "layers that stream cannot be traced, exported or captured in a CUDA graph: what was "
+            "recorded would compute with whatever is in their slots; load the model instead"
+        )
+
+
+def _run(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    refuse_capture()
+    return wrapped(*args, **kwargs)
 
 
 # The same, and nothing of it is compiled: made when somebody compiles.
@@ -231,12 +244,11 @@ class Wrapped:
 
         torch.compile imports dynamo, which takes more than a second: before that, nothing is.
         """
-        compute: Any = self
         if "torch._dynamo" not in sys.modules:
-            return compute(*args, **kwargs)
+            return _run(self, args, kwargs)
         if not _UNCOMPILED:
             _UNCOMPILED.append(torch.compiler.disable(_run))
-        return _UNCOMPILED[0](compute, args, kwargs)
+        return _UNCOMPILED[0](self, args, kwargs)
 
     def take_out(self) -> None:
         """Let the module have its own again."""

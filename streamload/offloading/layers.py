@@ -49,8 +49,8 @@ class Views(Protocol):
     def enter(self, layer: int) -> None:
         """Hold back those who would change the files of a layer that is computed with."""
 
-    def leave(self, layer: int) -> None:
-        """Let them; raises FileChangedError where one waits."""
+    def leave(self, layers: Sequence[int]) -> None:
+        """Let them, for several layers; raises FileChangedError where one waits."""
 
     def close_files(self) -> None:
         """Nothing is computed with; let go of all files until the next `enter`."""

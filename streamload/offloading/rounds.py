@@ -253,9 +253,7 @@ class Rounds:
             self._drop_spoiled(number)
         self._wake()
         if self._views is not None:
-            with ExitStack() as left:  # all of them, whatever one raises
-                for number in numbers:
-                    left.callback(self._views.leave, number)
+            self._views.leave(numbers)
 
     def close(self, why: str) -> None:
         """End all threads and give the slots back; later calls of `acquire` say why.
@@ -333,7 +331,9 @@ class Rounds:
         if any(self._computing.values()) or self._room_for(number, 0, {}) is not None:
             return
         outer, inner = self._layers[self._users[-1]].name, self._layers[number].name
-        self._users.clear()  # this leaves all that computes
+        users, self._users = self._users, []  # this leaves all that computes
+        if self._views is not None:
+            self._views.leave(users)
         raise OffloadError(
             f"{inner} computes while {outer} does, and the slots have no room for both: let one "
             f'stay, with stay="{inner}.*"'

@@ -149,9 +149,11 @@ class FileViews:
             raise CheckpointError(shard, f"cannot be computed on: {reader.fallback}")
         return reader
 
-    def leave(self, layer: int) -> None:
-        """Nothing computes with the layer any more; raises as `enter` does."""
-        self._entered[layer].pop().close()
+    def leave(self, layers: Sequence[int]) -> None:
+        """Nothing computes with some layers any more; raises as `enter` does."""
+        with ExitStack() as left:  # all of them, whatever one raises
+            for layer in layers:
+                left.callback(self._entered[layer].pop().close)
 
     def close_files(self) -> None:
         """Let go of all files, until a layer is entered again."""
