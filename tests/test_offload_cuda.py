@@ -21,7 +21,7 @@ hf = needs.module("transformers")
 import offloading_models as models  # noqa: E402
 
 import streamload  # noqa: E402
-from streamload.errors import PlanInfeasibleError  # noqa: E402
+from streamload.errors import OffloadError, PlanInfeasibleError  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 CUDA: dict[str, Any] = {"device": "cuda:0", "dtype": "checkpoint", "progress": False}
@@ -188,3 +188,40 @@ def test_host_memory_keeps_layers(wide: Path) -> None:
         assert offloaded.plan.host
         for _ in range(2):
             assert torch.equal(models.logits(module, ids), expected)
+
+
+def test_a_loop_over_layers_computes_under_the_budget(wide: Path) -> None:
+    """Slots are filled again when the device has computed with them, and all goes back."""
+    given = {name: value for name, value in CUDA.items() if name != "progress"}
+    expected = streamload.load_state_dict(None, wide, **given).state_dict
+    budget = sum(tensor.nbytes for tensor in expected.values()) * 2 // 3
+    before = torch.cuda.memory_allocated()
+    with streamload.stream_layers(wide, budget=budget, **given) as layers:
+        assert layers.plan.residency.streams
+        for _ in range(3):
+            same = torch.ones((), dtype=torch.bool, device="cuda:0")
+            found = set()
+            for _, tensors in layers:  # nothing here waits for the device
+                for name, tensor in tensors.items():
+                    found.add(name)
+                    same = same & (tensor == expected[name]).all()
+            assert same.item()
+            assert found == expected.keys()
+        assert layers.report.passes == 3
+        assert torch.cuda.memory_allocated() - before <= budget + ROUNDED
+        del tensors, tensor, same
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < ROUNDED
+
+
+def test_a_cuda_graph_of_a_pass_is_refused(wide: Path) -> None:
+    """It would compute with whatever is in the slots; the model runs afterwards."""
+    ids = models.IDS.cuda()
+    model = from_pretrained(wide, **CUDA, budget=least(wide), offload=True)
+    with model.streamload_offload as offloaded:
+        assert offloaded.plan.residency.streams
+        expected = models.logits(model, ids)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(OffloadError, match="CUDA graph"), torch.cuda.graph(graph):
+            models.logits(model, ids)
+        assert torch.equal(models.logits(model, ids), expected)
