@@ -174,8 +174,10 @@ def from_pretrained(
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
     asked: OffloadOptions = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
-    if not offload and any(asked.values()):
-        names = [name for name, value in asked.items() if value]
+    unasked: OffloadOptions = {"tokens": None, "stay": (), "layers": (), "host": 0}
+    if not offload and asked != unasked:
+        before = dict(unasked)
+        names = [name for name, value in asked.items() if value != before[name]]
         raise ValueError(f"{names[0]} says how a model is offloaded: write offload=True")
     if offload and adapter is not None:
         raise OffloadError(
