@@ -282,7 +282,14 @@ def test_a_prompt_leaves_the_experts_that_are_chosen_often(mixtral: Saved) -> No
         assert missed[1] - missed[0] <= 2 < sum(map(len, chosen)) // 2
 
 
-def test_a_file_that_changed_between_passes(tmp_path: Path) -> None:
+def bringing() -> list[str]:
+    """The threads that bring layers."""
+    return [t.name for t in threading.enumerate() if t.name == "streamload-rounds"]
+
+
+def test_a_file_that_changed_between_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pass raises; with the file as it was, the model runs again."""
     saved = Saved("Mixtral", tmp_path)
     wanted = logits(saved.resident())
@@ -290,11 +297,13 @@ def test_a_file_that_changed_between_passes(tmp_path: Path) -> None:
     data, times = path.read_bytes(), path.stat()
     with saved.offloaded((saved.least + saved.nbytes) // 2) as (model, offloaded):
         logits(model, [[7]])
-        time.sleep(3)  # its files are let go of
+        monkeypatch.setattr("streamload.offloading.rounds._IDLE_S", 0.1)
+        while bringing():  # its files are let go of
+            time.sleep(0.01)
         path.write_bytes(data[:-64] + bytes(64))
         with pytest.raises(FileChangedError):
             logits(model)
-        assert not [t.name for t in threading.enumerate() if t.name == "streamload-rounds"]
+        assert not bringing()
         with pytest.raises(FileChangedError):
             logits(model)
         assert offloaded.report.passes == 3
@@ -460,7 +469,8 @@ SUMS = {"Mixtral": "states", "NemotronH": "weights", "GptOss": "states", "Deepse
 @pytest.mark.parametrize("name", sorted(SUMS))
 def test_forms_of_experts(name: str) -> None:
     """How families of transformers add outputs of experts; found out on small weights."""
-    config = getattr(transformers, f"{name}Config")()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{name}Config")(**sizes)
     folder = {"Mixtral": "mixtral", "NemotronH": "nemotron_h", "GptOss": "gpt_oss"}
     module = importlib.import_module(
         f"transformers.models.{folder.get(name, 'deepseek_v3')}.modeling_"
@@ -556,6 +566,7 @@ def test_experts_asked_for_while_the_threads_end(
         assert offloaded.plan.views
         monkeypatch.setattr(Rounds, "_leave_files", leaves)
         logits(model)
+        monkeypatch.setattr("streamload.offloading.rounds._IDLE_S", 0.1)
         assert leaving.wait(20)
         assert torch.equal(logits(model), wanted)
         assert waited.is_set()
