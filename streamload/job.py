@@ -105,6 +105,8 @@ class Job:
         changes: Changes,
         sent: Callable[[Unit, Sequence[Ticket]], None] = lambda unit, tickets: None,
         bring: Callable[[Location, int, int], None] | None = None,
+        *,
+        refills: bool = False,
     ) -> None:
         """Look at a plan.
 
@@ -121,8 +123,9 @@ class Job:
                 those that may not have ended. An error may come still: `Target.finish` says when
                 all is well.
             bring: brings bytes of a file that buffers are views on, in place of all reading.
+            refills: the same memory is filled again and again, so its pages are there.
         """
-        self.sent, self.bring = sent, bring
+        self.sent, self.bring, self.refills = sent, bring, refills
         self.plan = plan
         self.changes = changes
         self.devices = devices

@@ -340,7 +340,7 @@ class Worker:
                     elif job.host_visible[name] and p.cast != "device":
                         buffer = job.buffers[chunk.placement]
                         with device.window(buffer, chunk.start, chunk.stop) as out:
-                            if p.action != "in_place":
+                            if p.action != "in_place" and not job.refills:
                                 populate(out)
                             counts.append(self._fill(reader, chunk, p, out, whole, base))
                     else:
@@ -491,7 +491,7 @@ class Worker:
             elif run.lines > 1:
                 lines = out[offset : offset + run.lines * width]
                 self._read_lines(reader, run, step, lines, run.offset)
-            elif step.moves and run.rows == 1 and not reader.mapped:
+            elif step.moves and run.rows == 1 and self._is_read(reader, whole):
                 reader.read_into(run.start, out[offset : offset + n])
             else:
                 with self._bytes(reader, run, whole, base) as src:
@@ -506,6 +506,13 @@ class Worker:
                             start=run.start + row * n,
                         )
         return step.counts
+
+    def _is_read(self, reader: Reader, whole: memoryview | None) -> bool:
+        """Whether bytes that go as they are are read, and not copied from the file's map.
+
+        To map pages for one copy costs more than pread(2), where the memory has its own pages.
+        """
+        return not reader.mapped or (whole is None and self._job.refills)
 
     def _encode_turned(
         self, reader: Reader, chunk: Chunk, p: Placement, step: Encoding, out: memoryview

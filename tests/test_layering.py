@@ -117,7 +117,7 @@ LAYERS = (
     ("decide",),
     (
         *("offloading.experts", "offloading.groups", "offloading.host"),
-        *("offloading.layers", "offloading.views"),
+        *("offloading.layers", "offloading.reaper", "offloading.views"),
     ),
     ("offloading.sizes",),
     ("offloading.deciding", "offloading.rounds", "offloading.rows"),
@@ -196,6 +196,7 @@ START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
     "device_casts",  # to send scales ahead
     *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+    "offloading.reaper",  # what waits for a device that computes
     "offloading.rounds",  # what brings layers while the caller computes
     "checkpoint.wire",  # to connect, which nothing interrupts
     "verify",  # checksums of replicas, after the load

@@ -138,6 +138,47 @@ def test_other_alignments_are_copied(tmp_path: Path, x: torch.Tensor, offset: in
         assert torch.equal(model(x), expected(path, x))
 
 
+def test_a_converted_file_is_computed_on(tmp_path: Path, x: torch.Tensor) -> None:
+    """The plan tells how a file that is copied becomes one that passes compute on."""
+    path = write(tmp_path / "model.safetensors", 8)
+    line = "layers.0.weight does not begin at a multiple of 64 in its file"
+    model, handle = offloaded(path)
+    with handle, torch.no_grad():
+        assert line in str(handle.plan)
+        assert "streamload convert PATH OUT" in str(handle.plan)
+        copied = model(x)
+    streamload.convert(path, tmp_path / "converted", progress=False)
+    model, handle = offloaded(tmp_path / "converted")
+    with handle, torch.no_grad():
+        assert handle.plan.views
+        assert "multiple of 64" not in str(handle.plan)
+        assert torch.equal(model(x), copied)
+    _, handle = offloaded(path, host="1GB")  # host memory has them at multiples of 64
+    with handle:
+        assert handle.plan.views
+        assert "multiple of 64" not in str(handle.plan)
+    _, handle = offloaded(path, reader="pread")
+    with handle:
+        assert "multiple of 64" not in str(handle.plan)
+
+
+def test_what_convert_cannot_align_is_not_told(tmp_path: Path) -> None:
+    """Tensors whose lengths are no multiples of 64 are copied wherever they begin."""
+    path, width = tmp_path / "model.safetensors", WIDTH - 1
+    shapes = [(f"layers.{n}.weight", (width, width)) for n in range(LAYERS)]
+    with path.open("wb") as file:
+        file.write(make_header(shapes, parse_dtype("float32"), 8))
+        file.write(bytes(LAYERS * width * width * 4))
+    model = made()
+    with torch.device("meta"):
+        linears = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+    model.layers = nn.ModuleList(linears)
+    options = {"budget": BUDGET, "device": "cpu", "progress": False}
+    with streamload.offload(model.eval(), path, **options) as handle:
+        assert not handle.plan.views
+        assert "multiple of 64" not in str(handle.plan)
+
+
 @pytest.mark.parametrize(
     "options", [{"reader": "pread"}, {"dtype": "float16"}, {"dtype": "bfloat16"}]
 )

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from threading import Thread
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 from bench_parts.section import NotHereError, Options, Section, checkpoint, in_turns
@@ -45,14 +45,18 @@ def _passes(model: Any, **more: Any) -> Lap:
 
     ids = torch.arange(_TOKENS)[None]
 
-    def once() -> float:
-        begun = perf_counter()
+    def once() -> tuple[float, float]:
+        begun, cpu = perf_counter(), process_time()
         with torch.no_grad():
             model(ids, use_cache=False)
-        return perf_counter() - begun
+        return perf_counter() - begun, process_time() - cpu
+
+    def lap() -> dict[str, Any]:
+        walls, cpus = zip(*(once() for _ in range(_PASSES)), strict=True)
+        return {"pass_s": median(walls), "cpu_s": median(cpus), **more}
 
     once()
-    return lambda: {"pass_s": median(once() for _ in range(_PASSES)), **more}
+    return lap
 
 
 def resident(path: str) -> Lap:
@@ -137,8 +141,9 @@ def offload(options: Options) -> Section:
         "offload",
         f"torch on the CPU, a Llama of transformers in bf16, {format_bytes(options.nbytes)}, "
         f"{_TOKENS} tokens a pass, budget {format_bytes(budget_nbytes)}, file in the page cache; "
-        f"seconds a pass, the median of {options.runs} processes in turn, and the least; limit: "
-        "the larger of computing alone and reading alone, in the same run",
+        f"seconds a pass, the median of {options.runs} processes in turn, and the least; CPU: "
+        "seconds of all cores; limit: the larger of computing alone and reading alone, in the same "
+        "run; sum: both of them, one after the other",
     )
     for offset in (0, 8):
         _compare(options, budget_nbytes, offset, section)
@@ -168,9 +173,11 @@ def _compare(options: Options, budget_nbytes: int, offset: int, section: Section
         )
     rate = median(done.first["rate"] for done in found.pop("reading alone"))
     seconds = {name: [d.first["pass_s"] for d in all_of] for name, all_of in found.items()}
+    cpus = {name: median(d.first["cpu_s"] for d in all_of) for name, all_of in found.items()}
     nbytes = found["streamload"][0].first["pass_nbytes"]
     views = found["streamload"][0].first["views"]
-    limit = max(median(seconds["computing alone"]), nbytes / rate)
+    computing, reading = median(seconds["computing alone"]), nbytes / rate
+    limit = max(computing, reading)
     for name, each in seconds.items():
         section.rows.append(
             {
@@ -178,11 +185,13 @@ def _compare(options: Options, budget_nbytes: int, offset: int, section: Section
                 "what": name + (", views" if name == "streamload" and views else ""),
                 "s a pass": round(median(each), 3),
                 "least": round(min(each), 3),
+                "CPU": round(cpus[name], 3),
                 "x limit": round(median(each) / limit, 2),
+                "x sum": round(median(each) / (computing + reading), 2),
             }
         )
-    reading = {"what": f"reading {format_bytes(nbytes)} alone", "s a pass": round(nbytes / rate, 3)}
-    section.rows.append({"data at": offset, **reading})
+    what = f"reading {format_bytes(nbytes)} alone"
+    section.rows.append({"data at": offset, "what": what, "s a pass": round(reading, 3)})
     mine = median(seconds["streamload"])
     for name in ("accelerate, disk_offload", "accelerate, device_map"):
         times = median(seconds[name]) / mine

@@ -64,6 +64,7 @@ class OffloadPlan:
         host: names of the layers, or of the layers of experts, that come from host memory.
         host_nbytes: what that memory takes: their bytes in the files.
         views: what streams is computed on in its files: slots are mapped pages, and no memory.
+        unaligned: a tensor that keeps it from that by where it begins in its file; "" if none does.
         cached: the page cache has room for what streams, so that only the first pass reads it from
             the disk.
         notes: what a user may want to know, one sentence each.
@@ -82,6 +83,7 @@ class OffloadPlan:
     host: tuple[str, ...] = ()
     host_nbytes: int = 0
     views: bool = False
+    unaligned: str = ""
     cached: bool = True
     notes: tuple[str, ...] = ()
 
@@ -218,6 +220,12 @@ class OffloadPlan:
                 f"to {format_bytes(self.token_nbytes)}"
             )
         places = [f"{where} {format_bytes(n)}" for where, n in self.places.items() if n]
+        if self.unaligned:
+            lines.append(
+                f"{self.unaligned} does not begin at a multiple of 64 in its file, so each pass "
+                "copies what streams: `streamload convert PATH OUT` writes files that passes "
+                "compute on as they lie"
+            )
         return "\n".join([*lines, f"from {', '.join(places)}", *self.notes])
 
     __repr__ = __str__
@@ -297,6 +305,9 @@ def decide(
                 break
             less += over
         host = _held(sizes, found, host_nbytes)
+        views, unaligned = False, ""
+        if stream is not None:
+            views, unaligned = _are_views(options, checkpoint, wants, spec, groups, found, cast)
         return OffloadPlan(
             spec.name,
             spec.budget_nbytes + spec.reserve_nbytes,
@@ -310,8 +321,8 @@ def decide(
             spec.reserve_nbytes,
             host=host,
             host_nbytes=sum(size.read_nbytes for size in sizes if size.name in host),
-            views=stream is not None
-            and _are_views(options, checkpoint, wants, spec, groups, found, cast),
+            views=views,
+            unaligned=unaligned,
             cached=_is_cached(options, spec, found),
             notes=tuple(notes),
         )
@@ -370,7 +381,8 @@ def streamed_from(
     chunk_nbytes, cast = made.stream.chunk_nbytes, engine_of(options)
     rest = (options, checkpoint, wants, spec, made.groups, made.residency, cast)
     stream = _streamed(*rest, chunk_nbytes)
-    return replace(made, stream=stream, views=_are_views(*rest))
+    views, unaligned = _are_views(*rest)
+    return replace(made, stream=stream, views=views, unaligned=unaligned)
 
 
 def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
@@ -512,10 +524,10 @@ def _are_views(
     groups: Sequence[Group],
     found: Residency,
     cast: CastChoice,
-) -> bool:
-    """Whether the device computes on the files of all that streams."""
+) -> tuple[bool, str]:
+    """Whether the device computes on the files of all that streams; see `can_be_views`."""
     if not spec.maps or options.knobs.reader not in ("auto", "mmap"):
-        return False
+        return False, ""
     mapped = replace(options, residence="auto")
     made = _streamed(mapped, checkpoint, wants, spec, groups, found, cast, None)
     return can_be_views(made, checkpoint)

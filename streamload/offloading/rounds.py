@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from queue import SimpleQueue
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from streamload.changes import NO_CHANGES, Changes
@@ -29,6 +28,7 @@ from streamload.interrupt import Interrupt
 from streamload.job import Job, Unit, written_nbytes
 from streamload.offloading.experts import ExpertCache
 from streamload.offloading.layers import Layer, Order, RoundStats, SlotMemory, SlotTarget, Views
+from streamload.offloading.reaper import Reaper, started
 from streamload.planning.budget import STAGING, Ledger
 from streamload.planning.plan import UNREAD, Plan
 from streamload.reading import Opener, open_shard
@@ -109,8 +109,7 @@ class Rounds:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
-        self._ended: SimpleQueue[tuple[Sequence[int], Ticket] | None] = SimpleQueue()
-        self._reaper: threading.Thread | None = None
+        self._reaper = Reaper(self._has_computed)
 
     # --- the thread that runs the model -------------------------------------------------------
 
@@ -246,9 +245,7 @@ class Rounds:
         if ticket is not None:
             for number in numbers:
                 self._computing[number] = self._computing.get(number, 0) + 1
-            if self._reaper is None:
-                self._reaper = _started(self._reap, "streamload-reaper")
-            self._ended.put((numbers, ticket))
+            self._reaper.follow(numbers, ticket)
         for number in numbers:
             self._drop_spoiled(number)
         self._wake()
@@ -272,10 +269,9 @@ class Rounds:
             self._closed = why
             self._changed.notify_all()
             self._wake()
-            thread, reaper = self._thread, self._reaper
-            if thread is None and reaper is not None:  # the thread ends it otherwise
-                self._ended.put(None)
-                self._reaper = None
+            thread, reaper = self._thread, self._reaper.thread
+            if thread is None:  # which ends it otherwise
+                self._reaper.end()
         for each in (thread, reaper):
             if each is not None:
                 each.join()
@@ -415,7 +411,7 @@ class Rounds:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = _started(self._serve, "streamload-rounds")
+            self._thread = started(self._serve, "streamload-rounds")
 
     def _wake(self) -> None:
         if self._crew is not None:
@@ -431,9 +427,7 @@ class Rounds:
             self._crew = self._thread = None
             self._unsure.clear()  # all workers have ended
             self._forget(everything=error is not None)
-            if self._reaper is not None:  # it ends when it has waited for what was queued
-                self._ended.put(None)
-                self._reaper = None
+            self._reaper.end()
             # where nobody waits and nothing wrong was handed out, the layer is just asked for again
             waits = bool(self._wanted or self._unproved) and error is not self._raised
             self._error, self._raised = error if waits else None, None
@@ -483,6 +477,7 @@ class Rounds:
                 *(plan, self._checkpoint, target, devices, lambda nbytes: None),
                 *(self._opener, None, self._changes, self._sent),
                 self._views.bring if self._views is not None else None,
+                refills=True,
             )
             for name in job.casting:
                 casts = DeviceCasts(name, device, plan, self._checkpoint)
@@ -577,23 +572,13 @@ class Rounds:
             if self._users and self._wanted:
                 self._changed.notify_all()  # whether there will be room inside another layer
 
-    def _reap(self) -> None:
-        """Wait for what computes with slots; they can be filled when it has ended."""
-        while (item := self._ended.get()) is not None:
-            numbers, ticket = item
-            with suppress(BaseException):  # the thread that computes meets it too
-                ticket.wait()
-            with self._changed:
-                for number in numbers:
-                    self._computing[number] -= 1
-                    if not self._computing[number]:
-                        del self._computing[number]
-                    self._drop_spoiled(number)
-                self._changed.notify_all()
-                self._wake()
-
-
-def _started(run: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
+    def _has_computed(self, numbers: Sequence[int]) -> None:
+        """The device has ended what computed with layers: their slots can be filled."""
+        with self._changed:
+            for number in numbers:
+                self._computing[number] -= 1
+                if not self._computing[number]:
+                    del self._computing[number]
+                self._drop_spoiled(number)
+            self._changed.notify_all()
+            self._wake()

@@ -34,21 +34,31 @@ from streamload.reading import map_shard, open_shard
 ALIGNMENT_NBYTES = 64
 
 
-def can_be_views(plan: Plan, checkpoint: Checkpoint) -> bool:
+def can_be_views(plan: Plan, checkpoint: Checkpoint) -> tuple[bool, str]:
     """Whether the CPU can compute on all of a plan in its files.
 
     Args:
         plan: made with ``residence="auto"``.
         checkpoint: the headers that it was made from.
+
+    Returns:
+        Whether it can; and where it cannot only because of where tensors begin, the name of one.
+        ``streamload convert`` lets each begin at a multiple of 64 if its length is one.
     """
     placements = plan.placements
+    unaligned = ""
+    movable = True
     for kind, source in zip(placements.kinds, placements.sources, strict=True):
         if kind.cast != "mapped":
-            return False
+            return False, ""
         (row,) = source
-        if first_byte(checkpoint.tensors[row.tensor], row) % ALIGNMENT_NBYTES:
-            return False
-    return True
+        info = checkpoint.tensors[row.tensor]
+        start = first_byte(info, row)
+        if start % ALIGNMENT_NBYTES:
+            unaligned = unaligned or info.name
+        if (start - info.start) % ALIGNMENT_NBYTES or info.nbytes % ALIGNMENT_NBYTES:
+            movable = False
+    return not unaligned, unaligned if movable else ""
 
 
 class FileViews:
