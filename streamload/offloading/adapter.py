@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import Checkpoint
@@ -52,6 +52,16 @@ class Timed:
             self.seconds += time.perf_counter() - begun
 
 
+class Wrapped(Protocol):
+    """What stands in the place of something of a module while a model is offloaded."""
+
+    def put(self) -> None:
+        """Stand in its place."""
+
+    def take_out(self) -> None:
+        """Let the module have its own again."""
+
+
 class ModelAdapter(ABC):
     """Where a model's layers are, and what puts them into slots. A framework's file says how.
 
@@ -68,6 +78,7 @@ class ModelAdapter(ABC):
         self.timed = Timed()
         self.notes: list[str] = []
         self._layers = layers
+        self._wrapped: list[Wrapped] = []
         for name, parameter in parameters.items():
             if parameter.block is not None:
                 raise OffloadError(f"{name} is sharded: offload the model of each process whole")
@@ -100,9 +111,9 @@ class ModelAdapter(ABC):
     def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
         """Allocate the slots."""
 
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
-        """Map the files of what streams, where the device computes on mapped files."""
-        raise NotImplementedError(f"{type(self).__name__} has no views on files")
+    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews | None:
+        """Map the files of what streams; None where the framework does not compute on these."""
+        return None
 
     @abstractmethod
     def empty_parameter(self, name: str) -> str:
@@ -154,7 +165,7 @@ class ModelAdapter(ABC):
             rounds: what brings them.
             device: where they are.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no experts")
+        raise AssertionError(f"{type(self).__name__} has no experts")
 
     @abstractmethod
     def gather_rows(self, name: str, weight: str, reader: RowReader, device: Device) -> None:
@@ -164,9 +175,16 @@ class ModelAdapter(ABC):
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """All modules that stream are in place: count passes, and refuse what cannot be."""
 
-    @abstractmethod
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
+        for wrapped in reversed(self._wrapped):
+            wrapped.take_out()
+        self._wrapped.clear()
+
+    def _wrap(self, wrapped: Wrapped) -> None:
+        """Put something in place, until `take_out`."""
+        wrapped.put()
+        self._wrapped.append(wrapped)
 
     # --- deciding -----------------------------------------------------------------------------
 

@@ -57,7 +57,6 @@ class TinygradModel(ModelAdapter):
                 f"{type(model).__name__}: its layers are brought when they are called"
             )
         self._emptied: list[str] = []
-        self._wrapped: list[Wrapped] = []
         self._slots: TinygradSlots | None = None
         self._device: Device | None = None
         self._set_aside: SetAside | None = None
@@ -148,15 +147,9 @@ class TinygradModel(ModelAdapter):
         """Count passes."""
         self._wrap(Pass(self._model, self.timed))
 
-    def _wrap(self, wrapped: Wrapped) -> None:
-        wrapped.put()
-        self._wrapped.append(wrapped)
-
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
-        for wrapped in reversed(self._wrapped):
-            wrapped.take_out()
-        self._wrapped.clear()
+        super().take_out()
         for name in self._emptied:
             self._parameters[name].invalidate(keep=False)
         self._emptied.clear()

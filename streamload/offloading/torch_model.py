@@ -76,7 +76,6 @@ class TorchModel(ModelAdapter):
         self._modules = modules_by_name(model, unwrapped_names(model))
         self._elsewhere = used_elsewhere(model)
         self._absent: list[tuple[str, list[Any]]] = []  # what streams, and what it was
-        self._wrapped: list[Wrapped] = []
         self._refusals: Refusals | None = None
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._sums: dict[str, Sums] = {}  # by module of experts that stay in the file
@@ -242,18 +241,12 @@ class TorchModel(ModelAdapter):
         self._modules = {}  # the model may go, and this not
         self._model = nn.Module()
 
-    def _wrap(self, wrapped: Wrapped) -> None:
-        wrapped.put()
-        self._wrapped.append(wrapped)
-
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
         if self._refusals is not None:
             self._refusals.take_out()
             self._refusals = None
-        for wrapped in reversed(self._wrapped):
-            wrapped.take_out()
-        self._wrapped.clear()
+        super().take_out()
         for name, before in self._absent:
             parameter = self._parameters[name]
             for (container, key), value in zip(parameter.slots, before, strict=True):
