@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.devices.slots import Slot
 from streamload.devices.torch_tensors import TO_TORCH
@@ -17,7 +20,10 @@ from streamload.dtypes import DType
 from streamload.errors import OffloadError
 from streamload.units import round_up
 
-_SLOT = "_streamload_slot"  # on a weight in a slot
+_LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
+
+# What torch.compile says of a tensor, whatever it holds.
+_OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
 
 # What may be asked of a weight that is not there: what it is.
 _ASKED = frozenset(
@@ -140,10 +146,9 @@ class TorchSlots:
             at += round_up(nbytes, self._alignment_nbytes)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a module holds of a tensor in a slot."""
-        made = nn.Parameter(tensor, requires_grad=False)
-        setattr(made, _SLOT, True)
-        return made
+        """What a module holds of a tensor in a slot: a storage that tells who refers to it."""
+        own = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
+        return weight_of(own.view(tensor.dtype).view(tensor.shape))
 
     def close(self) -> None:
         """Let go of the memory, even where something still refers to a view."""
@@ -168,10 +173,63 @@ class TensorSlots(TorchSlots):
         torch.autograd.graph.increment_version(self._memory)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What a weight was when a module got it.
+
+    Attributes:
+        address: where its memory begins.
+        version: how often it was written by operators of torch.
+        uses: how many tensors refer to its memory.
+    """
+
+    address: int
+    version: int
+    uses: int
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _Lent:
+        """Look at a weight."""
+        storage = weight.untyped_storage()
+        return cls(weight.data_ptr(), weight._version, torch._C._storage_Use_Count(storage._cdata))
+
+
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:
-    """What a module holds of a weight that cannot be trained."""
+    """What a module gets of a weight for a call; nothing else may refer to the tensor's storage."""
     with torch.inference_mode(False), torch.no_grad():
-        return nn.Parameter(tensor, requires_grad=False)
+        made = nn.Parameter(tensor, requires_grad=False)
+    del tensor
+    setattr(made, _LENT, None)
+    return made
+
+
+def _lend(weight: torch.Tensor) -> None:
+    """Remember what a weight is, when it is first lent: from then on modules give it back so."""
+    if getattr(weight, _LENT) is None:
+        setattr(weight, _LENT, _Lent.of(weight))
+
+
+def _why_kept(weight: Any, given: torch.Tensor) -> str:
+    """What a module did with a weight that it had for a call, or "": its memory is another's next.
+
+    Args:
+        weight: what the module has.
+        given: what it was given.
+    """
+    if weight is not given:
+        return "puts another tensor in its place"
+    for key in {*given.__dict__} - {_LENT, *_OF_COMPILE}:
+        delattr(given, key)  # of this layer: the next has the same object
+    was, found = getattr(given, _LENT), _Lent.of(given)
+    if found.address != was.address:
+        return "puts other data in its place"
+    if found.version != was.version:
+        return "writes into it"
+    if found.uses > was.uses:
+        gc.collect()  # a cycle may hold a view that nobody needs any more
+        if _Lent.of(given).uses > was.uses:
+            return "keeps or gives a view of it"
+    return ""
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -346,8 +404,10 @@ class StreamedModule(Wrapped):
                 self._checked(*place) for place in zip(self._places, self._absent, strict=True)
             ]
             for at, container, key in self._places:
+                _lend(buffers[at])
                 container[key] = buffers[at]
             yield
+            self._check_given_back(buffers)
         finally:
             try:
                 for (_, container, key), had in zip(self._places, before, strict=True):
@@ -359,12 +419,23 @@ class StreamedModule(Wrapped):
                 finally:
                     self._source.release(self._number, ticket)
 
+    def _check_given_back(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Raise OffloadError where a weight is not as it was: the next pass would not see that."""
+        for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+            problem = _why_kept(container.get(key), buffers[at])
+            if problem:
+                kind, name = type(self._module).__name__, absent._streamload_streamed
+                raise OffloadError(
+                    f"{name} streams, and {kind} {problem} when it computes; the memory is another "
+                    f'layer\'s next: let the weight stay, with stay="{name}"'
+                )
+
     @staticmethod
     def _checked(place: tuple[int, Any, str], absent: Any) -> Any:
         """What stands in the place of a weight, where that is what was put there."""
         _, container, key = place
         had = container[key]
-        if not isinstance(had, StreamedParameter) and not hasattr(had, _SLOT):
+        if not isinstance(had, StreamedParameter) and not hasattr(had, _LENT):
             name = absent._streamload_streamed
             raise OffloadError(
                 f"{name} streams, and something has put another tensor in its place, which would "
@@ -474,6 +545,17 @@ def used_elsewhere(model: nn.Module) -> set[int]:
         if isinstance(module, nn.MultiheadAttention):
             found.update(map(id, module.children()))
     return found
+
+
+def looked_at(model: nn.Module) -> set[int]:
+    """Ids of the dicts of parameters that others look at before they call what has these.
+
+    `nn.TransformerEncoder` looks at its first layer's, and packs padded sequences where these are
+    plain tensors: what it gives at the padding depends on that.
+    """
+    encoders = (m for m in model.modules() if isinstance(m, nn.TransformerEncoder))
+    nested = (m for m in encoders if m.enable_nested_tensor and len(m.layers))
+    return {id(module._parameters) for m in nested for module in m.layers[0].modules()}
 
 
 def let_go(tensor: torch.Tensor) -> None:

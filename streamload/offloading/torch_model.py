@@ -27,6 +27,7 @@ from streamload.devices.torch_streamed import (
     Wrapped,
     computes,
     let_go,
+    looked_at,
     modules_by_name,
     no_backward,
     refuse_training,
@@ -74,7 +75,7 @@ class TorchModel(ModelAdapter):
             assert isinstance(parameter, TorchParameter), name
             self._parameters[name] = parameter
         self._modules = modules_by_name(model, unwrapped_names(model))
-        self._elsewhere = used_elsewhere(model)
+        self._elsewhere, self._looked_at = used_elsewhere(model), looked_at(model)
         self._absent: list[tuple[str, list[Any]]] = []  # what streams, and what it was
         self._refusals: Refusals | None = None
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
@@ -101,9 +102,12 @@ class TorchModel(ModelAdapter):
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether it is a buffer."""
-        values = (container[key] for container, key in self._parameters[name].slots)
-        return not all(isinstance(value, nn.Parameter) for value in values)
+        """Whether it is a buffer, or is looked at where its module does not compute."""
+        slots = self._parameters[name].slots
+        return not all(
+            isinstance(container[key], nn.Parameter) and id(container) not in self._looked_at
+            for container, key in slots
+        )
 
     def experts(self, wants: Wants, stay: Sequence[str], changed: Mapping[str, Any]) -> list[Group]:
         """Those that transformers keeps fused, where each computes as is known."""

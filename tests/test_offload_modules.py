@@ -1,0 +1,231 @@
+"""`streamload.offload` of modules that do more with their weights than to compute with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import offloading_models as models
+import pytest
+import torch
+from torch import nn
+
+import streamload
+from streamload.errors import OffloadError
+
+_WIDTH = 48
+_Compute = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class _Layer(nn.Module):
+    """Two Linears, and what is computed with one of them."""
+
+    def __init__(self, compute: _Compute) -> None:
+        super().__init__()
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+        self.other = nn.Linear(_WIDTH, _WIDTH)
+        self.compute, self.kept = compute, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self, self.other(x))
+
+
+class _Stack(nn.Module):
+    """Four layers, which give what the next takes."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _frozen(build: Callable[[], nn.Module], seed: int) -> Any:
+    """A model as one that streams is: torch chooses some of its kernels by `requires_grad`."""
+    torch.manual_seed(seed)
+    return build().eval().requires_grad_(False)
+
+
+def _passes(
+    build: Callable[[], nn.Module], path: Path, *inputs: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Three passes of the model loaded, and of the model under its least budget."""
+    models.save(_frozen(build, 0), path)
+    resident, streamed = _frozen(build, 1), _frozen(build, 1)
+    streamload.load_state_dict(resident, path, device="cpu")
+    budget = models.least_budget(lambda: _frozen(build, 1), path)
+    with torch.no_grad():
+        expected = [resident(*inputs) for _ in range(3)]
+        with streamload.offload(streamed, path, device="cpu", budget=budget) as offloaded:
+            assert len(offloaded.plan.residency.streams) >= 2
+            assert offloaded.plan.residency.slots < len(offloaded.plan.residency.streams)
+            return expected, [streamed(*inputs) for _ in range(3)]
+
+
+def _keeps_a_view(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.kept = layer.kept if layer.kept is not None else layer.linear.weight.data.T
+    return x @ layer.kept
+
+
+def _replaces(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if layer.kept is None:
+        layer.kept = layer.linear.weight = nn.Parameter(layer.linear.weight * 2)
+    found: torch.Tensor = layer.linear(x)
+    return found
+
+
+def _replaces_data(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if layer.kept is None:
+        layer.linear.weight.data = layer.linear.weight.data * 2
+        layer.kept = True
+    found: torch.Tensor = layer.linear(x)
+    return found
+
+
+def _writes(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.linear.weight.mul_(1.5)
+    found: torch.Tensor = layer.linear(x)
+    return found
+
+
+def _gives_a_view(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = layer.linear.weight[: x.shape[1]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        (_keeps_a_view, "keeps or gives a view"),
+        (_replaces, "puts another tensor in its place"),
+        (_replaces_data, "puts other data in its place"),
+        (_writes, "writes into it"),
+        (_gives_a_view, "keeps or gives a view"),
+    ],
+)
+def test_a_layer_that_does_not_leave_its_weights_as_they_are_is_refused(
+    compute: _Compute, said: str, tmp_path: Path
+) -> None:
+    """In the first pass, by the weight's name; with the line that the error names it runs."""
+
+    def build() -> nn.Module:
+        return _Stack(lambda: _Layer(compute))
+
+    path, x = models.save(_frozen(build, 0), tmp_path / "model"), torch.randn(2, 7, _WIDTH)
+    resident, budget = _frozen(build, 1), models.least_budget(build, path)
+    streamload.load_state_dict(resident, path, device="cpu")
+    with torch.no_grad():
+        expected = [resident(x) for _ in range(2)]
+        model = _frozen(build, 1)
+        with (
+            streamload.offload(model, path, device="cpu", budget=budget),
+            pytest.raises(OffloadError, match=f'{said}.*stay="layers.0.linear.weight"'),
+        ):
+            model(x)
+        model = _frozen(build, 1)
+        stays: dict[str, Any] = {"stay": "*.linear.weight", "budget": "65kB"}
+        with streamload.offload(model, path, device="cpu", **stays) as offloaded:
+            assert offloaded.plan.residency.streams
+            assert [torch.equal(model(x), each) for each in expected] == [True, True]
+
+
+def _keeps_a_copy(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if layer.kept is None:
+        layer.kept = torch.cat([layer.linear.weight, layer.linear.weight])
+    return nn.functional.linear(x, layer.kept)[..., :_WIDTH]
+
+
+def _keeps_it_on_the_weight(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = layer.linear.weight
+    if not hasattr(weight, "turned"):
+        weight.turned = weight.data.T.clone()
+    found: torch.Tensor = x @ weight.turned
+    return found
+
+
+def _recurrent(kind: Any) -> Any:
+    """A layer with a recurrent module, which has a list of its weights beside them."""
+
+    def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        layer.rnn.flatten_parameters()
+        found: torch.Tensor = layer.linear(layer.rnn(x)[0])
+        return found
+
+    def make() -> nn.Module:
+        layer = _Layer(compute)
+        layer.rnn = kind(_WIDTH, _WIDTH, batch_first=True)
+        return layer
+
+    return make
+
+
+def _normed(norm: Callable[[nn.Linear], nn.Module]) -> Any:
+    def make() -> nn.Module:
+        layer = _Layer(lambda own, x: own.linear(x))
+        layer.linear = norm(layer.linear)  # type: ignore[assignment]
+        return layer
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: _Layer(_keeps_a_copy), id="a copy"),
+        pytest.param(lambda: _Layer(_keeps_it_on_the_weight), id="a copy on the weight"),
+        pytest.param(_recurrent(nn.LSTM), id="LSTM"),
+        pytest.param(_recurrent(nn.GRU), id="GRU"),
+        pytest.param(_normed(nn.utils.weight_norm), id="weight_norm"),
+        pytest.param(_normed(nn.utils.parametrizations.weight_norm), id="parametrised"),
+        pytest.param(_normed(nn.utils.parametrizations.orthogonal), id="orthogonal"),
+    ],
+)
+def test_layers_that_make_weights_of_weights_give_those_of_the_model_loaded(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """In three passes, with slots that layers share."""
+    x = torch.randn(2, 7, _WIDTH)
+    expected, found = _passes(lambda: _Stack(make), tmp_path / "model", x)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_padded_sequences_are_packed_as_by_the_model_loaded(tmp_path: Path) -> None:
+    """`nn.TransformerEncoder` looks at its first layer, which stays; the others stream."""
+
+    def build() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(_WIDTH, 4, 96, batch_first=True), 4)
+
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[0, -2:] = True
+    x = torch.randn(2, 7, _WIDTH)
+    expected, found = _passes(build, tmp_path / "model", x, None, mask)
+    assert not expected[0][0, -2:].any()  # what packing leaves of the padding
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_whole_transformer_gives_what_the_model_loaded_gives(tmp_path: Path) -> None:
+    """Encoder and decoder, each with attention whose parts are used without being called."""
+
+    def build() -> nn.Module:
+        return nn.Transformer(_WIDTH, 4, 3, 3, 96, batch_first=True)
+
+    x = torch.randn(2, 7, _WIDTH)
+    expected, found = _passes(build, tmp_path / "model", x, x)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_view_that_was_made_before_is_refused(tmp_path: Path) -> None:
+    """Of a model with values: the weight's memory cannot be given back, and the error names it."""
+
+    def build() -> nn.Module:
+        return _Stack(lambda: _Layer(_keeps_a_view))
+
+    path, model = models.save(build(), tmp_path / "model"), build()
+    model.layers[1].kept = model.layers[1].linear.weight.data.T
+    with pytest.raises(OffloadError, match=r"layers\.1\.linear\.weight streams, and something"):
+        streamload.offload(model, path, device="cpu", budget=40_000)
