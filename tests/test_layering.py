@@ -133,7 +133,7 @@ LAYERS = (
     ("transformers.internals", "transformers.configuration", "transformers.rows"),
     ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
     ("transformers.adapter", "transformers.arguments"),
-    ("transformers.names",),
+    ("transformers.names", "transformers.parts"),
     ("transformers.dtypes", "transformers.rest", "transformers.quantised"),
     ("transformers.quantising",),
     ("transformers.prepared",),

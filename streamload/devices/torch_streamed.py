@@ -203,6 +203,11 @@ def weight_of(tensor: torch.Tensor) -> nn.Parameter:
     return made
 
 
+def is_lent(value: object) -> bool:
+    """Whether a module has it for a call."""
+    return hasattr(value, _LENT)
+
+
 def _lend(weight: torch.Tensor) -> None:
     """Remember what a weight is, when it is first lent: from then on modules give it back so."""
     if getattr(weight, _LENT) is None:
@@ -435,7 +440,7 @@ class StreamedModule(Wrapped):
         """What stands in the place of a weight, where that is what was put there."""
         _, container, key = place
         had = container[key]
-        if not isinstance(had, StreamedParameter) and not hasattr(had, _LENT):
+        if not isinstance(had, StreamedParameter) and not is_lent(had):
             name = absent._streamload_streamed
             raise OffloadError(
                 f"{name} streams, and something has put another tensor in its place, which would "

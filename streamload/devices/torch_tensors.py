@@ -37,6 +37,8 @@ _MIN_TRIMMED_NBYTES = 2**20  # below, a block of CUDA's allocator shares its seg
 _BEFORE = "_streamload_before"  # on an invalid entry: the object that stood there
 #: On a module: by the leaf of a parameter's name, the `CodedWeight` that it holds.
 CODED = "_streamload_coded"
+#: On a module: the keys of its buffers that are parts of weights.
+PARTS = "_streamload_parts"
 #: On what stands in a module for a weight that streams: its name.
 STREAMED = "_streamload_streamed"
 # on invalid entries, one for those that were tied: ``kept`` says whether they have their memory
@@ -472,6 +474,13 @@ def coded_of(model: Any) -> dict[str, CodedWeight]:
         for prefix, child in model.named_modules(remove_duplicate=False)
         for leaf, said in getattr(child, CODED, {}).items()
     }
+
+
+def parts_of(module: nn.Module) -> set[str]:
+    """The keys of a module's buffers that are parts of weights."""
+    coded: dict[str, CodedWeight] = getattr(module, CODED, {})
+    names = (name for leaf, said in coded.items() for name in said.names(leaf))
+    return {*getattr(module, PARTS, ()), *names}
 
 
 def unstored_of(model: Any) -> dict[str, str]:

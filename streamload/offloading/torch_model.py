@@ -34,7 +34,12 @@ from streamload.devices.torch_streamed import (
     used_elsewhere,
     weight_of,
 )
-from streamload.devices.torch_tensors import TO_TORCH, TorchParameter, unwrapped_names
+from streamload.devices.torch_tensors import (
+    TO_TORCH,
+    TorchParameter,
+    parts_of,
+    unwrapped_names,
+)
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import OffloadError
 from streamload.offloading.adapter import ModelAdapter, Timed
@@ -76,6 +81,7 @@ class TorchModel(ModelAdapter):
             self._parameters[name] = parameter
         self._modules = modules_by_name(model, unwrapped_names(model))
         self._elsewhere, self._looked_at = used_elsewhere(model), looked_at(model)
+        self._parts = {(id(m._buffers), key) for m in model.modules() for key in parts_of(m)}
         self._absent: list[tuple[str, list[Any]]] = []  # what streams, and what it was
         self._refusals: Refusals | None = None
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
@@ -102,10 +108,11 @@ class TorchModel(ModelAdapter):
         return type(module).forward is nn.Embedding.forward and "forward" not in module.__dict__
 
     def must_stay(self, name: str) -> bool:
-        """Whether it is a buffer, or is looked at where its module does not compute."""
+        """Whether it is no weight, or is looked at where its module does not compute."""
         slots = self._parameters[name].slots
         return not all(
-            isinstance(container[key], nn.Parameter) and id(container) not in self._looked_at
+            (isinstance(container[key], nn.Parameter) or (id(container), key) in self._parts)
+            and id(container) not in self._looked_at
             for container, key in slots
         )
 
@@ -200,7 +207,8 @@ class TorchModel(ModelAdapter):
 
     def _slots_in(self, name: str, modules: set[int]) -> list[Any]:
         """The places of a parameter in some modules."""
-        inside = {id(m._parameters) for m in self._model.modules() if id(m) in modules}
+        mine = [module for module in self._model.modules() if id(module) in modules]
+        inside = {id(held) for module in mine for held in (module._parameters, module._buffers)}
         return [slot for slot in self._parameters[name].slots if id(slot[0]) in inside]
 
     def stream_experts(

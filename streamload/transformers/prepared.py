@@ -152,26 +152,28 @@ class Prepared:
         try:
             report = load_state_dict(self.model, self.checkpoint, **asked)
         except PlanInfeasibleError as error:
-            whole = self.quantised is None and not beside_nbytes
+            streams = self.quantised is None or not self.quantised.stays
+            whole = streams and not beside_nbytes
             raise error.calling(OFFLOAD, "offload=True" if whole else "") from None
-        if self.quantised is None:
-            return report
-        return replace(report, notes=(*report.notes, *self.quantised.notes))
+        return self._noted(report)
+
+    def _noted(self, report: LoadReport) -> LoadReport:
+        """A report with what is said of quantised weights."""
+        notes = () if self.quantised is None else self.quantised.notes
+        return replace(report, notes=(*report.notes, *notes))
 
     def offload(self, devices: Devices, options: ModelOptions, how: OffloadOptions) -> Offloaded:
         """Let what does not fit stream; the arguments are those of `load` and `offload`.
 
         Raises:
-            OffloadError: it is quantised.
+            OffloadError: its modules do not compute on the stored bytes.
         """
-        if self.quantised is not None:
-            raise OffloadError(
-                f"{self.checkpoint.path}: modules of quantised weights keep values of their own "
-                "beside them, and are not offloaded: dequantise the checkpoint once, with "
-                "streamload convert IN OUT --dtype bfloat16, and offload that"
-            )
+        if self.quantised is not None and self.quantised.stays:
+            raise OffloadError(f"{self.checkpoint.path}: {self.quantised.stays}")
         asked = self._asked(devices, 0, options)
-        return offload(self.model, self.checkpoint, **how, **asked)
+        offloaded = offload(self.model, self.checkpoint, **how, **asked)
+        offloaded.load = self._noted(offloaded.load)
+        return offloaded
 
     def _asked(self, devices: Devices, beside_nbytes: int, options: ModelOptions) -> LoadOptions:
         """What a load is asked for."""

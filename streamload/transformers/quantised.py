@@ -13,6 +13,7 @@ from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
+from streamload.devices.torch_tensors import PARTS
 from streamload.dtypes import parse_dtype
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.lookup import Devices
@@ -21,6 +22,7 @@ from streamload.quantise import said_of_dense
 from streamload.transformers.configuration import first_line, folder_of
 from streamload.transformers.internals import AutoHfQuantizer
 from streamload.transformers.names import Names, Renames
+from streamload.transformers.parts import EightBit, FourBit, Maker, TorchAo, put_together
 from streamload.units import format_bytes
 
 #: Methods that are opened here: what each needs installed, by the name that it is imported by.
@@ -50,6 +52,7 @@ class Quantised:
         checkpoint: the headers.
         notes: what a user may want to know of, one sentence each.
         beside_nbytes: what the first run of the model takes beside what is loaded.
+        stays: why it cannot be offloaded, or "".
     """
 
     method: str
@@ -57,6 +60,7 @@ class Quantised:
     checkpoint: Checkpoint
     notes: list[str] = field(default_factory=list)
     beside_nbytes: int = 0
+    stays: str = ""
     # (module, its parameter, the group that the parameter is made of)
     _staged: list[tuple[str, str, Group]] = field(default_factory=list)
 
@@ -166,6 +170,11 @@ class Quantised:
                 "gptqmodel repacks weights for its kernel: the plan counts them once, and the "
                 f"largest takes {format_bytes(most, up=True)} more when it is repacked"
             )
+            self.stays = (
+                "gptqmodel repacks all weights when they are loaded, and what streams is as the "
+                "files have it: load it with a larger budget, or offload the model that was "
+                'quantised, or what "streamload convert IN OUT --quant nf4" makes of that'
+            )
         if self.method == "mxfp4":
             config.dequantize = False
             self._keep_mxfp4(model)
@@ -227,6 +236,7 @@ class Quantised:
             for key, info in _entries(group).items():
                 dtype = getattr(torch, info.dtype.name)
                 module._buffers[key] = torch.empty(info.shape, dtype=dtype, device="meta")
+                module.__dict__.setdefault(PARTS, set()).add(key)
             self._staged.append((prefix, leaf, group))
         if wrong:
             raise StateDictMismatchError(self.checkpoint.path, wrong_shape=wrong)
@@ -293,6 +303,11 @@ class Quantised:
         if not others:
             self._say_kept("compressed weights", self._largest_nbytes(model.dtype))
             return
+        self.stays = (
+            f"compressed-tensors decompresses all of the model when it first runs, for {others[0]} "
+            'is no Linear or Embedding of torch: dequantise the checkpoint once, with "streamload '
+            'convert IN OUT --dtype bfloat16", and offload that'
+        )
         for group in read_states(self.checkpoint).values():
             itemsize = group.members["scale"].dtype.itemsize
             self.beside_nbytes += math.prod(group.shape or ()) * itemsize
@@ -339,46 +354,18 @@ class Quantised:
     def assemble(self, model: Any) -> None:
         """Make what the modules compute with of what was loaded; nothing is copied."""
         for prefix, leaf, group in self._staged:
-            module = model.get_submodule(prefix)
-            entries = {key: module._buffers.pop(key) for key in _entries(group)}
+            name = f"{prefix}.{leaf}"
+            maker: Maker = FourBit() if group.bits == 4 else EightBit()
             if self.method == "torchao":
-                made = self._torchao(module, f"{prefix}.{leaf}", entries)
-            else:
-                made = bitsandbytes_parameter(module, entries)
-            module._parameters[leaf] = made
-            module._is_hf_initialized = True
+                maker = TorchAo(self.quantizer, name)
+            module, keys = model.get_submodule(prefix), list(_entries(group))
+            put_together(module, name, keys, maker, group.shape or (), model.dtype)
         self._staged.clear()
-
-    def _torchao(
-        self, module: nn.Module, name: str, entries: dict[str, torch.Tensor]
-    ) -> nn.Parameter:
-        """A tensor subclass of torchao, by its own function."""
-        from transformers.integrations.torchao import TorchAoDeserialize
-
-        convert = TorchAoDeserialize(self.quantizer).convert
-        made = convert(
-            {key: [tensor] for key, tensor in entries.items()},
-            source_patterns=list(entries),
-            model=_Only(module),
-            full_layer_name=name,
-        )
-        return nn.Parameter(made[name], requires_grad=False)
 
     def finish(self, model: Any) -> None:
         """Say to a loaded model that it is quantised, as transformers does."""
         model.hf_quantizer = self.quantizer
         self.quantizer.postprocess_model(model)
-
-
-class _Only:
-    """A model of one module, whatever its name: what an operation looks at."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def get_submodule(self, name: str) -> nn.Module:
-        """The module."""
-        return self._module
 
 
 def _entries(group: Group) -> dict[str, TensorInfo]:
@@ -399,32 +386,6 @@ def _takes(module: nn.Module, weight: torch.Tensor, group: Group) -> bool:
     if group.kind.startswith("bnb-"):
         return type(module).__name__ == ("Linear8bitLt" if group.bits == 8 else "Linear4bit")
     return group.kind != "mxfp4" or weight.dim() == 3
-
-
-def bitsandbytes_parameter(module: Any, entries: dict[str, torch.Tensor]) -> nn.Parameter:
-    """A parameter of bitsandbytes over the stored bytes."""
-    from bitsandbytes.nn import Int8Params, Params4bit
-
-    weight = entries.pop("weight")
-    made: nn.Parameter
-    if "SCB" in entries:
-        has_fp16_weights = module.state.has_fp16_weights
-        made = Int8Params(
-            weight,
-            requires_grad=False,
-            has_fp16_weights=has_fp16_weights,
-            CB=weight,
-            SCB=entries["SCB"],
-        )
-        return made
-    made = Params4bit.from_prequantized(
-        data=weight,
-        quantized_stats={key.removeprefix("weight."): t for key, t in entries.items()},
-        requires_grad=False,
-        device=weight.device,
-        module=module,
-    )
-    return made
 
 
 def missing(method: str) -> list[str]:

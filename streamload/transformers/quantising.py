@@ -23,7 +23,8 @@ from streamload.quant.base import CodedWeight
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import AutoHfQuantizer, should_convert_module
 from streamload.transformers.names import Names, Renames
-from streamload.transformers.quantised import Quantised, bitsandbytes_parameter, missing
+from streamload.transformers.parts import EightBit, FourBit, put_together
+from streamload.transformers.quantised import Quantised, missing
 from streamload.units import format_bytes
 
 _METHOD = "bitsandbytes"
@@ -82,7 +83,12 @@ class Quantising(Quantised):
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"quantization_config: {first_line(error)}") from error
         config.quantization_config = asked
-        return cls(_METHOD, quantizer, checkpoint, format=format)
+        stays = (
+            "layers stream as they are stored, and quantization_config= quantises on the way: "
+            f'quantise the checkpoint once, with "streamload convert IN OUT --quant {format}", and '
+            "offload that"
+        )
+        return cls(_METHOD, quantizer, checkpoint, stays=stays, format=format)
 
     def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
         """Replace modules of a model on the meta device by those of bitsandbytes.
@@ -187,9 +193,9 @@ class Quantising(Quantised):
         """Make of the parts what bitsandbytes' modules compute with; nothing is copied."""
         for prefix in self._modules:
             module = model.get_submodule(prefix)
-            names = getattr(module, CODED)["weight"].names("weight")
+            said = getattr(module, CODED)["weight"]
             delattr(module, CODED)
-            entries = {name: module._buffers.pop(name) for name in names}
-            module._parameters["weight"] = bitsandbytes_parameter(module, entries)
-            module._is_hf_initialized = True
+            maker = EightBit() if self.format == _8BIT else FourBit()
+            names = list(said.names("weight"))
+            put_together(module, f"{prefix}.weight", names, maker, said.shape, model.dtype)
         self._modules.clear()
