@@ -163,7 +163,7 @@ _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
         *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
-        *("quantised", "quantising", "packed", "packed_compressed", "packed_mxfp4"),
+        *("quantised", "quantising", "parts", "packed", "packed_compressed", "packed_mxfp4"),
     )
 )
 FRAMEWORKS = {
