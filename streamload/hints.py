@@ -27,20 +27,24 @@ _HEADS = 64  # places of a repeated ending that are looked at
 _MOST_SLIPS = 64  # parameters that are compared with all that is left, letter by letter
 _NEAR = 0.75  # how much of what differs is alike in a slip, of 1
 _CLEAR = 0.1  # how much less like everything else has to be
+_TRANSFORMERS = "streamload.transformers.from_pretrained({path}, model_class={name}"
 #: Base classes of libraries that rename tensors as they load, and what does so here.
 _CALLS = {
-    "transformers.modeling_utils.PreTrainedModel": (
-        "streamload.transformers.from_pretrained({path}, model_class={name})"
-    ),
+    "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS})",
     "diffusers.models.modeling_utils.ModelMixin": "streamload.diffusers.from_pretrained({path})",
+}
+#: The same for models that are offloaded.
+_OFFLOADING_CALLS = {
+    "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS}, offload=True)"
 }
 _ALSO = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of a norm
 
 
-def call_of_library(model: object, path: Location) -> str:
+def call_of_library(model: object, path: Location, *, offload: bool = False) -> str:
     """The call that renames a checkpoint's tensors as the library of a model does; "" for none."""
     bases = (f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__)
-    call = next((_CALLS[base] for base in bases if base in _CALLS), "")
+    calls = _OFFLOADING_CALLS if offload else _CALLS
+    call = next((calls[base] for base in bases if base in calls), "")
     return call.format(path=_text(str(path)), name=type(model).__name__)
 
 

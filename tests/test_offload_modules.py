@@ -194,6 +194,7 @@ def test_layers_that_make_weights_of_weights_give_those_of_the_model_loaded(
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
 def test_padded_sequences_are_packed_as_by_the_model_loaded(tmp_path: Path) -> None:
     """`nn.TransformerEncoder` looks at its first layer, which stays; the others stream."""
 

@@ -13,7 +13,12 @@ import transformers
 
 import streamload
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError
+from streamload.errors import (
+    OffloadError,
+    PlanInfeasibleError,
+    StateDictMismatchError,
+    StreamloadError,
+)
 
 quiet = stored.quiet  # a fixture
 
@@ -148,6 +153,22 @@ def test_what_convert_quantised_is_dequantised_at_every_pass(format: str, tmp_pa
     _dequantised(tmp_path / "small", "bfloat16")
 
 
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "int8", "nf4", "nf4-nested"])
+def test_codes_stream_into_modules_that_hold_them(format: str, tmp_path: Path) -> None:
+    """Of a model that was loaded with ``quant=``, from what convert wrote; bit for bit."""
+    stored.plain(tmp_path / "plain")
+    streamload.convert(tmp_path / "plain", tmp_path / "small", quant=format, progress=False)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "plain")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    options: dict[str, Any] = {"device": "cpu", "progress": False}
+    report = streamload.load_state_dict(model, tmp_path / "plain", quant=format, **options)
+    expected, budget = stored.logits(model), int(0.75 * report.resident_nbytes)
+    with streamload.offload(model, tmp_path / "small", budget=budget, **options) as offloaded:
+        assert len(offloaded.plan.residency.streams) == 2
+        for _ in range(3):
+            assert torch.equal(stored.logits(model), expected)
+
+
 def _dequantised(path: Path, dtype: str) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "progress": False}
     resident = _plain(path)
@@ -192,6 +213,17 @@ def test_a_model_that_is_decompressed_at_once_is_refused(
     monkeypatch.setattr(packed_compressed, "_KINDS", (torch.nn.Embedding,))
     with pytest.raises(OffloadError, match=r"decompresses all of the model.*--dtype bfloat16"):
         stored.load(tmp_path, budget="80kB", offload=True)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_stored_weights_that_plain_modules_cannot_have_name_what_opens_them(
+    name: str, tmp_path: Path
+) -> None:
+    """The call that makes the modules of the checkpoint's quantiser, and offloads them."""
+    stored.MADE[name][1](tmp_path)
+    line = re.escape(f"from_pretrained('{tmp_path}', model_class=LlamaForCausalLM, offload=True)")
+    with pytest.raises(StateDictMismatchError, match=line.replace("'", "['\"]")):
+        streamload.offload(_plain(tmp_path), tmp_path, device="cpu", budget="100kB")
 
 
 def test_quantising_on_the_way_names_what_to_write(tmp_path: Path) -> None:

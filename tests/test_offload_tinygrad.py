@@ -28,6 +28,7 @@ from tinygrad.helpers import GlobalCounters  # noqa: E402
 import streamload  # noqa: E402
 from streamload.dtypes import BF16  # noqa: E402
 from streamload.errors import OffloadError, PlanInfeasibleError, StreamloadError  # noqa: E402
+from streamload.nn import replace_linears  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 #: To compile for the CPU takes most of the time: it is tried with the slow tests.
@@ -781,3 +782,27 @@ def test_a_model_that_is_larger_than_its_box(cgroup: Boxes, tmp_path: Path) -> N
     assert said["pass_nbytes"] > 5e9
     # Python, tinygrad and the compiler beside what was planned
     assert said["peak_nbytes"] <= said["planned_nbytes"] + 300_000_000
+
+
+@pytest.mark.parametrize("format", ["q8_0", "int8"])
+def test_codes_stream_into_layers_that_hold_them(device: str, folder: Path, format: str) -> None:
+    """What convert quantised streams as it is stored, into `QuantLinear`."""
+    small = folder.parent / "small"
+    streamload.convert(folder, small, quant=format, progress=False)
+    tensors = streamload.open_checkpoint(small).tensors
+    codes = {name for name, info in tensors.items() if info.dtype.name in ("uint8", "int8")}
+
+    def build() -> Model:
+        model = Model()
+        replace_linears(model, lambda name: format if name in codes else None)
+        return model
+
+    expected, model = resident(small, device, build()), build()
+    budget = least(build(), small, device)
+    with streamload.offload(
+        model, small, budget=budget, device=device, progress=False
+    ) as offloaded:
+        assert {f"layers.{n}" for n in range(LAYERS)} < {*offloaded.plan.residency.streams}
+        assert offloaded.plan.residency.slots < LAYERS
+        for _ in range(2):
+            assert np.array_equal(generate(model, device), expected)

@@ -10,7 +10,8 @@ from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from streamload.decide import Decision, Options, Place, wants_of
 from streamload.devices.base import Device
 from streamload.dtypes import DType
-from streamload.errors import OffloadError, Suggestion
+from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
+from streamload.hints import Wanted, call_of_library
 from streamload.load import described, read_call, run, uncollected
 from streamload.mapping import Found
 from streamload.nodes.shares import Share
@@ -270,7 +271,8 @@ def offload(
         ValueError: an argument is invalid.
 
     A pass raises what its layers meet: FileChangedError where a file is not what it was,
-    OffloadError where two threads run the model at once. The model can run again after it.
+    OffloadError where two threads run the model at once, or where a module does not leave its
+    weights as they are (it keeps a view, or writes into them). The model can run again after it.
     """
     clock = Clock()
     strictness = Strictness.read(options)
@@ -278,7 +280,17 @@ def offload(
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])
-        prepared = Prepared.make(place, checkpoint, read, found, strictness, asked)
+        wanted = Wanted(
+            *(checkpoint, place.parameters, options["mapping"], options["rename"]),
+            strict=strictness.strict,
+        )
+        try:
+            prepared = Prepared.make(
+                *(place, checkpoint, read, found, strictness, asked), suggest=wanted.suggestions
+            )
+        except StateDictMismatchError as error:
+            call = call_of_library(model, checkpoint.path, offload=True)
+            raise error.or_by(call) from None
     return prepared.run(options["progress"], clock)
 
 

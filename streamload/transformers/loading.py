@@ -112,7 +112,8 @@ def from_pretrained(
             ``num_labels=3``.
         offload: where it does not fit, layers stream through the budget at every pass, as
             `streamload.offload` does it; the model's ``streamload_offload`` says what streams, and
-            its ``close()`` ends that.
+            its ``close()`` ends that. Quantised weights stream as they are stored, except GPTQ's
+            and AWQ's, which are refused.
         tokens: with ``offload``, leave room for what a pass of so many tokens computes.
         stay: with ``offload``, patterns of names of parameters that stay on the device.
         layers: with ``offload``, patterns of names of the modules that are layers.
