@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -154,6 +154,7 @@ class TorchSlots:
         """Let go of the memory, even where something still refers to a view."""
         for view in (self._memory, *(each for views in self._views.values() for each in views)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
+            view.__dict__.pop(_LENT, None)
         self._views.clear()
 
 
@@ -181,17 +182,19 @@ class _Lent:
         address: where its memory begins.
         version: how often it was written by operators of torch.
         uses: how many tensors refer to its memory.
+        home: a tensor over that memory.
     """
 
     address: int
     version: int
     uses: int
+    home: torch.Tensor
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> _Lent:
+    def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
         """Look at a weight."""
-        storage = weight.untyped_storage()
-        return cls(weight.data_ptr(), weight._version, torch._C._storage_Use_Count(storage._cdata))
+        uses = torch._C._storage_Use_Count(home.untyped_storage()._cdata)
+        return cls(weight.data_ptr(), weight._version, uses, home)
 
 
 def weight_of(tensor: torch.Tensor) -> nn.Parameter:
@@ -211,7 +214,16 @@ def is_lent(value: object) -> bool:
 def _lend(weight: torch.Tensor) -> None:
     """Remember what a weight is, when it is first lent: from then on modules give it back so."""
     if getattr(weight, _LENT) is None:
-        setattr(weight, _LENT, _Lent.of(weight))
+        setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
+
+
+def _take_back(weight: torch.Tensor) -> None:
+    """Let a weight be what was lent, whatever a module did: the next layer has the same object."""
+    was: _Lent | None = getattr(weight, _LENT, None)
+    if was is not None and weight.data_ptr() != was.address:
+        weight.data = was.home
+    for key in {*weight.__dict__} - {_LENT, *_OF_COMPILE}:
+        delattr(weight, key)
 
 
 def _why_kept(weight: Any, given: torch.Tensor) -> str:
@@ -223,16 +235,16 @@ def _why_kept(weight: Any, given: torch.Tensor) -> str:
     """
     if weight is not given:
         return "puts another tensor in its place"
-    for key in {*given.__dict__} - {_LENT, *_OF_COMPILE}:
-        delattr(given, key)  # of this layer: the next has the same object
-    was, found = getattr(given, _LENT), _Lent.of(given)
+    was: _Lent = getattr(given, _LENT)
+    found = _Lent.of(given, was.home)
     if found.address != was.address:
         return "puts other data in its place"
     if found.version != was.version:
+        setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
         return "writes into it"
     if found.uses > was.uses:
         gc.collect()  # a cycle may hold a view that nobody needs any more
-        if _Lent.of(given).uses > was.uses:
+        if _Lent.of(given, was.home).uses > was.uses:
             return "keeps or gives a view of it"
     return ""
 
@@ -393,6 +405,7 @@ class StreamedModule(Wrapped):
         self._number, self._source, self._mark = number, source, mark
         self._places = [(at, container, key) for at, (container, key) in places]
         self._absent = [container[key] for _, container, key in self._places]
+        self._problem = ""  # why it cannot stream, once that is known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the layer's weights."""
@@ -402,9 +415,11 @@ class StreamedModule(Wrapped):
 
     @contextmanager
     def _there(self) -> Iterator[None]:
-        before = self._absent
+        if self._problem:
+            raise OffloadError(self._problem)
+        before, buffers = self._absent, list[torch.Tensor]()
         try:  # from here on: Ctrl-C may come as soon as the layer is there
-            buffers = self._source.acquire(self._number)
+            buffers = [*self._source.acquire(self._number)]
             before = [
                 self._checked(*place) for place in zip(self._places, self._absent, strict=True)
             ]
@@ -417,6 +432,8 @@ class StreamedModule(Wrapped):
             try:
                 for (_, container, key), had in zip(self._places, before, strict=True):
                     container[key] = had
+                for buffer in buffers:
+                    _take_back(buffer)
             finally:
                 ticket = None
                 try:
@@ -430,10 +447,11 @@ class StreamedModule(Wrapped):
             problem = _why_kept(container.get(key), buffers[at])
             if problem:
                 kind, name = type(self._module).__name__, absent._streamload_streamed
-                raise OffloadError(
+                self._problem = (
                     f"{name} streams, and {kind} {problem} when it computes; the memory is another "
                     f'layer\'s next: let the weight stay, with stay="{name}"'
                 )
+                raise OffloadError(self._problem)
 
     @staticmethod
     def _checked(place: tuple[int, Any, str], absent: Any) -> Any:
