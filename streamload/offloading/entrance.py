@@ -387,8 +387,8 @@ class Memory(Protocol):
     def slots(self, plan: OffloadPlan, device: Device) -> SlotMemory:
         """Allocate the slots."""
 
-    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
-        """Map the files of what streams, where the device computes on mapped files."""
+    def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews | None:
+        """Map the files of what streams; None where the framework does not compute on these."""
 
 
 def begin(
