@@ -109,7 +109,7 @@ class Rounds:
         self._changed = threading.Condition(threading.RLock())
         self._thread: threading.Thread | None = None
         self._crew: Crew | None = None
-        self._reaper = Reaper(self._has_computed)
+        self._reaper = Reaper()
 
     # --- the thread that runs the model -------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Rounds:
         if ticket is not None:
             for number in numbers:
                 self._computing[number] = self._computing.get(number, 0) + 1
-            self._reaper.follow(numbers, ticket)
+            self._reaper.follow(numbers, ticket, self._has_computed)
         for number in numbers:
             self._drop_spoiled(number)
         self._wake()
@@ -269,12 +269,12 @@ class Rounds:
             self._closed = why
             self._changed.notify_all()
             self._wake()
-            thread, reaper = self._thread, self._reaper.thread
+            thread = self._thread
             if thread is None:  # which ends it otherwise
                 self._reaper.end()
-        for each in (thread, reaper):
-            if each is not None:
-                each.join()
+        if thread is not None:
+            thread.join()
+        self._reaper.join()
         self._device.synchronize()  # what computes with the slots
         self._memory.close()
 
