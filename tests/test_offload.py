@@ -443,6 +443,7 @@ def test_from_pretrained_takes_what_offload_takes(tmp_path: Path) -> None:
     assert any(name.endswith(".mlp") for name in plan.residency.streams)
     assert plan.host == plan.residency.streams
     _same_again(model, models.built("llama"))
+    model.streamload_offload.close()
     for name, value in (("layers", ["*"]), ("host", "1MB"), ("stay", "*"), ("tokens", 0)):
         with pytest.raises(ValueError, match=f"{name} says how"):
             from_pretrained(path, device="cpu", **{name: value})

@@ -63,8 +63,10 @@ def group_passes(
     if not device.startswith("cuda"):
         raise DeviceError(device, "group offload with streams is for CUDA")
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    # groups are the blocks of lists that the module itself has: the whole model has none
+    model.get_output_embeddings().to(device)
     apply_group_offloading(
-        model,
+        model.base_model,
         onload_device=torch.device(device),
         offload_device=torch.device("cpu"),
         offload_type="block_level",
