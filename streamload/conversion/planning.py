@@ -25,7 +25,7 @@ from typing import Any
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import MAX_HEADER_NBYTES, TensorInfo, is_text, parse_header
+from streamload.checkpoint.header import MAX_HEADER_NBYTES, TensorInfo, is_text
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.conversion.beside import (
     CONFIG,
@@ -44,6 +44,7 @@ from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.formats.safetensors import parse_header
 from streamload.load import split
 from streamload.mapping import Rename, Source, sources
 from streamload.planning.demand import DTypePolicy
