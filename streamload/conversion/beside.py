@@ -14,12 +14,13 @@ from typing import Any
 
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, read_json_file
-from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.header import SAFETENSORS, unreadable
 from streamload.checkpoint.url import Location, Url
 from streamload.dequantise import all_dequantised
 from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.formats.base import readers
 from streamload.nesting import parse_json
 from streamload.quant.group import CONFIG_KEYS
 
@@ -79,9 +80,30 @@ def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     """The files that go with a checkpoint, by name; and names of others that are not copied.
 
+    Some formats hold in a file what others have beside it: that becomes files, too.
+
     Raises:
-        CheckpointError: its folder cannot be listed.
+        CheckpointError: its folder cannot be listed, or a file not read.
     """
+    found, left = _lying_beside(checkpoint)
+    made = _said_inside(checkpoint)
+    # what lies in a folder may be more than a file of it says, and may be of another file
+    is_folder = checkpoint.path in (header.path.parent for header in checkpoint.shards)
+    return made | found if is_folder else found | made, left
+
+
+def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
+    """What files of other formats say themselves, as files of their own."""
+    headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
+    if not headers:
+        return {}
+    said = dict(readers()[headers[0].format].documents(headers))
+    if any(header.config and header.config == checkpoint.config for header in headers):
+        said[CONFIG] = json.dumps(dict(checkpoint.config), indent=2).encode() + b"\n"
+    return {name: document(name, data) for name, data in said.items()}
+
+
+def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     path = checkpoint.path
     belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
     if isinstance(path, Url):

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
         "format": header.format,
         "starts": [info.start for info in header.tensors],
         "stored": {name: astuple(one) for name, one in header.stored.items()},
-        "turns": header.turns,
+        "turns": dict(header.turns),
     }
 
 
@@ -166,9 +166,14 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         MappingProxyType(shard["metadata"]),
         state,
         shard.get("format", SAFETENSORS),
-        stored={name: Stored(*one) for name, one in shard.get("stored", {}).items()},
-        turns={name: Turn(*one) for name, one in shard.get("turns", {}).items()},
+        stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
+        turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
     )
+
+
+def _tuples(values: Sequence[Any]) -> Iterator[Any]:
+    """Values of a record, with the tuples that JSON made lists of."""
+    return (tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:
