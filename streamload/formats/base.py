@@ -137,12 +137,13 @@ def default_reader() -> FormatReader:
 def readers() -> Mapping[str, FormatReader]:
     """All readers by their names, safetensors first; imports the files of this package."""
     default_reader()
-    _import_all()
+    import_all()
     return _readers
 
 
 @cache
-def _import_all() -> None:
+def import_all() -> None:
+    """Import all files of this package, each of which registers what it has."""
     package = importlib.import_module("streamload.formats")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"streamload.formats.{module.name}")
