@@ -149,6 +149,7 @@ LAYERS = (
     ("conversion.planning",),
     ("conversion.disk",),
     ("conversion.journal", "conversion.destination", "conversion.way"),
+    ("conversion.gathering",),
     ("conversion.writing",),
     ("conversion.convert",),
     ("bench.machine", "bench.limits", "bench.processes", "bench.loaders"),

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, read_json_file
@@ -21,11 +21,10 @@ from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.formats.base import readers
+from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.nesting import parse_json
 from streamload.quant.group import CONFIG_KEYS
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 NODE_PLAN = "plan.json"
 #: What the dtype of a model is in.
 CONFIG = "config.json"
@@ -62,14 +61,32 @@ _USUAL = (
 )
 
 
+#: Makes a file's bytes when all large files are whole: of their md5 sums, by path.
+Late: TypeAlias = Callable[[Mapping[str, str]], bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class SmallFile:
     """A small file that is written beside the tensors."""
 
     path: str  # below the destination; with "/" on any system
-    content: bytes | Location = field(repr=False)  # its bytes, or the file that is copied
+    # its bytes, the file that is copied, or what makes it of the sums of all large files
+    content: bytes | Location | Late = field(repr=False)
     nbytes: int  # its length; where a server does not say, what was seen of it
     mode: int | None = None  # its permissions; None for those of any new file
+
+
+def content_of(file: SmallFile) -> bytes:
+    """The bytes of a file that lies beside a checkpoint; raises CheckpointError if unreadable."""
+    if isinstance(file.content, Url):
+        return remote.read_file(file.content, LARGEST_COPIED_NBYTES)
+    if isinstance(file.content, Path):
+        try:
+            return file.content.read_bytes()
+        except OSError as error:
+            raise unreadable(file.content, error) from error
+    assert isinstance(file.content, bytes), file.path
+    return file.content
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
@@ -33,10 +33,9 @@ from streamload.conversion.planning import (
     folder_of,
     in_folder,
     plan_conversion,
-    quantised_weights,
 )
 from streamload.conversion.way import Way, choose_way
-from streamload.conversion.writing import Writer, check_written
+from streamload.conversion.writing import Writer, check_written, weight_of
 from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
@@ -47,7 +46,7 @@ from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
 from streamload.quant.base import QuantCounts
 from streamload.quant.group import Packed
-from streamload.quantise import QuantArgument, QuantPolicy
+from streamload.quantise import QuantArgument, QuantPolicy, coded
 from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
@@ -241,13 +240,16 @@ def convert(
     checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
     dtypes = [wanted for _, wanted in policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
-    if formats:  # to list the weights takes memory, too: the first look says if there is any
-        weights, turned = quantised_weights(checkpoint, options)
-        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
+    # to list what is written takes memory, too: the first look says if there is any
     plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
+    codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
+    weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
+    turned = any(t.made is not None for _, _, t in plan.tensors())
+    if codes or turned:
+        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
     job = _Conversion(checkpoint, plan, way)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
@@ -269,7 +271,8 @@ class _Conversion:
         self._checkpoint = checkpoint
         self._plan = plan
         self._way = way
-        infos = [t.info for _, _, t in plan.tensors()]
+        self._sums: dict[str, str] = {}  # md5 of files, where documents need them
+        infos = [info for _, _, t in plan.tensors() for info in t.infos]
         used = {info.shard for info in infos}
         packed = (info for info in infos if isinstance(info, Packed))
         used |= {header.path for info in packed for header in info.headers}
@@ -415,12 +418,12 @@ class _Conversion:
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
-        weights: dict[tuple[str, str], set[int]] = {}  # by file, and tensor of the source
+        weights: dict[tuple[str, object], set[int]] = {}  # by file and weight
         for i, (_, file, t) in enumerate(self._plan.tensors()):
             if i not in journal.finished or (found[file.path] or 0) < t.stop:
                 lost.add(i)
             if t.coding is not None:
-                weights.setdefault((file.path, t.info.name), set()).add(i)
+                weights.setdefault((file.path, weight_of(t)), set()).add(i)
         for parts in weights.values():
             if parts & lost:
                 lost |= parts
@@ -431,6 +434,7 @@ class _Conversion:
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         self._check_source()
+        self._sums |= writer.sums
         return writer.read_nbytes
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
@@ -451,12 +455,20 @@ class _Conversion:
     def _prepare(self, journal: Journal) -> dict[str, str]:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out = self.destination.out
+        for file in self._plan.files:
+            disk.extend(out / file.path, file.nbytes)
+            if self._plan.wants_sums and file.path not in self._sums:  # of an earlier call
+                self._sums[file.path] = disk.file_sum(out / file.path, file.nbytes)
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = out / small.path, small.content
             if isinstance(content, Url):
                 _fetch(content, path)
                 continue
-            data = [content] if isinstance(content, bytes) else disk.pieces(content)
+            data: Iterable[bytes]
+            if isinstance(content, Path):
+                data = disk.pieces(content)
+            else:
+                data = [content if isinstance(content, bytes) else content(self._sums)]
             disk.write_file(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
@@ -465,7 +477,7 @@ class _Conversion:
         for file in self._plan.files:
             path = out / file.path
             allowed = 0o777
-            for shard in {t.info.shard for t in file.tensors}:
+            for shard in {info.shard for t in file.tensors for info in t.infos}:
                 allowed &= modes.get(shard, allowed)
             path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
         for folder in ("", *self._plan.folders, *self._plan.subfolders):

@@ -25,19 +25,20 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
 from streamload.conversion.destination import Destination
-from streamload.conversion.disk import Output, writing_to
+from streamload.conversion.disk import Output, file_sum, writing_to
+from streamload.conversion.gathering import Gatherer
 from streamload.conversion.journal import Finished, Journal
-from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
+from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
 from streamload.conversion.way import Way
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.formats.writer import Made, OutFile, OutTensor
 from streamload.interrupt import deferred_interrupt
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder, QuantCounts
 from streamload.quant.dequant import Decoders
-from streamload.quant.elements import elements
-from streamload.quant.group import Packed
+from streamload.quant.elements import Read
 from streamload.quantise import encoder_of
 from streamload.reading import Room, Shards, cut, file_kind, page_cache
 
@@ -48,6 +49,7 @@ _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 _NO_ERRORS = QuantCounts()
+_ELEMENT = 16  # bytes of the longest
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -121,8 +123,8 @@ class Block:
         if tensor is None:
             return
         info, dtype = tensor.out.info, tensor.out.dtype
-        if isinstance(info, Packed):
-            self._add_packed(tensor, info, start, stop)
+        if tensor.out.lies_elsewhere:
+            self._add_gathered(tensor, start, stop, block_nbytes)
             return
         # where nothing is cast bytes are bytes, also of dtypes below one
         src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
@@ -138,7 +140,6 @@ class Block:
             if (
                 before.info.shard == info.shard
                 and not before.lies_elsewhere  # it has a window of its own
-                and not tensor.out.turned
                 and window[-1].read_stop == read
                 and part.read_stop - window[0].read <= block_nbytes
             ):
@@ -146,18 +147,18 @@ class Block:
             else:
                 self.windows.append([part])
 
-    def _add_packed(self, tensor: _Tensor, info: Packed, start: int, stop: int) -> None:
-        """Add bytes of a tensor that is dequantised, in a window of their own.
+    def _add_gathered(self, tensor: _Tensor, start: int, stop: int, block_nbytes: int) -> None:
+        """Add bytes of a tensor whose elements are gathered, in windows of their own.
 
-        It says how much is read. Of a tensor that is turned that lies elsewhere; and where values
-        have 4 bits, the first may be in a byte that is of the part before it.
+        They say how much is read, not where: that lies elsewhere.
         """
-        bits, n = info.dtype.bits, tensor.out.dtype.itemsize
-        read, read_stop = (
-            info.start + (at - tensor.out.start) // n * bits // 8 for at in (start, stop)
-        )
-        read_stop = info.stop if stop == tensor.out.stop else read_stop
-        self.windows.append([Part(tensor, read, read_stop, start, stop)])
+        out, nbytes = tensor.out, tensor.out.read_nbytes
+        step = stop - start
+        if (coding := out.coding) is not None:
+            step = max(block_nbytes // coding.src_unit_nbytes, 1) * coding.dst_unit_nbytes
+        for first, last in cut(start, stop, step):
+            read, read_stop = (nbytes * (at - out.start) // out.nbytes for at in (first, last))
+            self.windows.append([Part(tensor, read, read_stop, first, last)])
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class Writer:
 
     Attributes:
         read_nbytes: bytes of the source that were read.
+        sums: md5 sums of the files that are whole, by path, where the plan wants them.
     """
 
     def __init__(
@@ -180,35 +182,42 @@ class Writer:
     ) -> None:
         """Prepare; raises UnsupportedCastError where this machine cannot do a cast."""
         self.read_nbytes = 0
+        self.sums: dict[str, str] = {}
+        self._wants_sums = plan.wants_sums
         self._destination = destination
         self._journal = journal
         self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
         tensors = [t for f in plan.files for t in f.tensors]
-        pairs = dict.fromkeys((t.info.dtype, t.dtype) for t in tensors if t.coding is None)
+        pairs = dict.fromkeys(
+            (info.dtype, t.dtype if t.coding is None else t.src)
+            for t in tensors
+            if t.coding is None or t.made is not None
+            for info in t.infos
+        )
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=self._out_of_range)
             for pair in pairs
             if not pair[0].is_packed
         }
         self._decoders = Decoders(self._out_of_range)
-        kinds = {(t.coding.format, t.info.dtype): t for t in tensors if t.coding is not None}
+        kinds = {(t.coding.format, t.src): t for t in tensors if t.coding is not None}
         for t in kinds.values():
             assert t.coding is not None
-            encoder_of(t.coding, t.info.dtype)  # it is compiled before anything is under way
+            encoder_of(t.coding, t.src)  # it is compiled before anything is under way
         self._files = [_File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
         self._written: list[_Tensor] = []
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
-        beside: dict[tuple[str, str], list[_Tensor]] = {}  # by file, and tensor of the source
+        beside: dict[tuple[str, object], list[_Tensor]] = {}  # by file and weight
         for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
             tensor = _Tensor(index, file, t, t.start, t.nbytes)
             file.left_nbytes += t.nbytes
-            self._unread[t.info.shard] += t.read_nbytes
+            self._unread.update(_reads(t))
             if t.coding is not None:
-                of_weight = beside.setdefault((file.out.path, t.info.name), [])
+                of_weight = beside.setdefault((file.out.path, weight_of(t)), [])
                 if t.is_beside:
                     of_weight.append(tensor)
                     continue
@@ -242,10 +251,11 @@ class Writer:
             tensors, file.tensors = file.tensors, []  # they go as they are written
             ranges = ((t, t.out.start, t.out.stop) for t in tensors)
             for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-                if tensor is not None and tensor.coding is not None:
+                own = None if tensor is None else self._cut_alone(tensor)
+                if own is not None:
                     if block.runs:
                         yield block
-                    yield from self._cut_codes(tensor, tensor.coding)
+                    yield from own
                     block = Block(file, stop // nbytes * nbytes)
                     continue
                 for first, last in cut(start, stop, nbytes, base=0):
@@ -256,12 +266,22 @@ class Writer:
             if block.runs:
                 yield block
 
-    def _cut_codes(self, tensor: _Tensor, coding: Coding) -> Iterator[Block]:
-        """Cut codes into blocks of whole units."""
-        tensor.encoder = encoder_of(coding, tensor.out.info.dtype)
-        tensor.errors = QuantCounts()
+    def _cut_alone(self, tensor: _Tensor) -> Iterator[Block] | None:
+        """Blocks of codes, and of what is turned; None where a tensor shares blocks with others."""
+        out = tensor.out
+        if out.coding is not None:
+            tensor.encoder = encoder_of(out.coding, out.src)
+            tensor.errors = QuantCounts()
+            return self._cut_units(tensor, out.coding.dst_unit_nbytes)
+        if out.made is not None and out.made.turn is not None and out.nbytes:
+            turn = out.made.turn  # whole rows of the output are not read twice
+            return self._cut_units(tensor, out.nbytes // turn.rows * turn.outer)
+        return None
+
+    def _cut_units(self, tensor: _Tensor, unit_nbytes: int) -> Iterator[Block]:
+        """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
         nbytes = self._way.block_nbytes
-        step = nbytes // coding.dst_unit_nbytes * coding.dst_unit_nbytes
+        step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
         for first, last in cut(tensor.out.start, tensor.out.stop, step):
             block = Block(tensor.file, first)
             block.add(tensor, first, last, nbytes)
@@ -388,8 +408,7 @@ class Writer:
             if window[0].tensor.out.lies_elsewhere:
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
-                    errors.append(self._make_elements(part, out, room))
-                self._has_read(info, stop - start)
+                    errors.append(self._gather(part, out, room))
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
                 for part in window:
@@ -398,34 +417,42 @@ class Writer:
                         memory[part.start - block.start : part.stop - block.start] as out,
                     ):
                         errors.append(self._make(part, data, out))
-            self._has_read(info, stop - start)
+            self._has_read({info.shard: stop - start})
         for part, found in zip(chain.from_iterable(block.windows), errors, strict=True):
             with memory[part.start - block.start : part.stop - block.start] as out:
                 self._digest(part, out, found)
 
-    def _has_read(self, info: TensorInfo, nbytes: int) -> None:
-        """Close a file of which nothing is left to be read."""
+    def _has_read(self, nbytes: Mapping[Location, int]) -> None:
+        """Close files of which nothing is left to be read."""
         with self._changed:
-            self._unread[info.shard] -= nbytes
-            unread = self._unread[info.shard]
-        if not unread:
-            self._shards.close(info.shard)
+            self._unread.subtract(nbytes)
+            done = [shard for shard in nbytes if not self._unread[shard]]
+        for shard in done:
+            self._shards.close(shard)
 
-    def _make_elements(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
-        """Dequantise what a part is made of, or quantise some of its transpose."""
-        tensor, info, dtype = part.tensor, part.tensor.out.info, part.tensor.out.dtype
-        read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
-        most = room.block_nbytes
-        if not isinstance(info, Packed):
-            data = memoryview(bytearray(part.read_stop - part.read))
-            n = info.dtype.itemsize
-            first, stop = (part.read - info.start) // n, (part.read_stop - info.start) // n
-            elements(info, None, info.dtype, read, first, stop, data, most)
-            return self._make(part, data, out)
-        decoder = self._decoders.of(info, dtype)
-        first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
-        self._counted(tensor, elements(info, decoder, dtype, read, first, stop, out, most))
-        return _NO_ERRORS
+    def _gather(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
+        """Put together what a part is made of: dequantise, turn, cast, and perhaps quantise it."""
+        tensor, t = part.tensor, part.tensor.out
+        made = t.made or Made.of(t.info)
+        dtype = t.dtype if t.coding is None else t.src
+
+        def read(info: TensorInfo) -> Read:
+            return partial(self._shards.block, info.shard, room=room, tensor=info.name)
+
+        gatherer = Gatherer(dtype, self._casts, self._decoders, read, room.block_nbytes)
+        if t.coding is None:
+            first, stop = ((at - t.start) // dtype.itemsize for at in (part.start, part.stop))
+            self._counted(tensor, gatherer.elements(made, first, stop, out))
+            return _NO_ERRORS
+        assert tensor.encoder is not None, t.name
+        units = t.coding.unit_numel, t.coding.dst_unit_nbytes
+        first = (part.start - t.start) // units[1] * units[0]
+        stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
+        data = memoryview(bytearray((stop - first) * dtype.itemsize))
+        self._counted(tensor, gatherer.elements(made, first, stop, data))
+        errors = tensor.encoder.encode(data, out, first)
+        self._check_range(tensor, errors.overflowed)
+        return errors
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
         """Cast, or quantise; gives what quantising did not keep."""
@@ -489,14 +516,23 @@ class Writer:
                     part.tensor.left_nbytes -= part.stop - part.start
                     if not part.tensor.left_nbytes:
                         done.append(part.tensor)
-                        self._decoders.drop(part.tensor.out.info.name, part.tensor.out.dtype)
+        for out in (tensor.out for tensor in done):
+            if out.lies_elsewhere:
+                self._has_read(_reads(out))
+                for info in out.infos:
+                    self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
         beside = [part for tensor in done for part in self._put_beside(tensor)]
         with self._changed:
             # all of a weight at once: the journal has all of it, or begins it again
             self._written += done + beside
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
             block.file.left_nbytes -= sum(tensor.out.nbytes for tensor in beside)
-            if not block.file.left_nbytes:
+            is_whole = not block.file.left_nbytes
+        if is_whole:
+            if self._wants_sums:
+                path = self._destination.out / block.file.out.path
+                self.sums[block.file.out.path] = file_sum(path, block.file.out.nbytes)
+            with self._changed:
                 self._whole.append(block.file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
@@ -532,6 +568,22 @@ class Writer:
             output.drop(start, nbytes)
 
 
+def weight_of(out: OutTensor) -> object:
+    """What the parts of one quantised weight have in common."""
+    return out.info.name if out.made is None else id(out.made)
+
+
+def _reads(out: OutTensor) -> Counter[Location]:
+    """Bytes that are read for a tensor, by file."""
+    if out.made is None or out.is_beside:
+        return Counter({out.info.shard: out.read_nbytes})
+    found: Counter[Location] = Counter()
+    for piece in out.made.pieces:
+        if piece.info is not None:
+            found[piece.info.shard] += piece.read_nbytes
+    return found
+
+
 class _StoppedError(Exception):
     """Another thread has failed: never seen outside, since its error came first."""
 
@@ -558,7 +610,7 @@ def check_written(
     room = Room(block_nbytes, ahead=True)
     with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
         nbytes = min(len(file.header), block_nbytes)
-        if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
+        if nbytes and room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
             raise CheckpointError(path, "the header on the disk is not the one written")
         for t in file.tensors:
             info = TensorInfo(t.name, t.dtype, t.shape, path, t.start, t.stop)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -40,10 +41,22 @@ from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import HeaderError, TruncatedFileError
 from streamload.formats.base import File, FormatReader, register_reader
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Model,
+    OutFile,
+    OutTensor,
+    Wanted,
+    register_writer,
+)
 from streamload.nesting import check_nesting
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 #: The length of the header comes first, in as many bytes.
 PREFIX_NBYTES = 8
+_ALIGNMENT = 64
 _MAX_U64 = 2**64 - 1
 _MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
 _U64 = "an integer from 0 to 2**64 - 1"
@@ -65,8 +78,8 @@ class Safetensors(FormatReader):
 
     name = SAFETENSORS
     suffixes = (".safetensors",)
-    single = "model.safetensors"
-    index = "model.safetensors.index.json"
+    single = SINGLE
+    index = INDEX
 
     def read_header(self, file: File) -> Header:
         """See `FormatReader.read_header`."""
@@ -298,4 +311,131 @@ def _check_coverage(
         raise HeaderError(path, "is longer than its header says", end, file_nbytes)
 
 
+# --- writing --------------------------------------------------------------------------------------
+
+
+class SafetensorsWriter(FormatWriter):
+    """Writes safetensors in the layout of Hugging Face; see `FormatWriter`.
+
+    ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
+    ``model.safetensors.index.json`` (source: "Serializing to files" in the documentation of
+    huggingface_hub). The data of each begins at a multiple of 64 bytes, and so does every tensor
+    but those that follow one whose length is no multiple of 64: those come last, and begin at a
+    multiple of their element at least.
+    """
+
+    name = SAFETENSORS
+    keeps_beside = True
+
+    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+        """All as they are."""
+        return [(wanted,) for wanted in model.tensors.values()]
+
+    def files(
+        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
+    ) -> Sequence[OutFile]:
+        """See `FormatWriter.files`."""
+        return _files(entries, {"format": "pt", **model.metadata}, max_nbytes)
+
+    def documents(
+        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
+    ) -> Mapping[str, bytes]:
+        """The index of several files."""
+        if len(files) == 1:
+            return {}
+        weight_map = {t.name: file.path for file in files for t in file.tensors}
+        total_nbytes = sum(t.nbytes for file in files for t in file.tensors)
+        index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
+        return {INDEX: json.dumps(index, indent=2).encode() + b"\n"}
+
+
+def _files(
+    tensors: Sequence[Sequence[Entry]], metadata: Mapping[str, str], max_nbytes: int
+) -> list[OutFile]:
+    """Fill files one after the other, in the order given; what is in one list stays in one file."""
+    shards: list[Sequence[Entry]] = []
+    first = 0
+    while first < len(tensors):
+        count = _most(tensors, first, metadata, max_nbytes)
+        shards.append([each for listed in tensors[first : first + count] for each in listed])
+        first += count
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    return [_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+
+
+def _most(
+    tensors: Sequence[Sequence[Entry]], first: int, metadata: Mapping[str, str], max_nbytes: int
+) -> int:
+    """How many lists of tensors from one on go into a file; one does in any case.
+
+    How long a header is depends on the digits of all offsets, and so on the order of the tensors in
+    the file. Where bounds on that do not decide, headers are made to see.
+    """
+    header_nbytes = len(_file("", (), metadata).header)
+    data_nbytes = sure = count = 0
+    number = 0  # of tensors
+    for i in range(first, len(tensors)):
+        for each in tensors[i]:
+            # with offsets of one digit; where tensors are few the padding decides
+            header_nbytes += len(_entry(each, 0, 0)) + 1
+            data_nbytes += each.nbytes
+            number += 1
+        least = header_nbytes - _ALIGNMENT + 1
+        if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
+            break
+        count += 1
+        most = header_nbytes + _ALIGNMENT + 2 * number * len(str(data_nbytes))
+        if most + data_nbytes <= max_nbytes and most - 8 <= MAX_HEADER_NBYTES:
+            sure = count
+
+    def too_long(lists: int) -> bool:
+        tried = [each for listed in tensors[first : first + lists] for each in listed]
+        file = _file("", tried, metadata)
+        return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
+
+    return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
+
+
+def _file(path: str, tensors: Sequence[Entry], metadata: Mapping[str, str]) -> OutFile:
+    """A file with these tensors, one after the other."""
+    # stable: but for the few of odd lengths, in the order in which they are read
+    ordered = sorted(tensors, key=lambda each: -_divisor(each.nbytes))
+    stops = list(accumulate((each.nbytes for each in ordered), initial=0))
+    # grown in place: there may be very many tensors
+    text = bytearray(8)
+    text += b'{"__metadata__":' + _json(dict(metadata))
+    for each, place in zip(ordered, pairwise(stops), strict=True):
+        text += b"," + _entry(each, *place)
+    text += b"}"
+    text += b" " * (-len(text) % _ALIGNMENT)
+    at = len(text)
+    text[:8] = (at - 8).to_bytes(8, "little")
+    header = bytes(text)
+    del text
+    places = zip(ordered, pairwise(stops), strict=True)
+    out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
+    return OutFile(path, header, at + stops[-1], tuple(out))
+
+
+def _entry(each: Entry, start: int, stop: int) -> bytes:
+    """What a header says of a tensor."""
+    said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
+    return _json(each.name) + b":" + _json(said)
+
+
+def _divisor(nbytes: int) -> int:
+    """The largest power of two up to the alignment that divides a length."""
+    return min(nbytes & -nbytes or _ALIGNMENT, _ALIGNMENT)
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+
+def _json(document: object) -> bytes:
+    return _encoder.encode(document).encode()
+
+
 register_reader(Safetensors())
+register_writer(SafetensorsWriter())

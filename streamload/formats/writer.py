@@ -61,6 +61,13 @@ class Piece:
         """How many elements."""
         return self.stop - self.first
 
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes that are read for it."""
+        if self.info is None:
+            return 0
+        return self.info.nbytes * self.numel // max(self.info.numel, 1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
@@ -139,11 +146,7 @@ class Made:
     @property
     def read_nbytes(self) -> int:
         """Bytes that are read for it."""
-        return sum(
-            piece.info.nbytes * piece.numel // max(piece.info.numel, 1)
-            for piece in self.pieces
-            if piece.info is not None
-        )
+        return sum(piece.read_nbytes for piece in self.pieces)
 
     def _flat(self) -> tuple[Piece, ...]:
         if self.turn is None:
@@ -328,8 +331,8 @@ class Model:
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> NoReturn:
         """Raise CheckpointError for a model that the format cannot take."""
-        info = self.tensors[tensor].info if tensor in self.tensors else None
-        where = self.path if info is None else info.shard
+        known = None if tensor is None else self.tensors.get(tensor)
+        where = self.path if known is None else known.info.shard
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
 
