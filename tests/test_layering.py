@@ -73,7 +73,7 @@ LAYERS = (
     ("quant.q4_0",),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache", "planning.parts"),
     ("formats.writer",),
-    ("formats.safetensors",),
+    ("formats.llmc", "formats.safetensors"),
     ("planning.activations", "planning.cuts", "planning.residency"),
     ("planning.partition",),
     ("planning.plan",),

@@ -21,7 +21,7 @@ from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, expanded, opened
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.header import SAFETENSORS, unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
 from streamload.conversion import disk
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
@@ -40,6 +40,7 @@ from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
+from streamload.formats.writer import writers
 from streamload.mapping import Rename
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
@@ -50,9 +51,6 @@ from streamload.quantise import QuantArgument, QuantPolicy, coded
 from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
 from streamload.units import format_bytes, format_table, parse_bytes
-
-#: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
-DEFAULT_SHARD_SIZE = "5GB"
 
 _END_NBYTES = 2**20  # of a file on a server, looked at for the end of its JSON
 
@@ -149,10 +147,11 @@ def convert(
     source: CheckpointLike,
     destination: str | os.PathLike[str],
     *,
+    to: str = SAFETENSORS,
     dtype: DTypeArgument = None,
     quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
-    max_shard_size: float | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: float | str | None = None,
     nodes: Sequence[Node] | None = None,
     select: Patterns = (),
     exclude: Patterns = (),
@@ -185,6 +184,9 @@ def convert(
     Args:
         source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
         destination: a folder; it is made where there is none.
+        to: the format of the files: "safetensors", or another one of `streamload.formats`. What
+            is said of the result above is of safetensors: the module of a format says what files
+            it has, and what it takes; config.json and tokenizer are copied for safetensors alone.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
@@ -196,7 +198,8 @@ def convert(
             fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
             ("inf"), the largest finite value ("clamp"), or an error ("error").
-        max_shard_size: most bytes of a file, unless one tensor alone is larger.
+        max_shard_size: most bytes of a file, unless one tensor alone is larger; None is what is
+            usual for the format: 5 GB of safetensors.
         nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
         select: patterns of the tensors to be converted, by their names in the checkpoint; none
             stands for all.
@@ -226,7 +229,11 @@ def convert(
         raise ValueError("resume and overwrite exclude each other")
     if out_of_range not in get_args(OutOfRange):
         raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
-    max_nbytes = parse_bytes(max_shard_size)
+    writer = writers().get(to)
+    if writer is None:
+        raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
+    dtype, quant = writer.asked(dtype, quant)
+    max_nbytes = parse_bytes(writer.max_shard_size if max_shard_size is None else max_shard_size)
     if not max_nbytes:
         raise ValueError("max_shard_size is at least 1 byte")
     if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
@@ -234,7 +241,7 @@ def convert(
     policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
     formats = QuantPolicy.named(quant)
     options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats
+        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats, writer
     )
     checkpoint = opened(source)
     checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
