@@ -12,7 +12,7 @@ from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import DType
 from streamload.formats.writer import Made, Piece
 from streamload.quant.dequant import Decoder, Decoders
-from streamload.quant.elements import Make, Read, elements, read_lines, turned
+from streamload.quant.elements import Elements, Make, Read, read_lines, turned
 from streamload.quant.group import Packed
 
 
@@ -97,8 +97,8 @@ class Gatherer:
         """Elements as they follow each other in the file."""
         read = self._read(info)
         if isinstance(info, Packed):
-            decoder = self._decoder(info)
-            return elements(info, decoder, self._dtype, read, first, stop, out, self._most)
+            made = Elements(info, self._decoder(info), self._dtype, read, self._most)
+            return made.write(first, stop, out)
         n = info.dtype.itemsize
         with read(info.start + first * n, info.start + stop * n) as data:
             return self._casts[info.dtype, self._dtype](data, out)

@@ -19,11 +19,11 @@ import importlib
 import math
 import pkgutil
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -202,15 +202,24 @@ class Decoder:
         return counts
 
 
-class Layout(Protocol):
-    """How weights of a kind are made of their tensors. Its file says where it is from."""
+class Layout(ABC):
+    """How weights of a kind are made of their tensors. Its file says where it is from.
+
+    Attributes:
+        always: what values are, where that is the same for all weights.
+    """
+
+    always: Values
 
     def refused(self, group: Group) -> str:
         """Why a weight cannot be dequantised, or ""."""
+        return ""
 
     def values(self, group: Group) -> Values:
         """What its values are."""
+        return self.always
 
+    @abstractmethod
     def weight(self, group: Group, read: Read) -> Weight:
         """Read all but the values.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,43 +32,46 @@ _LINES = 64
 _TILE_NBYTES = 2**18
 
 
-def elements(
-    info: TensorInfo,
-    decoder: Decoder | None,
-    dtype: DType,
-    read: Read,
-    first: int,
-    stop: int,
-    out: memoryview,
-    most_nbytes: int,
-) -> CastCounts:
-    """Dequantise some elements of a tensor, or take those of its transpose as they are.
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Writes elements of a tensor: dequantised, or those of its transpose as they are.
 
-    Args:
+    Attributes:
         info: the tensor.
         decoder: of it; None for elements of the transpose of a plain matrix.
         dtype: what elements become.
         read: reads its file.
-        first: number of the first element, in the order of the output.
-        stop: of the last one, exclusive.
-        out: the elements, written.
         most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
             much is read as the elements take.
     """
-    if decoder is None or (isinstance(info, Packed) and info.lies_turned):
-        *_, lines, columns = info.shape
-        make = None if decoder is None else decoder.decode
-        grain = 8 // math.gcd(8, info.dtype.bits)
 
-        def fill(start: int, pitch: int, to: _Array) -> CastCounts:
-            return read_lines(info, make, read, start, pitch, to)
+    info: TensorInfo
+    decoder: Decoder | None
+    dtype: DType
+    read: Read
+    most_nbytes: int
 
-        width = (lines, columns, 1)
-        most = most_nbytes * 8 // info.dtype.bits
-        return turned(width, dtype.itemsize, first, stop, out, fill, most, grain)
-    bits = info.dtype.bits
-    with read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
-        return decoder.decode(data, out, first)
+    def write(self, first: int, stop: int, out: memoryview) -> CastCounts:
+        """Write some elements.
+
+        Args:
+            first: number of the first element, in the order of the output.
+            stop: of the last one, exclusive.
+            out: the elements, written.
+        """
+        info, decoder = self.info, self.decoder
+        if decoder is None or (isinstance(info, Packed) and info.lies_turned):
+            *_, lines, columns = info.shape
+            width, n = (lines, columns, 1), self.dtype.itemsize
+            most, grain = self.most_nbytes * 8 // info.dtype.bits, 8 // math.gcd(8, info.dtype.bits)
+            return turned(width, n, first, stop, out, self._fill, most, grain)
+        bits = info.dtype.bits
+        with self.read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
+            return decoder.decode(data, out, first)
+
+    def _fill(self, start: int, pitch: int, to: _Array) -> CastCounts:
+        make = None if self.decoder is None else self.decoder.decode
+        return read_lines(self.info, make, self.read, start, pitch, to)
 
 
 def turned(
