@@ -49,8 +49,8 @@ class Gatherer:
             return self._lines(made, start, pitch, to)
 
         width = (turn.outer, turn.inner, made.numel // turn.rows)
-        bits = max((info.dtype.bits for info in made.infos), default=8)
-        return turned(width, self._n, first, stop, out, fill, self._most * 8 // bits)
+        most = min((info.dtype.numel(self._most) for info in made.infos), default=self._most)
+        return turned(width, self._n, first, stop, out, fill, most)
 
     def _flat(
         self, pieces: tuple[Piece, ...], first: int, stop: int, out: memoryview
@@ -79,7 +79,7 @@ class Gatherer:
                 return read_lines(info, self._make(info), self._read(info), start, pitch, to)
 
             width = (turn.outer, turn.inner, info.numel // turn.rows)
-            most = self._most * 8 // info.dtype.bits
+            most = info.dtype.numel(self._most)
             return turned(width, self._n, first, stop, out, fill, most)
         counts = ZERO
         for a, b in self._cut(info, first, stop):
@@ -89,9 +89,10 @@ class Gatherer:
 
     def _cut(self, info: TensorInfo, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """Elements that are read at once."""
-        step = max(self._most * 8 // info.dtype.bits // 8 * 8, 8)
-        for at in range(first, stop, step):
-            yield at, min(at + step, stop)
+        unit = info.dtype.unit
+        step = max(info.dtype.numel(self._most) // unit, 1) * unit
+        for at in range(first // unit * unit, stop, step):
+            yield max(at, first), min(at + step, stop)
 
     def _straight(self, info: TensorInfo, first: int, stop: int, out: memoryview) -> CastCounts:
         """Elements as they follow each other in the file."""

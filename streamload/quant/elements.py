@@ -63,10 +63,10 @@ class Elements:
         if decoder is None or (isinstance(info, Packed) and info.lies_turned):
             *_, lines, columns = info.shape
             width, n = (lines, columns, 1), self.dtype.itemsize
-            most, grain = self.most_nbytes * 8 // info.dtype.bits, 8 // math.gcd(8, info.dtype.bits)
+            most, grain = info.dtype.numel(self.most_nbytes), info.dtype.unit
             return turned(width, n, first, stop, out, self._fill, most, grain)
-        bits = info.dtype.bits
-        with self.read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
+        begin, end = info.dtype.span(first, stop)
+        with self.read(info.start + begin, info.start + end) as data:
             return decoder.decode(data, out, first)
 
     def _fill(self, start: int, pitch: int, to: _Array) -> CastCounts:
@@ -147,13 +147,13 @@ def read_lines(
         info: the tensor.
         make: what becomes of them; None where bytes stay as they are.
         read: reads the tensor's file.
-        start: number of the first element.
+        start: number of the first element; a multiple of `DType.unit`, as ``pitch`` is.
         pitch: elements from one line's beginning to the next one's.
         to: the elements, written: an array of unsigned integers by line.
     """
-    bits, lines = info.dtype.bits, len(to)
-    numel = math.prod(to.shape[1:])
-    begin, nbytes, step = info.start + start * bits // 8, numel * bits // 8, pitch * bits // 8
+    lines, numel = len(to), math.prod(to.shape[1:])
+    nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
+    begin = info.start + info.dtype.nbytes(start)
     with read(begin, begin + (lines - 1) * step + nbytes) as view:
         apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
         if make is None:
