@@ -462,10 +462,12 @@ class _Conversion:
     def _prepare(self, journal: Journal) -> dict[str, str]:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out = self.destination.out
+        sums: dict[str, str] = {}
         for file in self._plan.files:
             disk.extend(out / file.path, file.nbytes)
-            if self._plan.wants_sums and file.path not in self._sums:  # of an earlier call
-                self._sums[file.path] = disk.file_sum(out / file.path, file.nbytes)
+            if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
+                found = self._sums.get(file.path)
+                sums[file.path] = found or disk.file_sum(out / file.path, file.nbytes)
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = out / small.path, small.content
             if isinstance(content, Url):
@@ -475,7 +477,7 @@ class _Conversion:
             if isinstance(content, Path):
                 data = disk.pieces(content)
             else:
-                data = [content if isinstance(content, bytes) else content(self._sums)]
+                data = [content if isinstance(content, bytes) else content(sums)]
             disk.write_file(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)

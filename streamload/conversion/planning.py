@@ -44,6 +44,7 @@ from streamload.formats.writer import (
     Model,
     OutFile,
     OutTensor,
+    Wanted,
     writers,
 )
 from streamload.load import split
@@ -322,7 +323,7 @@ def plan_conversion(
         next((format for pattern, format in options.quant.rules if pattern == "*"), None),
     )
     lists = [[entries_of(each) for each in listed] for listed in writer.tensors(model)]
-    check_distinct([e.name for listed in lists for each in listed for e in each], wanted)
+    _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
     notes += writer.notes(model)
     if writer.keeps_beside:
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
@@ -359,6 +360,17 @@ def plan_conversion(
         notes=tuple(notes),
         wants_sums=writer.wants_sums,
     )
+
+
+def _check_names(
+    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Wanted]
+) -> None:
+    """Refuse two tensors of one name in the output."""
+    if any(each.quant is not None for each in wanted.values()):
+        check_distinct(names, wanted)
+    (twice, count), *_ = Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
+        raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
 
 
 def _documents(
