@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,6 +118,7 @@ def test_memory_and_speed(tmp_path: Path, name: str) -> None:
         for each, path in ((name, f"{2_270_000_000}"), ("safetensors", "plain")):
             job = convert_job(tmp_path / path, tmp_path / f"{each}{i}", each)
             seconds[each].append(measure(job).laps[0]["seconds"])
+            shutil.rmtree(tmp_path / f"{each}{i}")
     mine, plain = (statistics.median(seconds[each]) for each in (name, "safetensors"))
     assert mine <= plain / 0.6, seconds
 

@@ -155,7 +155,9 @@ class Block:
         out, nbytes = tensor.out, tensor.out.read_nbytes
         step = stop - start
         if (coding := out.coding) is not None:
-            step = max(block_nbytes // coding.src_unit_nbytes, 1) * coding.dst_unit_nbytes
+            unit_nbytes = _unit_nbytes(out, block_nbytes)
+            read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
+            step = max(block_nbytes // read_nbytes, 1) * unit_nbytes
         for first, last in cut(start, stop, step):
             read, read_stop = (nbytes * (at - out.start) // out.nbytes for at in (first, last))
             self.windows.append([Part(tensor, read, read_stop, first, last)])
@@ -201,6 +203,8 @@ class Writer:
             if not pair[0].is_packed
         }
         self._decoders = Decoders(self._out_of_range)
+        any_turned = any(t.turn is not None for t in tensors)
+        self._memory_nbytes = way.turned_nbytes if any_turned else way.block_nbytes
         kinds = {(t.coding.format, t.src): t for t in tensors if t.coding is not None}
         for t in kinds.values():
             assert t.coding is not None
@@ -272,15 +276,14 @@ class Writer:
         if out.coding is not None:
             tensor.encoder = encoder_of(out.coding, out.src)
             tensor.errors = QuantCounts()
-            return self._cut_units(tensor, out.coding.dst_unit_nbytes)
-        if out.made is not None and out.made.turn is not None and out.nbytes:
-            turn = out.made.turn  # whole rows of the output are not read twice
-            return self._cut_units(tensor, out.nbytes // turn.rows * turn.outer)
-        return None
+            return self._cut_units(tensor)
+        return self._cut_units(tensor) if out.turn is not None and out.nbytes else None
 
-    def _cut_units(self, tensor: _Tensor, unit_nbytes: int) -> Iterator[Block]:
+    def _cut_units(self, tensor: _Tensor) -> Iterator[Block]:
         """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
-        nbytes = self._way.block_nbytes
+        out = tensor.out
+        nbytes = self._way.turned_nbytes if out.turn is not None else self._way.block_nbytes
+        unit_nbytes = _unit_nbytes(out, nbytes)
         step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
         for first, last in cut(tensor.out.start, tensor.out.stop, step):
             block = Block(tensor.file, first)
@@ -377,7 +380,7 @@ class Writer:
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
-        memory = direct_memory(self._way.block_nbytes)
+        memory = direct_memory(self._memory_nbytes)
         room = Room(self._way.block_nbytes)
         try:
             while not self._stopped:
@@ -505,9 +508,10 @@ class Writer:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
-        for start, stop in block.runs:
-            with memory[start - block.start : stop - block.start] as data:
-                self._write(block.file, start, data)
+        for run in block.runs:
+            for start, stop in cut(*run, self._way.block_nbytes):
+                with memory[start - block.start : stop - block.start] as data:
+                    self._write(block.file, start, data)
         done: list[_Tensor] = []
         with self._changed:
             for window in block.windows:
@@ -566,6 +570,21 @@ class Writer:
         if late is not None:
             output, start, nbytes = late
             output.drop(start, nbytes)
+
+
+def _unit_nbytes(out: OutTensor, most_nbytes: int) -> int:
+    """What is made of a tensor at once, at least: whole units; of what is turned, whole rows.
+
+    Rows that are cut are read twice; so they are where one takes more than ``most_nbytes``.
+    """
+    row_numel = 0 if out.made is None or out.turn is None else out.made.numel // out.turn.rows
+    row_numel *= 0 if out.turn is None else out.turn.outer
+    coding = out.coding
+    if coding is None:
+        return out.dtype.nbytes(row_numel)
+    units, rest = divmod(row_numel, coding.unit_numel)
+    fits = not rest and 0 < units * coding.src_unit_nbytes <= most_nbytes
+    return coding.dst_unit_nbytes * (units if fits else 1)
 
 
 def weight_of(out: OutTensor) -> object:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamload.dtypes import BF16, F32, DType, parse_dtype
+from streamload.dtypes import BF16, F32, parse_dtype
 from streamload.formats.writer import (
     Entry,
     FormatWriter,
@@ -66,6 +66,7 @@ _VALUES = {
     "tie_word_embeddings": (True,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
+    "layer_norm_epsilon": (1e-5,),
     "n_inner": (None,),
 }
 
@@ -80,9 +81,9 @@ class LlmC(FormatWriter):
         """One dtype for all, float32 unless it is said; nothing is quantised."""
         if quant is not None:
             raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
-        found = F32 if dtype is None else dtype
-        if isinstance(found, str | DType):
-            found = parse_dtype(found)
+        found = F32 if dtype is None else None
+        if not isinstance(dtype, Mapping | None):
+            found = parse_dtype(dtype)
         if found not in _VERSIONS:
             known = " or ".join(f'"{each.name}"' for each in _VERSIONS)
             raise ValueError(f"llm.c reads files of one dtype: dtype={known}, not {dtype!r}")

@@ -241,6 +241,14 @@ class OutTensor:
         return (self.info,) if self.made is None else self.made.infos
 
     @property
+    def turn(self) -> RowTranspose | None:
+        """How all of its rows lie elsewhere than in their order."""
+        if self.made is None:
+            return None
+        inner = self.made.pieces[0].turn if len(self.made.pieces) == 1 else None
+        return self.made.turn or inner
+
+    @property
     def src(self) -> DType:
         """The dtype that is quantised, or cast."""
         return self.info.dtype if self.made is None else self.made.src

@@ -27,9 +27,10 @@ Fill = Callable[[int, int, "_Array"], CastCounts]
 
 _Array = np.ndarray[Any, Any]
 # Elements of a line that becomes a column go to as many places: so many lines at once stay in the
-# CPU's cache.
-_LINES = 64
-_TILE_NBYTES = 2**18
+# CPU's cache, where they lie at distances that are no multiple of a page.
+_LINES = 128
+_TILE_NBYTES = 2**20
+_APART_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +158,13 @@ def read_lines(
     with read(begin, begin + (lines - 1) * step + nbytes) as view:
         apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
         if make is None:
-            to[...] = apart.view(to.dtype).reshape(to.shape)
-            del apart
+            found = apart.view(to.dtype)
+            if to.shape[-1] * to.itemsize < _APART_NBYTES:
+                some = np.empty((lines, numel + _APART_NBYTES // to.itemsize), to.dtype)[:, :numel]
+                some[...] = found
+                found = some
+            to[...] = found.reshape(to.shape)
+            del apart, found
             return ZERO
         data = np.array(apart)
         del apart
