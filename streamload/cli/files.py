@@ -150,6 +150,14 @@ def convert(
     to: Annotated[
         str, flags.option("NAME", "The format of the files: safetensors, llm.c and others.")
     ] = "safetensors",
+    runtime: Annotated[
+        str | None,
+        flags.option(
+            "NAME",
+            "What reads the safetensors: candle or mlx. What it needs besides is done and said.",
+            "--for",
+        ),
+    ] = None,
     dtype: Annotated[
         list[str] | None,
         flags.option(
@@ -227,6 +235,7 @@ def convert(
         flags.read_path(path, variant),
         destination,
         to=to,
+        runtime=runtime,
         dtype=flags.read_rules(dtype),
         quant=flags.read_quant(quant),
         out_of_range=out_of_range,

@@ -352,7 +352,10 @@ def followed_config(
         # the parts of a model with several: text_config, vision_config; not how it is quantised
         if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
             config[key] = section(value)
-    config |= said
+    for key, value in said.items():
+        inner = {} if "quantization" in key else config.get(key)
+        joins = isinstance(inner, dict) and isinstance(value, dict)
+        config[key] = {**(inner or {}), **value} if joins else value
     if config == dict(checkpoint.config):
         return None
     return json.dumps(config, indent=2).encode() + b"\n"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO
 
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
@@ -40,17 +40,15 @@ from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
-from streamload.formats.writer import writers
 from streamload.mapping import Rename
-from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
 from streamload.quant.base import QuantCounts
 from streamload.quant.group import Packed
-from streamload.quantise import QuantArgument, QuantPolicy, coded
+from streamload.quantise import QuantArgument, coded
 from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
-from streamload.units import format_bytes, format_table, parse_bytes
+from streamload.units import format_bytes, format_table
 
 _END_NBYTES = 2**20  # of a file on a server, looked at for the end of its JSON
 
@@ -148,6 +146,7 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     to: str = SAFETENSORS,
+    runtime: str | None = None,
     dtype: DTypeArgument = None,
     quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
@@ -187,6 +186,8 @@ def convert(
         to: the format of the files: "safetensors", or another one of `streamload.formats`. What
             is said of the result above is of safetensors: the module of a format says what files
             it has, and what it takes; config.json and tokenizer are copied for safetensors alone.
+        runtime: "candle" or "mlx", which read safetensors: what they need besides is done, and
+            said in notes: float16 where ``dtype`` says nothing, and what config.json has to say.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
@@ -227,25 +228,20 @@ def convert(
     clock = Clock()
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    if out_of_range not in get_args(OutOfRange):
-        raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
-    writer = writers().get(to)
-    if writer is None:
-        raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
-    dtype, quant = writer.asked(dtype, quant)
-    max_nbytes = parse_bytes(writer.max_shard_size if max_shard_size is None else max_shard_size)
-    if not max_nbytes:
-        raise ValueError("max_shard_size is at least 1 byte")
-    if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
-        raise ValueError("nodes is a list of Node, and each has a budget of its own")
-    policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
-    formats = QuantPolicy.named(quant)
-    options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats, writer
+    options = ConvertOptions.parse(
+        to,
+        runtime,
+        dtype,
+        quant,
+        out_of_range=out_of_range,
+        max_shard_size=max_shard_size,
+        nodes=nodes,
+        selection=Selection.parse(select, exclude),
+        rename=rename,
     )
     checkpoint = opened(source)
-    checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
-    dtypes = [wanted for _, wanted in policy.rules]
+    checkpoint = dequantised(checkpoint, asked(checkpoint, options.policy))
+    dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))

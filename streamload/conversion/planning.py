@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, get_args
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
@@ -33,9 +33,10 @@ from streamload.conversion.beside import (
 )
 from streamload.conversion.quantising import described, entries_of, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
+from streamload.conversion.runtimes import Runtime, runtime_of
 from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
-from streamload.dtypes import DType
+from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.safetensors import parse_header
 from streamload.formats.writer import (
@@ -54,9 +55,9 @@ from streamload.planning.partition import Node
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
-from streamload.quantise import NO_QUANT, QuantPolicy, check_distinct
+from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.selection import Selection, check_patterns, fits
-from streamload.units import format_bytes, format_table, round_up
+from streamload.units import format_bytes, format_table, parse_bytes, round_up
 
 _SUM_DIGITS = 32  # of md5, in hexadecimal
 _BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
@@ -85,6 +86,56 @@ class ConvertOptions:
     rename: Rename | None = None
     quant: QuantPolicy = NO_QUANT
     writer: FormatWriter = field(default_factory=lambda: writers()[SAFETENSORS])
+    runtime: Runtime | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls,
+        to: str,
+        runtime: str | None,
+        dtype: DTypeArgument,
+        quant: QuantArgument,
+        *,
+        out_of_range: OutOfRange,
+        max_shard_size: float | str | None,
+        nodes: Sequence[Node] | None,
+        selection: Selection,
+        rename: Rename | None,
+    ) -> Self:
+        """Read arguments of `convert`; raises ValueError."""
+        if out_of_range not in get_args(OutOfRange):
+            raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+        writer = writers().get(to)
+        if writer is None:
+            raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
+        for_runtime = runtime_of(runtime)
+        notes: list[str] = []
+        if for_runtime is not None:
+            if to != SAFETENSORS:
+                raise ValueError(f"{runtime} reads safetensors, not {to}")
+            notes = for_runtime.note(dtype)
+            dtype = for_runtime.asked(dtype, quant)
+        dtype, quant = writer.asked(dtype, quant)
+        max_nbytes = parse_bytes(
+            writer.max_shard_size if max_shard_size is None else max_shard_size
+        )
+        if not max_nbytes:
+            raise ValueError("max_shard_size is at least 1 byte")
+        if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
+            raise ValueError("nodes is a list of Node, and each has a budget of its own")
+        return cls(
+            DTypePolicy.parse(dtype),
+            out_of_range,
+            max_nbytes,
+            tuple(nodes or ()),
+            selection,
+            rename,
+            QuantPolicy.named(quant),
+            writer,
+            for_runtime,
+            tuple(notes),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
@@ -93,9 +144,11 @@ class ConvertOptions:
         # unfinished conversions of earlier versions go on: these have no such options
         quant = {"quant": [list(rule) for rule in self.quant.rules]} if self.quant else {}
         to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
+        runtime = {"for": self.runtime.name} if self.runtime is not None else {}
         return {
             **quant,
             **to,
+            **runtime,
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
             "out_of_range": self.out_of_range,
             "max_shard_nbytes": self.max_shard_nbytes,
@@ -327,7 +380,8 @@ def plan_conversion(
     notes += writer.notes(model)
     if writer.keeps_beside:
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
-        notes += _follow(checkpoint, dtypes, by_tensor, beside, left)
+        notes += options.notes
+        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options.runtime)
     else:
         beside = {}
     parts, node_plans = _parts(chosen, options, lists)
@@ -398,6 +452,7 @@ def _follow(
     made: Mapping[str, Sequence[Entry]],
     beside: dict[str, SmallFile],
     left: Sequence[str],
+    runtime: Runtime | None,
 ) -> list[str]:
     """Bring config.json after the tensors; gives notes on that and on what is not copied."""
     notes = []
@@ -409,6 +464,11 @@ def _follow(
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
     said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes))
     notes += quant_notes
+    if runtime is not None and checkpoint.config:
+        names = [entries[0].name for entries in made.values()]
+        wants, runtime_notes = runtime.config(checkpoint.config, names)
+        said |= wants
+        notes += runtime_notes
     if (config := followed_config(checkpoint, dtypes, said)) is not None:
         mode = beside[CONFIG].mode if CONFIG in beside else None
         beside[CONFIG] = document(CONFIG, config, mode)

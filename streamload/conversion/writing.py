@@ -12,18 +12,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-
-from xxhash import xxh3_128
 
 from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
+from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes
 from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, file_sum, writing_to
 from streamload.conversion.gathering import Gatherer
@@ -35,8 +33,7 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.formats.writer import Made, OutFile, OutTensor
 from streamload.interrupt import deferred_interrupt
-from streamload.planning.parts import Coding
-from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.base import QuantCounts
 from streamload.quant.dequant import Decoders
 from streamload.quant.elements import Read
 from streamload.quantise import encoder_of
@@ -50,118 +47,6 @@ _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 _NO_ERRORS = QuantCounts()
 _ELEMENT = 16  # bytes of the longest
-
-# --- blocks ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    """A file that is being written."""
-
-    out: OutFile
-    left_nbytes: int = 0
-    tensors: list[_Tensor] = field(default_factory=list)  # until they are cut into blocks
-    output: Output | None = None  # while it is open
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that is being written."""
-
-    index: int  # among all of the plan
-    file: _File
-    out: OutTensor
-    digested: int  # up to this byte of the file
-    left_nbytes: int
-    hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
-    digest: str = ""
-    counts: CastCounts = ZERO
-    beside: Sequence[_Tensor] = ()  # of codes, the other parts
-    encoder: Encoder | None = None  # of codes, from the first block to the last
-    errors: QuantCounts | None = None  # of codes
-
-    @property
-    def coding(self) -> Coding | None:
-        """How codes are made of the weight; of other parts, too."""
-        return self.out.coding
-
-    @property
-    def finished(self) -> Finished:
-        """What the journal keeps."""
-        errors = None if self.errors is None else self.errors.rounded()
-        return Finished(self.digest, self.counts, errors)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of one tensor: ``read`` to ``read_stop`` of its shard, ``start`` to ``stop`` here."""
-
-    tensor: _Tensor
-    read: int
-    read_stop: int
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Block:
-    """What is written at once: within a multiple of a block's length."""
-
-    file: _File
-    start: int  # of the block in the file: of codes any byte, else a multiple of its length
-    # (first byte, last byte exclusive) of what is written of it
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    # what is read for it: each is parts that follow each other in one shard
-    windows: list[list[Part]] = field(default_factory=list)
-
-    def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
-        if self.runs and self.runs[-1][1] == start:
-            self.runs[-1] = (self.runs[-1][0], stop)
-        else:
-            self.runs.append((start, stop))
-        if tensor is None:
-            return
-        info, dtype = tensor.out.info, tensor.out.dtype
-        if tensor.out.lies_elsewhere:
-            self._add_gathered(tensor, start, stop, block_nbytes)
-            return
-        # where nothing is cast bytes are bytes, also of dtypes below one
-        src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
-        if (coding := tensor.coding) is not None:
-            src, dst = coding.src_unit_nbytes, coding.dst_unit_nbytes
-        for first, last in cut(start, stop, block_nbytes // src * dst):
-            read = info.start + (first - tensor.out.start) // dst * src
-            read_stop = info.start + -(-(last - tensor.out.start) // dst) * src
-            # the last unit of a weight may be short
-            part = Part(tensor, read, min(read_stop, info.stop), first, last)
-            window = self.windows[-1] if self.windows else [part]
-            before = window[-1].tensor.out
-            if (
-                before.info.shard == info.shard
-                and not before.lies_elsewhere  # it has a window of its own
-                and window[-1].read_stop == read
-                and part.read_stop - window[0].read <= block_nbytes
-            ):
-                window.append(part)
-            else:
-                self.windows.append([part])
-
-    def _add_gathered(self, tensor: _Tensor, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes of a tensor whose elements are gathered, in windows of their own.
-
-        They say how much is read, not where: that lies elsewhere.
-        """
-        out, nbytes = tensor.out, tensor.out.read_nbytes
-        step = stop - start
-        if (coding := out.coding) is not None:
-            unit_nbytes = _unit_nbytes(out, block_nbytes)
-            read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
-            step = max(block_nbytes // read_nbytes, 1) * unit_nbytes
-        for first, last in cut(start, stop, step):
-            read, read_stop = (nbytes * (at - out.start) // out.nbytes for at in (first, last))
-            self.windows.append([Part(tensor, read, read_stop, first, last)])
-
 
 # --- the pass -------------------------------------------------------------------------------------
 
@@ -209,15 +94,15 @@ class Writer:
         for t in kinds.values():
             assert t.coding is not None
             encoder_of(t.coding, t.src)  # it is compiled before anything is under way
-        self._files = [_File(out, len(out.header)) for out in plan.files]
+        self._files = [File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
-        self._written: list[_Tensor] = []
+        self._written: list[Writing] = []
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
-        beside: dict[tuple[str, object], list[_Tensor]] = {}  # by file and weight
+        beside: dict[tuple[str, object], list[Writing]] = {}  # by file and weight
         for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
-            tensor = _Tensor(index, file, t, t.start, t.nbytes)
+            tensor = Writing(index, file, t, t.start, t.nbytes)
             file.left_nbytes += t.nbytes
             self._unread.update(_reads(t))
             if t.coding is not None:
@@ -240,7 +125,7 @@ class Writer:
         self._blocks = self._cut()
         # file, first byte and length of what the disk is busy with
         self._behind: deque[tuple[Output, int, int]] = deque()
-        self._whole: list[_File] = []  # with nothing left to be written
+        self._whole: list[File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
@@ -270,7 +155,7 @@ class Writer:
             if block.runs:
                 yield block
 
-    def _cut_alone(self, tensor: _Tensor) -> Iterator[Block] | None:
+    def _cut_alone(self, tensor: Writing) -> Iterator[Block] | None:
         """Blocks of codes, and of what is turned; None where a tensor shares blocks with others."""
         out = tensor.out
         if out.coding is not None:
@@ -279,11 +164,11 @@ class Writer:
             return self._cut_units(tensor)
         return self._cut_units(tensor) if out.turn is not None and out.nbytes else None
 
-    def _cut_units(self, tensor: _Tensor) -> Iterator[Block]:
+    def _cut_units(self, tensor: Writing) -> Iterator[Block]:
         """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
         out = tensor.out
         nbytes = self._way.turned_nbytes if out.turn is not None else self._way.block_nbytes
-        unit_nbytes = _unit_nbytes(out, nbytes)
+        unit_nbytes = least_nbytes(out, nbytes)
         step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
         for first, last in cut(tensor.out.start, tensor.out.stop, step):
             block = Block(tensor.file, first)
@@ -372,7 +257,7 @@ class Writer:
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _close(self, file: _File) -> None:
+    def _close(self, file: File) -> None:
         with self._changed:
             output, file.output = file.output, None
         if output is not None:
@@ -468,7 +353,7 @@ class Writer:
         self._check_range(tensor, errors.overflowed)
         return errors
 
-    def _counted(self, tensor: _Tensor, counts: CastCounts) -> None:
+    def _counted(self, tensor: Writing, counts: CastCounts) -> None:
         """Add to what a cast did not keep."""
         if counts is ZERO:
             return
@@ -476,7 +361,7 @@ class Writer:
         with self._changed:
             tensor.counts += counts
 
-    def _check_range(self, tensor: _Tensor, overflowed: int) -> None:
+    def _check_range(self, tensor: Writing, overflowed: int) -> None:
         """Raise OutOfRangeError for values that do not fit, where that is an error."""
         info = tensor.out.info
         if overflowed and self._out_of_range == "error":
@@ -512,7 +397,7 @@ class Writer:
             for start, stop in cut(*run, self._way.block_nbytes):
                 with memory[start - block.start : stop - block.start] as data:
                     self._write(block.file, start, data)
-        done: list[_Tensor] = []
+        done: list[Writing] = []
         with self._changed:
             for window in block.windows:
                 self.read_nbytes += window[-1].read_stop - window[0].read
@@ -541,7 +426,7 @@ class Writer:
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
-    def _put_beside(self, codes: _Tensor) -> Sequence[_Tensor]:
+    def _put_beside(self, codes: Writing) -> Sequence[Writing]:
         """Write the other parts of a weight that has all of its codes; gives what is written."""
         if codes.encoder is None:
             return []
@@ -556,7 +441,7 @@ class Writer:
                     self._write(codes.file, out.start + first, piece)
         return codes.beside
 
-    def _write(self, file: _File, start: int, data: memoryview) -> None:
+    def _write(self, file: File, start: int, data: memoryview) -> None:
         with self._changed:
             if file.output is None:
                 to, path = self._destination, file.out.path
@@ -570,21 +455,6 @@ class Writer:
         if late is not None:
             output, start, nbytes = late
             output.drop(start, nbytes)
-
-
-def _unit_nbytes(out: OutTensor, most_nbytes: int) -> int:
-    """What is made of a tensor at once, at least: whole units; of what is turned, whole rows.
-
-    Rows that are cut are read twice; so they are where one takes more than ``most_nbytes``.
-    """
-    row_numel = 0 if out.made is None or out.turn is None else out.made.numel // out.turn.rows
-    row_numel *= 0 if out.turn is None else out.turn.outer
-    coding = out.coding
-    if coding is None:
-        return out.dtype.nbytes(row_numel)
-    units, rest = divmod(row_numel, coding.unit_numel)
-    fits = not rest and 0 < units * coding.src_unit_nbytes <= most_nbytes
-    return coding.dst_unit_nbytes * (units if fits else 1)
 
 
 def weight_of(out: OutTensor) -> object:
