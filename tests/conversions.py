@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from make_checkpoint import make_checkpoint, shape_of_size
 from streamload.cast.reference import cast_array
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.conversion.convert import ConvertReport, convert
-from streamload.dtypes import BF16, DType
+from streamload.dtypes import BF16, F32, DType
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:
@@ -75,7 +76,8 @@ class Written:
     """A format in the tests that all formats share (tests/test_convert_formats.py).
 
     Attributes:
-        make: writes a checkpoint that the format takes, of about so many bytes of bfloat16.
+        make: writes a checkpoint that the format takes, of about so many bytes, in the dtype that
+            is written or another one of 16 bits.
         options: of `convert`; plain JSON values.
     """
 
@@ -131,13 +133,13 @@ class Gpt2Shape:
         }
 
 
-def make_gpt2(path: Path, nbytes: int) -> None:
+def make_gpt2(path: Path, nbytes: int, dtype: DType = BF16) -> None:
     """A GPT-2 with layers as wide as those of the largest one, where there is room for three."""
-    numel = nbytes // 2
+    numel = nbytes // dtype.itemsize
     width = next(n for n in (1600, 768, 128, 32, 16) if 40 * n * n < numel)
     layers = numel // (13 * width * width)
     vocab = max((numel - 12 * width * width * layers) // width, 100)
-    make_checkpoint(path, Gpt2Shape(vocab, width, layers), shards=2)
+    make_checkpoint(path, Gpt2Shape(vocab, width, layers), dtype=dtype, shards=2)
 
 
 def make_llama(path: Path, nbytes: int) -> None:
@@ -148,6 +150,6 @@ def make_llama(path: Path, nbytes: int) -> None:
 #: By name; "safetensors" is what others are compared with.
 WRITTEN = {
     "safetensors": Written(make_llama, {"dtype": "float16"}),
-    "llm.c": Written(make_gpt2, {"to": "llm.c"}),
+    "llm.c": Written(partial(make_gpt2, dtype=F32), {"to": "llm.c"}),
     "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
 }

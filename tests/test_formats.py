@@ -195,7 +195,7 @@ def test_over_http(tmp_path: Path) -> None:
 
 
 def test_rows_that_lie_otherwise(tmp_path: Path) -> None:
-    """Permuted rows and transposes come as models have them."""
+    """Permuted rows and transposes come as models have them, into loads and conversions."""
     arrays = some()
     expected = {
         "a.weight": arrays["a.weight"].reshape(1, 2, 3, 4).transpose(0, 2, 1, 3).reshape(6, 4),
@@ -203,9 +203,11 @@ def test_rows_that_lie_otherwise(tmp_path: Path) -> None:
     }
     turns = {"a.weight": (1, 2, 3, None), "b.weight": (1, 8, 5, (5, 8))}
     write_tiny(tmp_path / "model.tiny", arrays, turns=turns)
-    found = loaded(tmp_path / "model.tiny")
-    for name, array in expected.items():
-        assert np.array_equal(found[name], array)
+    streamload.convert(tmp_path / "model.tiny", tmp_path / "out", verify=True)
+    for path in (tmp_path / "model.tiny", tmp_path / "out"):
+        found = loaded(path)
+        for name, array in expected.items():
+            assert np.array_equal(found[name], array)
 
 
 def test_blocks_of_a_quantised_weight(tmp_path: Path) -> None:
