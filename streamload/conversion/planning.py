@@ -354,27 +354,9 @@ def plan_conversion(
         raise ValueError(f"{writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)
     wanted = wanted_of(chosen, fill, dtypes, options.quant)
-    notes = [
-        f"__metadata__ {key!r} is left out: the files do not agree on it"
-        for key in sorted({k for h in checkpoint.shards for k in h.metadata})
-        if key not in checkpoint.metadata
-    ]
-    kept = sum(
-        options.policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
-        for t, dtype in dtypes.items()
-    )
-    if kept:
-        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
+    notes = _kept_back(checkpoint, dtypes, options)
     beside, left = files_beside(checkpoint)
-    model = Model(
-        checkpoint.path,
-        checkpoint.config,
-        wanted,
-        checkpoint.metadata,
-        {name: partial(content_of, file) for name, file in beside.items()},
-        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
-        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
-    )
+    model = _model(checkpoint, wanted, beside, options)
     lists = [[entries_of(each) for each in listed] for listed in writer.tensors(model)]
     _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
     notes += writer.notes(model)
@@ -413,6 +395,42 @@ def plan_conversion(
         options=MappingProxyType(options.to_json()),
         notes=tuple(notes),
         wants_sums=writer.wants_sums,
+    )
+
+
+def _kept_back(
+    checkpoint: Checkpoint, dtypes: Mapping[str, DType], options: ConvertOptions
+) -> list[str]:
+    """Notes on metadata that is left out, and on dtypes that stay."""
+    notes = [
+        f"__metadata__ {key!r} is left out: the files do not agree on it"
+        for key in sorted({k for h in checkpoint.shards for k in h.metadata})
+        if key not in checkpoint.metadata
+    ]
+    kept = sum(
+        options.policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
+        for t, dtype in dtypes.items()
+    )
+    if kept:
+        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
+    return notes
+
+
+def _model(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Wanted],
+    beside: Mapping[str, SmallFile],
+    options: ConvertOptions,
+) -> Model:
+    """What a writer decides by."""
+    return Model(
+        checkpoint.path,
+        checkpoint.config,
+        wanted,
+        checkpoint.metadata,
+        {name: partial(content_of, file) for name, file in beside.items()},
+        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
+        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
     )
 
 

@@ -97,6 +97,26 @@ class Writer:
         self._files = [File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
         self._written: list[Writing] = []
+        self._list_unfinished(journal)
+        #: Bytes of the source that are to be read, before anything was.
+        self.unread_nbytes = self._unread.total()
+        self._shards = Shards(
+            checkpoint.shards,
+            lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
+            cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
+        )
+        self._blocks = self._cut()
+        # file, first byte and length of what the disk is busy with
+        self._behind: deque[tuple[Output, int, int]] = deque()
+        self._whole: list[File] = []  # with nothing left to be written
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._running = 0
+        self._next_commit = time.monotonic()
+
+    def _list_unfinished(self, journal: Journal) -> None:
+        """Put what is to be written to its files, without the parts beside codes."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
         beside: dict[tuple[str, object], list[Writing]] = {}  # by file and weight
         for index, (file, t) in numbered:
@@ -115,22 +135,6 @@ class Writer:
             if not t.nbytes:
                 tensor.digest = hasher().hexdigest()
                 self._written.append(tensor)
-        #: Bytes of the source that are to be read, before anything was.
-        self.unread_nbytes = self._unread.total()
-        self._shards = Shards(
-            checkpoint.shards,
-            lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
-            cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
-        )
-        self._blocks = self._cut()
-        # file, first byte and length of what the disk is busy with
-        self._behind: deque[tuple[Output, int, int]] = deque()
-        self._whole: list[File] = []  # with nothing left to be written
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._error: BaseException | None = None
-        self._running = 0
-        self._next_commit = time.monotonic()
 
     def _cut(self) -> Iterator[Block]:
         """Cut unfinished tensors and all headers into blocks, in the order of writing."""
