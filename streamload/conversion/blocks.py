@@ -115,14 +115,17 @@ class Block:
         They say how much is read, not where: that lies elsewhere.
         """
         out, nbytes = tensor.out, tensor.out.read_nbytes
-        step = stop - start
-        if (coding := out.coding) is not None:
-            unit_nbytes = least_nbytes(out, block_nbytes)
-            read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
-            step = max(block_nbytes // read_nbytes, 1) * unit_nbytes
+        step = stop - start if out.coding is None else most_codes(out, out.coding, block_nbytes)
         for first, last in cut(start, stop, step):
             read, read_stop = (nbytes * (at - out.start) // out.nbytes for at in (first, last))
             self.windows.append([Part(tensor, read, read_stop, first, last)])
+
+
+def most_codes(out: OutTensor, coding: Coding, most_nbytes: int) -> int:
+    """Bytes of codes that are made at once: of so many bytes of the weight, at most."""
+    unit_nbytes = least_nbytes(out, most_nbytes)
+    read_nbytes = unit_nbytes // coding.dst_unit_nbytes * coding.src_unit_nbytes
+    return max(most_nbytes // read_nbytes, 1) * unit_nbytes
 
 
 def least_nbytes(out: OutTensor, most_nbytes: int) -> int:

@@ -33,7 +33,7 @@ _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with 
 _TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
-_TURNED_BLOCKS = 8  # of all threads together
+_TURNED_BLOCKS = 12  # of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
 
 

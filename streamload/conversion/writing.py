@@ -21,7 +21,7 @@ from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
-from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes
+from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.destination import Destination
 from streamload.conversion.disk import Output, file_sum, writing_to
 from streamload.conversion.gathering import Gatherer
@@ -170,10 +170,14 @@ class Writer:
 
     def _cut_units(self, tensor: Writing) -> Iterator[Block]:
         """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
-        out = tensor.out
-        nbytes = self._way.turned_nbytes if out.turn is not None else self._way.block_nbytes
-        unit_nbytes = least_nbytes(out, nbytes)
-        step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
+        out, nbytes = tensor.out, self._way.block_nbytes
+        if out.turn is not None:
+            nbytes = self._way.turned_nbytes
+        if out.turn is not None and out.coding is not None:
+            step = most_codes(out, out.coding, nbytes)  # all of a block is read at once
+        else:
+            unit_nbytes = least_nbytes(out, nbytes)
+            step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
         for first, last in cut(tensor.out.start, tensor.out.stop, step):
             block = Block(tensor.file, first)
             block.add(tensor, first, last, nbytes)
