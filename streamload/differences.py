@@ -16,7 +16,7 @@ from streamload.errors import OutOfRangeError
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder
 from streamload.quant.dequant import Decoders
-from streamload.quant.elements import Read, elements
+from streamload.quant.elements import Elements, Read
 from streamload.quant.group import Packed
 from streamload.quantise import coded
 from streamload.reading import cut
@@ -222,17 +222,18 @@ class Pair:
     def compare_elements(
         self, decoders: Decoders, read: Read, stop: int, theirs: memoryview, most_nbytes: int
     ) -> None:
-        """Make the next elements, up to one, and compare; see `quant.elements.elements`."""
+        """Make the next elements, up to one, and compare; see `quant.elements.Elements`."""
         info, dtype = self.left, self.wanted
         if not isinstance(info, Packed):
             src = info.dtype
             data = memoryview(bytearray(src.nbytes(stop - self._first_element)))
-            elements(info, None, src, read, self._first_element, stop, data, most_nbytes)
+            turned = Elements(info, None, src, read, most_nbytes)
+            turned.write(self._first_element, stop, data)
             self.compare(data, theirs)
             return
         decoder = decoders.of(info, dtype, "numpy")
         made = memoryview(bytearray(dtype.nbytes(stop - self._at)))
-        found = elements(info, decoder, dtype, read, self._at, stop, made, most_nbytes)
+        found = Elements(info, decoder, dtype, read, most_nbytes).write(self._at, stop, made)
         if found.overflowed and self.out_of_range == "error":
             of = info.dtype.name
             raise OutOfRangeError(info.name, info.shard, of, dtype.name, found.overflowed)

@@ -6,6 +6,7 @@ three of them are smaller than a byte).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,18 +23,33 @@ class DType:
     Attributes:
         name: the usual long name, as numpy, torch and ml_dtypes spell it ("bfloat16").
         code: the safetensors code ("BF16").
-        bits: bits per element.
+        bits: bits per element, or of a whole block.
         kind: "bool", "uint", "int", "float" or "complex".
+        block: elements that are stored together, in no place of their own; 1 of most.
     """
 
     name: str
     code: str
     bits: int
     kind: Kind
+    block: int = 1
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of ``numel`` elements, rounded up to whole bytes."""
-        return (numel * self.bits + 7) // 8
+        """Bytes of ``numel`` elements, rounded up to whole bytes, and whole blocks."""
+        return (-(-numel // self.block) * self.bits + 7) // 8
+
+    def numel(self, nbytes: int) -> int:
+        """How many elements there are in so many bytes."""
+        return nbytes * 8 // self.bits * self.block
+
+    @property
+    def unit(self) -> int:
+        """The least number of elements that begins and ends at whole bytes, or is a block."""
+        return self.block if self.block > 1 else 8 // math.gcd(8, self.bits)
+
+    def span(self, first: int, stop: int) -> tuple[int, int]:
+        """The bytes that hold elements ``first`` to ``stop``: first and last, exclusive."""
+        return first // self.unit * self.nbytes(self.unit), self.nbytes(stop)
 
     @property
     def itemsize(self) -> int:
@@ -109,7 +125,8 @@ _ALL = (
 BY_CODE: Mapping[str, DType] = MappingProxyType({d.code: d for d in _ALL})
 #: long name to dtype.
 BY_NAME: Mapping[str, DType] = MappingProxyType({d.name: d for d in _ALL})
-#: By the kind of a quantised weight, what its values are: nothing without scales in other tensors.
+#: By the kind of a quantised weight, what its values are: nothing without scales in other tensors,
+#: or GGUF's blocks, which have their scales inside.
 #: These have no safetensors code, and nobody can ask for one.
 PACKED: Mapping[str, DType] = MappingProxyType(
     {
@@ -121,6 +138,24 @@ PACKED: Mapping[str, DType] = MappingProxyType(
             ("bnb-nf4", "nf4", 4),
             ("bnb-fp4", "fp4", 4),
             ("bnb-int8", "bitsandbytes' int8", 8),
+        )
+    }
+    | {
+        kind: DType(kind, "", 8 * nbytes, "float", numel)
+        for kind, numel, nbytes in (
+            ("q4_0", 32, 18),
+            ("q4_1", 32, 20),
+            ("q5_0", 32, 22),
+            ("q5_1", 32, 24),
+            ("q8_0", 32, 34),
+            ("iq4_nl", 32, 18),
+            ("gguf-mxfp4", 32, 17),
+            ("q2_k", 256, 84),
+            ("q3_k", 256, 110),
+            ("q4_k", 256, 144),
+            ("q5_k", 256, 176),
+            ("q6_k", 256, 210),
+            ("iq4_xs", 256, 136),
         )
     }
 )

@@ -177,9 +177,13 @@ def sources(
 
 
 def _turned(checkpoint: Checkpoint) -> Layouts:
-    """Weights that lie in the file as the transpose of what models have."""
+    """Weights whose rows lie in the file in another order than models have them."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
-    return {i.name: Source(i.name, transpose=True) for i in packed if i.lies_turned}
+    turned = {i.name: Source(i.name, transpose=True) for i in packed if i.lies_turned}
+    for name, (*rows, shape) in checkpoint.turns.items():
+        if name in checkpoint.tensors:
+            turned[name] = Source(name, RowTranspose(*rows), shape)
+    return turned
 
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")

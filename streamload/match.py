@@ -96,7 +96,7 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
             return f"{r.tensor} has no rows {r.start} to {r.stop}, but {rows}"
         is_cut = (r.start, r.stop) != (0, rows) or source.transpose is not None or c is not None
         if is_cut and not _begin_at_bytes(info, c):
-            return f"rows of {r.tensor} ({info.dtype}) are not whole bytes"
+            return f"rows of {r.tensor} ({info.dtype}) are not whole bytes or blocks"
     found = _rows_shape(checkpoint, source)
     if source.shape is not None and math.prod(source.shape) != math.prod(found):
         return f"rows of shape {list(found)} are not a tensor of shape {list(source.shape)}"
@@ -110,12 +110,15 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:
-    """Whether rows of a tensor, or columns of them, begin and end at whole bytes."""
-    if info.dtype.bits >= 8:
+    """Whether rows of a tensor, or columns of them, begin and end at whole bytes or blocks."""
+    unit = info.dtype.unit
+    if unit == 1:
         return True
-    if not info.dtype.is_packed or len(info.shape) < 2 or info.shape[-1] % 2:
+    if not info.dtype.is_packed or len(info.shape) < 2 or info.shape[-1] % unit:
         return False
-    return columns is None or not (columns.start % 2 or columns.stop % 2 or columns.width % 2)
+    return columns is None or not any(
+        at % unit for at in (columns.start, columns.stop, columns.width)
+    )
 
 
 def _part(checkpoint: Checkpoint, source: Source, block: Block | None) -> Source | None:

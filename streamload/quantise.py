@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.families import is_conv1d
@@ -340,23 +341,11 @@ def parts_of(
     Raises:
         UnsupportedCastError: the weight cannot be in the format, or is dequantised.
     """
-    tensor = want.source[0].tensor
-    path = checkpoint.tensors[tensor].shard
-    pattern = json.dumps(escape(tensor), ensure_ascii=False)
-    instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
-    if src.is_packed:
-        reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
-        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
-    try:
-        made = FORMATS[name].of(want.shape, src)
-    except ValueError as error:
-        reason = f"{error}; {instead}"
-        raise UnsupportedCastError(
-            src.name, name, reason=reason, tensor=tensor, path=path
-        ) from error
-    why = _unaligned(want, made)
-    if why:
-        raise UnsupportedCastError(src.name, name, reason=why, tensor=tensor, path=path)
+    info = checkpoint.tensors[want.source[0].tensor]
+    made = quantised_of(info, want.shape, src, name)
+    if why := _unaligned(want, made):
+        path = info.shard
+        raise UnsupportedCastError(src.name, name, reason=why, tensor=info.name, path=path)
     in_order = want.transpose is None and not of_rows and want.source[0].columns is None
     if made.device_parts and len(made.device_parts) > 1:  # what a device holds goes as it came
         in_order = in_order and len(want.source) == 1
@@ -375,6 +364,41 @@ def parts_of(
             reusable_nbytes=held.reusable_nbytes,
             coding=coding,
         )
+
+
+def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str) -> Quantised:
+    """What a weight becomes in a format.
+
+    Args:
+        info: the tensor, for messages.
+        shape: of the weight.
+        src: its dtype.
+        name: of the format.
+
+    Raises:
+        UnsupportedCastError: the weight cannot be in the format, or is dequantised.
+    """
+    pattern = json.dumps(escape(info.name), ensure_ascii=False)
+    instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
+    tensor, path = info.name, info.shard
+    if src.is_packed:
+        reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
+        raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
+    try:
+        return FORMATS[name].of(shape, src)
+    except ValueError as error:
+        reason = f"{error}; {instead}"
+        raise UnsupportedCastError(
+            src.name, name, reason=reason, tensor=tensor, path=path
+        ) from error
+
+
+def codings_of(
+    info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
+) -> Sequence[tuple[Part, Coding]]:
+    """The parts of a weight in a format, and how each is made on the host; see `quantised_of`."""
+    quantised_of(info, shape, src, name)
+    return _codings(name, shape, src, of_rows=False, in_order=False)
 
 
 def _unaligned(want: Want, made: Quantised) -> str:

@@ -120,7 +120,7 @@ def copy_of(
     address = bulk.address(job.buffers[chunk.placement]) + chunk.start
     offset = start - chunk.runs[0].start if chunk.runs else 0
     if p.cast == "device" and casts is not None:
-        numel = offset * 8 // p.src.bits
+        numel = p.src.numel(offset)
         first = chunk.start // p.dst.itemsize if p.coding is None else p.numel_at(chunk.start)
         first += numel
         address += -chunk.start if p.turned_there else p.placed_nbytes(numel)

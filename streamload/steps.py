@@ -126,7 +126,6 @@ class Decoding(Step):
 
     def __init__(self, job: Job, chunk: Chunk, p: Placement) -> None:
         self._job, self._chunk, self._placement = job, chunk, p
-        self._per_byte = 8 // p.src.bits
         self.counts = NO_COUNTS
 
     def begin(self, run: Run) -> None:
@@ -134,13 +133,13 @@ class Decoding(Step):
         info = self._job.tensor_at(self._chunk, run.start)
         assert isinstance(info, Packed), info.name
         self._info, self._decoder = info, self._job.decoder(info, self._placement)
-        self._pitch = run.pitch * self._per_byte
+        self._pitch = info.dtype.numel(run.pitch)
 
     def __call__(
         self, data: memoryview, out: memoryview, *, at: int, start: int, lines: int = 1
     ) -> None:
         """Dequantise the elements of some lines."""
-        first = (start - self._info.start) * self._per_byte
+        first = self._info.dtype.numel(start - self._info.start)
         self.counts += self._decoder.decode(data, out, first, lines, self._pitch)
 
 

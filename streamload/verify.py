@@ -286,8 +286,7 @@ def _decoded(
 ) -> bytes:
     """Bytes of a weight's elements from one on."""
     first, stop = start // dtype.itemsize, (start + most_nbytes) // dtype.itemsize
-    bits = info.dtype.bits
-    begin, end = info.start + first * bits // 8, info.start + (stop * bits + 7) // 8
+    begin, end = (info.start + at for at in info.dtype.span(first, stop))
     data, out = read(begin, end - begin), bytearray(most_nbytes)
     if len(data) < end - begin:
         problem = "the file ended"

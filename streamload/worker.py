@@ -478,7 +478,7 @@ class Worker:
         for run in chunk.runs:
             step.begin(run)
             n = run.line_nbytes // run.rows
-            numel = run.line_nbytes * 8 // p.src.bits // run.rows
+            numel = p.src.numel(run.line_nbytes) // run.rows
             width = n if step.moves else p.placed_nbytes(numel)
             offset, stride = run.offset - chunk.start, run.stride
             if p.cast == "device":  # the same places, in elements that are still to be cast

@@ -1,17 +1,21 @@
-"""Converting in tests, and reading what came of it by plain reads."""
+"""Converting in tests, reading what came of it by plain reads, and the formats that are written."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from make_checkpoint import make_checkpoint, shape_of_size
 
 from streamload.cast.reference import cast_array
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.conversion.convert import ConvertReport, convert
-from streamload.dtypes import DType
+from streamload.dtypes import BF16, F32, DType
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:
@@ -62,3 +66,90 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def visible(folder: Path) -> list[str]:
     """What others see in a folder."""
     return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+
+
+# --- the formats that are written -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """A format in the tests that all formats share (tests/test_convert_formats.py).
+
+    Attributes:
+        make: writes a checkpoint that the format takes, of about so many bytes, in the dtype that
+            is written or another one of 16 bits.
+        options: of `convert`; plain JSON values.
+    """
+
+    make: Callable[[Path, int], object]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gpt2Shape:
+    """The numbers that a GPT-2's tensors follow from."""
+
+    vocab: int
+    width: int
+    layers: int
+    positions: int = 64
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names (transformers') and shapes; matrices are those of Conv1D."""
+        n = self.width
+        found: dict[str, tuple[int, ...]] = {
+            "transformer.wte.weight": (self.vocab, n),
+            "transformer.wpe.weight": (self.positions, n),
+        }
+        layer: dict[str, tuple[int, ...]] = {
+            "ln_1.weight": (n,),
+            "ln_1.bias": (n,),
+            "attn.c_attn.weight": (n, 3 * n),
+            "attn.c_attn.bias": (3 * n,),
+            "attn.c_proj.weight": (n, n),
+            "attn.c_proj.bias": (n,),
+            "ln_2.weight": (n,),
+            "ln_2.bias": (n,),
+            "mlp.c_fc.weight": (n, 4 * n),
+            "mlp.c_fc.bias": (4 * n,),
+            "mlp.c_proj.weight": (4 * n, n),
+            "mlp.c_proj.bias": (n,),
+        }
+        for i in range(self.layers):
+            found |= {f"transformer.h.{i}.{name}": shape for name, shape in layer.items()}
+        return found | {"transformer.ln_f.weight": (n,), "transformer.ln_f.bias": (n,)}
+
+    def config(self, dtype: DType) -> dict[str, Any]:
+        """The content of config.json."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_embd": self.width,
+            "n_head": 4,
+            "n_layer": self.layers,
+            "n_positions": self.positions,
+            "torch_dtype": dtype.name,
+            "vocab_size": self.vocab,
+        }
+
+
+def make_gpt2(path: Path, nbytes: int, dtype: DType = BF16) -> None:
+    """A GPT-2 with layers as wide as those of the largest one, where there is room for three."""
+    numel = nbytes // dtype.itemsize
+    width = next(n for n in (1600, 768, 128, 32, 16) if 40 * n * n < numel)
+    layers = numel // (13 * width * width)
+    vocab = max((numel - 12 * width * width * layers) // width, 100)
+    make_checkpoint(path, Gpt2Shape(vocab, width, layers), dtype=dtype, shards=2)
+
+
+def make_llama(path: Path, nbytes: int) -> None:
+    """A Llama in two files."""
+    make_checkpoint(path, shape_of_size(nbytes, BF16), shards=2)
+
+
+#: By name; "safetensors" is what others are compared with.
+WRITTEN = {
+    "safetensors": Written(make_llama, {"dtype": "float16"}),
+    "llm.c": Written(partial(make_gpt2, dtype=F32), {"to": "llm.c"}),
+    "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
+}

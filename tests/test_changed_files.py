@@ -24,12 +24,12 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload import RowRange, open_checkpoint, progress
-from streamload.checkpoint.header import read_header
 from streamload.checkpoint.readers import MmapReader, choose_reader, open_reader
 from streamload.compare import diff
 from streamload.conversion import convert, writing
 from streamload.conversion.way import Way
 from streamload.errors import CheckpointError, FileChangedError, TruncatedFileError
+from streamload.formats.base import read_header
 from streamload.verify import verify, verify_checkpoint
 
 READERS = ("mmap", "pread", "direct", "auto")

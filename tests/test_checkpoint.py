@@ -13,13 +13,13 @@ import pytest
 from safetensors_files import header_bytes, write_safetensors
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_checkpoint
-from streamload.checkpoint.header import read_header
 from streamload.errors import (
     CheckpointError,
     HeaderError,
     ShardNotFoundError,
     TruncatedFileError,
 )
+from streamload.formats.base import read_header
 from streamload.quant.stored import scale_of
 
 BYTE = ("U8", (1,), b"x")

@@ -16,9 +16,10 @@ from parameters import few
 from safetensors_files import header_bytes
 
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.checkpoint.header import Header, _plain, _strict, parse_header
+from streamload.checkpoint.header import Header
 from streamload.dtypes import BY_CODE
 from streamload.errors import CheckpointError, HeaderError
+from streamload.formats.safetensors import _plain, _strict, parse_header
 
 PATH = Path("model.safetensors")
 

@@ -19,8 +19,6 @@ from safetensors_files import header_bytes, write_safetensors
 from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     Header,
-    parse_header,
-    read_header,
 )
 from streamload.dtypes import BY_CODE
 from streamload.errors import (
@@ -29,6 +27,8 @@ from streamload.errors import (
     ShardNotFoundError,
     TruncatedFileError,
 )
+from streamload.formats.base import read_header
+from streamload.formats.safetensors import parse_header
 
 U64 = "an integer from 0 to 2**64 - 1"
 DTYPES = f"one of {', '.join(BY_CODE)}"

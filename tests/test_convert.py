@@ -27,10 +27,8 @@ from safetensors_files import write_safetensors
 import streamload
 from streamload.bench.processes import call, measure
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.conversion.beside import INDEX, SINGLE
 from streamload.conversion.convert import convert
 from streamload.conversion.disk import WORK
-from streamload.conversion.planning import OutFile
 from streamload.conversion.renaming import RenamePatterns
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BF16, BY_CODE, F16, parse_dtype
@@ -41,6 +39,8 @@ from streamload.errors import (
     TruncatedFileError,
     UnsupportedCastError,
 )
+from streamload.formats.safetensors import INDEX, SINGLE
+from streamload.formats.writer import OutFile
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 

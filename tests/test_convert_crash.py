@@ -22,6 +22,7 @@ from recording import recorded
 from streamload.checkpoint.header import TensorInfo
 from streamload.conversion import convert as conversion
 from streamload.conversion.disk import WORK
+from streamload.digests import SIDECAR
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
 
@@ -96,7 +97,7 @@ Start = Callable[[Path, Path, dict[str, object]], tuple[int, Callable[[], int]]]
 
 def await_beginning(out: Path) -> None:
     """Wait until a conversion has a journal, or has finished."""
-    while not (out / WORK / "journal").exists() and not (out / "config.json").exists():
+    while not (out / WORK / "journal").exists() and not (out / SIDECAR).exists():
         time.sleep(0.0005)
 
 
@@ -146,7 +147,7 @@ def kill_and_resume(
             assert (out / name).read_bytes() == whole[name]
     plan = quiet(source, out.with_name("nowhere"), **options, dry_run=True).plan
     tensors = [t for file in plan.files for t in file.tensors]
-    finished = [tensors[index].info for index in journaled(out)]
+    finished = [info for index in journaled(out) for info in tensors[index].infos]
     with recorded(source) as disk:
         report = quiet(source, out, **options, resume=True)
     assert not read_again(disk.reads, finished)

@@ -18,10 +18,10 @@ from conversions import files_of, quiet, tensors_of
 from safetensors_files import write_safetensors
 
 from streamload.conversion import convert as module
-from streamload.conversion.beside import INDEX, SINGLE
 from streamload.conversion.disk import WORK
 from streamload.digests import SIDECAR
 from streamload.errors import CheckpointError
+from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.planning.partition import Node
 
 

@@ -355,7 +355,7 @@ def test_split_plan_and_iterate(tmp_path: Path) -> None:
     made = streamload.plan(path, budget="1GB", dtype="bfloat16")
     assert {p.name for p in made.placements} == {*IDS, "norm.weight"}
     kinds = {p.src.name for p in made.placements if p.src.is_packed}
-    assert kinds == {dtype.name for dtype in PACKED.values()}
+    assert kinds == {d.name for d in PACKED.values() if d.block == 1}  # others are of GGUF
     sizes = [*(2 * s.exact.size for s in SAMPLES), 2 * 37]
     nbytes = sum(round_up(size, 64) for size in sizes)  # as a device that nobody looks at rounds
     assert made.resident_nbytes == nbytes

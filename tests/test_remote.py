@@ -33,7 +33,7 @@ from safetensors_files import write_safetensors
 
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.checkpoint.readers import choose_reader, open_reader, resolve_reader
-from streamload.checkpoint.remote import HttpReader, Patience, read_file, read_header
+from streamload.checkpoint.remote import HttpReader, Patience, read_file
 from streamload.checkpoint.url import Url
 from streamload.errors import (
     CheckpointError,
@@ -41,6 +41,7 @@ from streamload.errors import (
     ShardNotFoundError,
     TruncatedFileError,
 )
+from streamload.formats.base import read_header
 
 needs.module("httpx2")
 

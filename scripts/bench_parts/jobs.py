@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
+import json
 import math
 import mmap
 import os
@@ -265,10 +266,11 @@ def cast(engine: str) -> Lap:
 # --- float16 checkpoints of bfloat16 ones, each to the disk (fsync) -------------------------------
 
 
-def convert(path: str, out: str, way: str) -> Lap:
+def convert(path: str, out: str, way: str, options: str = '{"dtype": "float16"}') -> Lap:
     """Make a float16 checkpoint of a bfloat16 one in one file, on the disk (fsync).
 
     The way "cp" casts nothing; "numpy" and "torch" are what one would write with safetensors.
+    ``options`` are other arguments of `streamload.convert`, as JSON.
     """
     source, target = Path(path) / "model.safetensors", Path(out) / "model.safetensors"
     if way == "streamload":
@@ -276,7 +278,8 @@ def convert(path: str, out: str, way: str) -> Lap:
 
         make = streamload.convert  # a function to import here, and not in a lap
         warnings.simplefilter("ignore", RuntimeWarning)
-        return lambda: make(path, out, dtype="float16", max_shard_size="1TB", progress=False)
+        given = {"max_shard_size": "1TB", **json.loads(options)}
+        return lambda: make(path, out, progress=False, **given)
     ways: dict[str, Callable[[Path, Path], object]]
     ways = {"cp": _by_cp, "numpy": _by_numpy, "torch": _by_torch}
     if way != "cp":

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -21,23 +22,23 @@ from streamload.checkpoint.header import (
     Header,
     RepeatedNames,
     TensorInfo,
+    Turn,
     check_memory,
     check_strings,
     describe,
     is_there,
     open_regular,
     parse_json_object,
-    read_header,
     read_up_to,
     unreadable,
 )
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
+from streamload.formats.base import FormatReader, default_reader, read_header, readers
 from streamload.nesting import parse_json
 
 _SUFFIX = ".safetensors"
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+_INDEX_END = ".index.json"
 _PIPELINE = "model_index.json"
 _LISTED = 8  # names shown in a message
 
@@ -57,7 +58,8 @@ class Checkpoint:
         shards: its files, in order of name.
         tensors: all of its tensors by name, in order of shard and place in the file.
         metadata: what the shards' ``__metadata__`` say, except for what they disagree on.
-        config: the ``config.json`` beside the tensors; empty where there is none.
+        config: the ``config.json`` beside the tensors, or what a file says in its place; empty
+            where there is none.
     """
 
     path: Location
@@ -70,6 +72,11 @@ class Checkpoint:
     def headers(self) -> Mapping[Location, Header]:
         """The shards, by their paths."""
         return {header.path: header for header in self.shards}
+
+    @cached_property
+    def turns(self) -> Mapping[str, Turn]:
+        """By tensor, how its rows lie where models have them otherwise."""
+        return {name: turn for header in self.shards for name, turn in header.turns.items()}
 
     @cached_property
     def nbytes(self) -> int:
@@ -145,12 +152,14 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
             )
         if found.name.endswith(".json"):
             config = _read_config(folder)
-            return from_headers(found, _indexed(found, _read_weight_map(found)), config)
-        headers = [_read_header(found)]
-        try:
-            config = _read_config(folder)
-        except CheckpointError:  # it may belong to something else than a single file beside it
-            config = {}
+            reader = _reader_of_index(found.name)
+            weight_map = _read_weight_map(found, reader)
+            return from_headers(found, _indexed(found, weight_map, reader), config)
+        headers = _with_siblings(read_header(found), folder)
+        if not (config := dict(_own_config(headers))):
+            # it may belong to something else than a single file beside it
+            with suppress(CheckpointError):
+                config = _read_config(folder)
         return from_headers(found, headers, config)
 
 
@@ -176,28 +185,59 @@ def expanded(path: Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def _read_header(path: Location) -> Header:
-    return remote.read_header(path) if isinstance(path, Url) else read_header(path)
+def _own_config(headers: Iterable[Header]) -> Mapping[str, Any]:
+    """What files themselves say of the model, in place of ``config.json``."""
+    return next((header.config for header in headers if header.config), {})
+
+
+def _with_siblings(header: Header, folder: Location) -> list[Header]:
+    """The headers of the set that a file belongs to, where it says so."""
+    if header.format == default_reader().name:
+        return [header]
+    reader = readers()[header.format]
+    names = reader.siblings(header)
+    if not names:
+        return [header]
+    others = [name for name in names if name != header.path.name]
+    return [header, *_headers(header.path, folder, others, reader)]
 
 
 def _open_remote_folder(folder: Url, variant: str | None) -> Checkpoint:
-    index, single = (folder / variants.varied(name, variant) for name in (_INDEX, _SINGLE))
+    default = default_reader()
     try:
-        weight_map = _read_weight_map(index)
+        headers = _remote_headers(folder, default, variant)
+    except ShardNotFoundError as error:
+        for reader in readers().values():
+            if reader is not default and reader.single:
+                with suppress(ShardNotFoundError):
+                    headers = _remote_headers(folder, reader, variant)
+                    break
+        else:
+            raise error
+    return from_headers(folder, headers, _read_config(folder) or _own_config(headers))
+
+
+def _remote_headers(folder: Url, reader: FormatReader, variant: str | None) -> list[Header]:
+    """The headers of the files of a format that a server has under the usual names."""
+    index, single = (
+        folder / variants.varied(name, variant) for name in (reader.index, reader.single)
+    )
+    try:
+        weight_map = _read_weight_map(index, reader)
     except ShardNotFoundError:
         try:
-            headers = [remote.read_header(single)]
+            return [read_header(single, reader=reader)]
         except ShardNotFoundError as error:
             raise ShardNotFoundError(
-                folder, "holds no safetensors file", f"{index.name} or {single.name}", error.found
+                folder,
+                f"holds no {reader.name} file",
+                f"{index.name} or {single.name}",
+                error.found,
             ) from error
-    else:
-        # one that the index of a set does not name comes before it, as on this machine
-        if single.name in weight_map.values() or not remote.exists(single):
-            headers = _indexed(index, weight_map)
-        else:
-            headers = [remote.read_header(single)]
-    return from_headers(folder, headers, _read_config(folder))
+    # one that the index of a set does not name comes before it, as on this machine
+    if single.name in weight_map.values() or not remote.exists(single):
+        return _indexed(index, weight_map, reader)
+    return [read_header(single, reader=reader)]
 
 
 def from_headers(
@@ -252,16 +292,60 @@ def _open_folder(folder: Path, variant: str | None) -> Checkpoint:
     except OSError as error:
         raise unreadable(folder, error) from error
     config = _read_config(folder)
-    single, index = (variants.varied(name, variant) for name in (_SINGLE, _INDEX))
-    if index in names:
-        weight_map = _read_weight_map(folder / index)
+    reader = _reader_of_folder(names, variant)
+    single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
+    if index and index in names:
+        weight_map = _read_weight_map(folder / index, reader)
         # saving one file over a set of shards leaves the index of the set behind: as transformers
         # does, take the file
         if single not in names or single in weight_map.values():
-            return from_headers(folder, _indexed(folder / index, weight_map), config)
-    shards = [single] if single in names else _unindexed(folder, names, variant)
-    headers = [read_header(folder / name) for name in shards]
-    return from_headers(folder, headers if variant else _plain(folder, headers), config)
+            headers = _indexed(folder / index, weight_map, reader)
+            return from_headers(folder, headers, config or _own_config(headers))
+    shards = [single] if single in names else _unindexed(folder, names, variant, reader)
+    headers = [read_header(folder / name, reader=reader) for name in shards]
+    if reader.name != default_reader().name:
+        _check_one_set(folder, headers)
+    found = headers if variant else _plain(folder, headers)
+    return from_headers(folder, found, config or _own_config(found))
+
+
+def _reader_of_folder(names: Sequence[str], variant: str | None) -> FormatReader:
+    """The format of a folder's files: another than safetensors where it holds no such file."""
+    default = default_reader()
+    index = variants.varied(default.index, variant)
+    if index in names or any(_is_weights(name, default) for name in names):
+        return default
+    for reader in readers().values():
+        known = [name for name in names if _is_weights(name, reader)]
+        if reader is not default and reader.weights(known):
+            return reader
+    return default
+
+
+def _is_weights(name: str, reader: FormatReader) -> bool:
+    ending = name if reader is default_reader() else name.lower()
+    return ending.endswith(reader.suffixes) and not name.startswith(".")
+
+
+def _reader_of_index(name: str) -> FormatReader:
+    """The format of the files that an index names, by its own name."""
+    default = default_reader()
+    stem = name.removesuffix(_INDEX_END)
+    if stem == name or stem.endswith(default.suffixes):
+        return default
+    return next((r for r in readers().values() if r.index and stem.endswith(r.suffixes)), default)
+
+
+def _check_one_set(folder: Path, headers: Sequence[Header]) -> None:
+    """Refuse a folder that holds a model more than once, in files of other formats.
+
+    Raises:
+        HeaderError: two files have a tensor of the same name.
+    """
+    counts = Counter(info.name for header in headers for info in header.tensors)
+    if max(counts.values(), default=0) > 1:
+        names = [header.path.name for header in headers]
+        raise HeaderError(folder, "holds several checkpoints", "the path of one file", _some(names))
 
 
 def _plain(folder: Path, headers: Sequence[Header]) -> Sequence[Header]:
@@ -283,9 +367,11 @@ def _plain(folder: Path, headers: Sequence[Header]) -> Sequence[Header]:
     return [header for header in headers if header.path.name in kept]
 
 
-def _unindexed(folder: Path, names: Sequence[str], variant: str | None) -> list[str]:
-    """The safetensors files of a folder without an index; sets of numbered files are complete."""
-    shards = [name for name in names if name.endswith(_SUFFIX) and not name.startswith(".")]
+def _unindexed(
+    folder: Path, names: Sequence[str], variant: str | None, reader: FormatReader
+) -> list[str]:
+    """The files of a folder without an index; sets of numbered files are complete."""
+    shards = list(reader.weights([name for name in names if _is_weights(name, reader)]))
     shards = [name for name in shards if not _ORIGINAL.fullmatch(name)] or shards
     if variant is not None:
         known = shards
@@ -378,7 +464,7 @@ def _read_config(folder: Location) -> dict[str, Any]:
     return config
 
 
-def _read_weight_map(index: Location) -> dict[str, str]:
+def _read_weight_map(index: Location, reader: FormatReader) -> dict[str, str]:
     """Tensor names to file names of an index, each of a file in the index's own folder."""
     document = parse_json_object(read_json_file(index), index)
     if isinstance(document, RepeatedNames):
@@ -392,20 +478,20 @@ def _read_weight_map(index: Location) -> dict[str, str]:
     if not weight_map:
         raise HeaderError(index, "weight_map is not valid", "at least one tensor", "none")
     for tensor, shard in weight_map.items():
-        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(_SUFFIX):
+        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(reader.suffixes):
             raise HeaderError(
                 index,
                 "weight_map names no file of its own folder",
-                f"the name of a {_SUFFIX} file in the folder of the index",
+                f"the name of a {reader.suffixes[0]} file in the folder of the index",
                 describe(shard),
                 tensor=tensor,
             )
     return weight_map
 
 
-def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
+def _indexed(index: Location, weight_map: Mapping[str, str], reader: FormatReader) -> list[Header]:
     """The headers of the shards that an index names, which hold exactly what it says."""
-    headers = _headers(index, sorted(set(weight_map.values())))
+    headers = _headers(index, index.parent, sorted(set(weight_map.values())), reader)
     found: set[str] = set()
     for header in headers:
         file = header.path.name
@@ -432,22 +518,24 @@ def _indexed(index: Location, weight_map: Mapping[str, str]) -> list[Header]:
     return headers
 
 
-def _headers(index: Location, names: Sequence[str]) -> list[Header]:
-    """The headers of files beside an index; says at once which are missing."""
-    if not isinstance(index, Url):
-        missing = [name for name in names if not _exists(index.parent / name)]
+def _headers(
+    of: Location, folder: Location, names: Sequence[str], reader: FormatReader
+) -> list[Header]:
+    """The headers of files of a folder, which ``of`` names; says at once which are missing."""
+    if isinstance(folder, Path):
+        missing = [name for name in names if not _exists(folder / name)]
         if missing:
-            raise _missing(index, missing, len(missing), len(names))
-        return [read_header(index.parent / name) for name in names]
+            raise _missing(of, missing, len(missing), len(names))
+        return [read_header(folder / name, reader=reader) for name in names]
     headers: list[Header] = []
     missing = []
     for name in names:  # to ask for a header is to ask whether the file is there
         try:
-            headers.append(remote.read_header(index.parent / name))
+            headers.append(read_header(folder / name, reader=reader))
         except ShardNotFoundError:
             missing.append(name)
     if missing:
-        raise _missing(index, missing, len(missing), len(names))
+        raise _missing(of, missing, len(missing), len(names))
     return headers
 
 

@@ -1,14 +1,7 @@
-"""One safetensors header, parsed and held to the rules of the format.
+"""What the header of a checkpoint's file says, in any format; and what reading one takes.
 
-A file is 8 bytes with the length N of the header (unsigned, little-endian), N bytes of JSON that
-begin with ``{``, and the data. The JSON maps each tensor's name to its ``dtype``, ``shape`` and
-``data_offsets`` (first byte and last byte, exclusive, counted from the start of the data);
-``__metadata__`` maps strings to strings. The data is covered without gap or overlap.
-
-Source: the format's description in the README of github.com/huggingface/safetensors, and the
-checks of the safetensors crate, version 0.8. Two rules are stricter here than there, as the
-description has them: names are unique, and ``__metadata__`` is not null. Unknown keys of a tensor's
-entry are ignored, here as there.
+Each format is a file of `streamload.formats`. Here are tensors, dtypes and file ranges, the open
+file, and the strict JSON that headers and indexes are written in.
 """
 
 from __future__ import annotations
@@ -18,53 +11,31 @@ import json
 import math
 import os
 import stat
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from io import FileIO
-from itertools import chain, repeat
-from operator import attrgetter, itemgetter
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
-
-import numpy as np
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.url import Location, Url
-from streamload.dtypes import BY_CODE, DType
-from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError, TruncatedFileError
+from streamload.dtypes import DType
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.nesting import check_nesting
 from streamload.planning.budget import first_that_fits
 
-#: The longest header that the format allows, in bytes of JSON.
+#: The longest JSON of a header or an index that is read, in bytes: what safetensors allows.
 MAX_HEADER_NBYTES = 100_000_000
 
-#: The length of the header comes first, in as many bytes.
-PREFIX_NBYTES = 8
-_MAX_U64 = 2**64 - 1
-_MAX_INT_LENGTH = len(str(-_MAX_U64))  # in characters
-_MOST_DIGITS = 4300  # that Python reads unless it is told otherwise
+_MAX_INT_LENGTH = len(str(-(2**64 - 1)))  # in characters
 # A file of JSON may be longer than memory has room for: it is held three times while it is parsed,
 # and the objects of a member take 220 to 250 bytes. What is shorter than this is not worth a look.
 _LONG_NBYTES = 2**16
 _COPIES = 3
 _MEMBER_NBYTES = 280
-_U64 = "an integer from 0 to 2**64 - 1"
-_FILE_ORDER = attrgetter("start", "stop", "name")  # an empty tensor before the one it touches
-_COLUMNS = tuple(map(itemgetter, ("dtype", "shape", "data_offsets")))
-
-#: What is often found under the name of a safetensors file, by its first bytes.
-_LOOKALIKES = {
-    b"version ": "a Git LFS pointer, not the file that it stands for",
-    b"<!DOCTYP": "a web page",
-    b"<!doctyp": "a web page",
-    b"PK\x03\x04": "a zip archive, as torch.save writes",
-    b"GGUF": "a GGUF file",
-}
-
 _FILE_TYPES = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -107,18 +78,70 @@ class TensorInfo:
         return math.prod(self.shape)
 
 
+class Turn(NamedTuple):
+    """How a tensor's rows lie in its file, where models have them otherwise.
+
+    Rows seen as (groups, outer, inner), with the last two axes swapped, are what models have: the
+    numbers of a `streamload.planning.parts.RowTranspose`.
+
+    Attributes:
+        groups: groups of rows that stay together.
+        outer: of each group, the axis that becomes the inner one.
+        inner: the axis that becomes the outer one.
+        shape: the tensor's shape in models, where that is not its shape in the file.
+    """
+
+    groups: int
+    outer: int
+    inner: int
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How the blocks of a quantised weight are stored, where its file says so.
+
+    The weight is a tensor of U8 in the header, (rows, bytes of a row). It becomes the only member
+    of a `streamload.quant.group.Group`.
+
+    Attributes:
+        kind: how it is quantised, a key of `streamload.dtypes.PACKED`.
+        shape: of the weight, unpacked.
+        block: how many elements share a scale, along each of the last axes.
+        bits: of one quantised value.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    block: tuple[int, ...]
+    bits: int
+
+
+#: The name of the format that all are converted to where nothing else is said.
+SAFETENSORS = "safetensors"
+
+
+def _empty() -> Mapping[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one safetensors file says that it holds; valid.
+    """What one file says that it holds; valid.
 
     Attributes:
         path: the file.
         file_nbytes: its length in bytes, exactly what the header calls for.
         data_start: first byte of the data, counted from the start of the file.
         tensors: by first byte; tensors without elements come before the one they touch, and those
-            at the same place are in order of name.
-        metadata: its ``__metadata__``; read-only.
+            at the same place are in order of name. In formats other than safetensors there may be
+            bytes between them, and they may share bytes.
+        metadata: what it says of itself, its ``__metadata__``; read-only.
         state: what the file was when its header was read; None for a URL, or where not known.
+        format: the name of its format.
+        config: what it says of the model, as ``config.json`` has it; read-only.
+        stored: by tensor, how a quantised weight is stored; read-only.
+        turns: by tensor, how its rows lie; read-only.
     """
 
     path: Location
@@ -127,14 +150,19 @@ class Header:
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
     state: FileState | None = field(default=None, compare=False)
+    format: str = SAFETENSORS
+    config: Mapping[str, Any] = field(default_factory=_empty, repr=False)
+    stored: Mapping[str, Stored] = field(default_factory=_empty, repr=False)
+    turns: Mapping[str, Turn] = field(default_factory=_empty, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        for name in _MAPPINGS:
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a mapping proxy cannot be pickled
-        rest = (self.path, self.file_nbytes, self.data_start, self.tensors)
-        return Header, (*rest, dict(self.metadata), self.state)
+        values = (getattr(self, each.name) for each in fields(self))
+        return Header, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
 
     def fingerprint(self) -> dict[str, str | int]:
         """A fingerprint that changes when the file does, for JSON; the file is not read for it.
@@ -151,49 +179,7 @@ class Header:
         return {"path": str(self.path)} | found
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of a safetensors file. No byte of the data is read.
-
-    Raises:
-        HeaderError: the header breaks a rule of the format.
-        TruncatedFileError: the file is shorter than its header says.
-        ShardNotFoundError: there is no such file.
-        FileChangedError: it was changed meanwhile.
-        CheckpointError: it is not a regular file, or cannot be read.
-    """
-    path = Path(path)
-    with open_regular(path) as file:
-        try:
-            state = FileState.of(file.fileno())
-            raw = read_up_to(file, PREFIX_NBYTES)
-            nbytes = json_nbytes(raw, path, state.nbytes)
-            check_memory(path, nbytes)
-            raw += read_up_to(file, nbytes)
-            state.check(FileState.of(file.fileno()), path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-    return replace(parse_header(raw, path, state.nbytes), state=state)
-
-
-def parse_header(raw: bytes, path: Location, file_nbytes: int) -> Header:
-    """Parse a header that is in memory already.
-
-    Args:
-        raw: the file's first bytes, the 8 of the length prefix and the header itself; anything
-            that follows is ignored.
-        path: the file, for `TensorInfo.shard` and for errors; it is not touched.
-        file_nbytes: the length of the file in bytes.
-
-    Raises:
-        HeaderError: the header breaks a rule of the format.
-        TruncatedFileError: the file is shorter than its header says, or ``raw`` than the header.
-    """
-    data_start = PREFIX_NBYTES + json_nbytes(raw, path, file_nbytes)
-    if len(raw) < data_start:  # the file shrank since its length was taken
-        raise TruncatedFileError(path, "the header is cut off", data_start, len(raw))
-    check_memory(path, data_start, raw)
-    text = raw[PREFIX_NBYTES:data_start]
-    return _plain(text, path, file_nbytes) or _strict(text, path, file_nbytes)
+_MAPPINGS = ("metadata", "config", "stored", "turns")
 
 
 def records(
@@ -210,79 +196,10 @@ def records(
         columns: its other fields, in order, for at least as many.
     """
     made = list(map(object.__new__, repeat(kind, len(first))))
-    fields = kind.__slots__  # type: ignore[attr-defined]
-    for name, column in zip(fields, (first, *columns), strict=True):
+    names = kind.__slots__  # type: ignore[attr-defined]
+    for name, column in zip(names, (first, *columns), strict=True):
         deque(map(getattr(kind, name).__set__, made, column), maxlen=0)
     return made
-
-
-def _plain(text: bytes, path: Location, file_nbytes: int) -> Header | None:
-    """The header, where there is nothing unusual about it; None where `_strict` is to look.
-
-    Usual is what libraries write: tensors that are not empty, in the order of their bytes, with
-    three keys each. That is looked at in columns, which takes 2.6 microseconds a tensor, the JSON's
-    own 0.9 among them, where `_strict` takes 3.9.
-    """
-    data_start = PREFIX_NBYTES + len(text)
-    if text[:1] != b"{" or rb"\u003" in text:
-        return None
-    if not 0 < sys.get_int_max_str_digits() <= _MOST_DIGITS:  # a number of MBs takes minutes
-        return None
-    try:
-        check_nesting(text)
-        document: dict[str, Any] = json.loads(text.decode("utf-8"))
-        has_metadata = "__metadata__" in document
-        metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
-        entries = document.values()
-        if set(map(type, entries)) != {dict}:
-            return None
-        codes, dims, offsets = ([*map(column, entries)] for column in _COLUMNS)
-        types = [set(map(type, column)) for column in (codes, dims, offsets)]
-        if types != [{str}, {list}, {list}] or set(map(len, offsets)) != {2}:
-            return None
-        if set(map(type, chain.from_iterable(dims + offsets))) != {int}:  # true would pass as 1
-            return None
-        keys = list(zip(codes, map(tuple, dims), strict=True))
-        layouts = {key: _layout(*key, partial(HeaderError, path)) for key in set(keys)}
-        dtypes, shapes, nbits = zip(*map(layouts.__getitem__, keys), strict=True)
-        bits = np.array(nbits, np.int64)
-        starts, stops = np.fromiter(chain(*offsets), np.int64).reshape(-1, 2).T
-    except (ValueError, KeyError, OverflowError, RecursionError):
-        return None
-    # A name that occurs twice has lost a member, and other keys are more of them. Each that was
-    # written has a colon, and there are no others but in strings; no escape (\u003a) is one.
-    strings = "".join(chain(document, metadata, metadata.values()))
-    members = 4 * len(document) + has_metadata + len(metadata)
-    if text.count(b":") != members + strings.count(":") or not is_text(strings):
-        return None
-    follow = starts[0] == 0 and (starts[1:] == stops[:-1]).all() and (stops > starts).all()
-    if not follow or (bits % 8).any() or (stops - starts != bits // 8).any():
-        return None
-    if data_start + int(stops[-1]) != file_nbytes:
-        return None
-    places = (starts + data_start).tolist(), (stops + data_start).tolist()
-    infos = records(TensorInfo, document, dtypes, shapes, repeat(path), *places)
-    return Header(path, file_nbytes, data_start, tuple(infos), metadata)
-
-
-def _strict(text: bytes, path: Location, file_nbytes: int) -> Header:
-    """The header, each entry held to every rule by itself."""
-    data_start = PREFIX_NBYTES + len(text)
-    document = parse_json_object(text, path)
-    if isinstance(document, RepeatedNames):
-        raise HeaderError(
-            path,
-            "a name is not unique",
-            "each name once",
-            f"{describe(document.name)} more than once",
-            tensor=None if document.name == "__metadata__" else document.name,
-        )
-    metadata = check_strings(document.pop("__metadata__", {}), path, "__metadata__")
-    layouts: _Layouts = {}
-    tensors = [_tensor(name, entry, path, data_start, layouts) for name, entry in document.items()]
-    tensors.sort(key=_FILE_ORDER)
-    _check_coverage(tensors, path, data_start, file_nbytes)
-    return Header(path, file_nbytes, data_start, tuple(tensors), metadata)
 
 
 def open_regular(path: Path) -> FileIO:
@@ -448,134 +365,3 @@ def _parse_int(digits: str) -> int:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
-
-
-def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
-    """The header's length in bytes from its prefix, the first 8 bytes of ``raw``.
-
-    Raises:
-        HeaderError: the header is longer than the format allows.
-        TruncatedFileError: the file, of ``file_nbytes``, is too short.
-    """
-    if len(raw) < PREFIX_NBYTES or file_nbytes < PREFIX_NBYTES:
-        raise TruncatedFileError(
-            path,
-            "is too short for a safetensors file",
-            f"at least {PREFIX_NBYTES}",
-            min(len(raw), file_nbytes),
-        )
-    nbytes = int.from_bytes(raw[:PREFIX_NBYTES], "little")
-    if nbytes > MAX_HEADER_NBYTES:
-        for magic, what in _LOOKALIKES.items():
-            if raw.startswith(magic):
-                raise HeaderError(path, "is not a safetensors file", "a header", what)
-        raise HeaderError(
-            path, "the header is too long", f"at most {MAX_HEADER_NBYTES} bytes", nbytes
-        )
-    if PREFIX_NBYTES + nbytes > file_nbytes:
-        raise TruncatedFileError(path, "the header is cut off", PREFIX_NBYTES + nbytes, file_nbytes)
-    return nbytes
-
-
-#: By code and dimensions, of those that are valid: the dtype, the shape, and the bits of the data.
-_Layouts = dict[tuple[str, tuple[int, ...]], tuple[DType, tuple[int, ...], int]]
-
-
-def _tensor(
-    name: str, entry: Any, path: Location, data_start: int, layouts: _Layouts
-) -> TensorInfo:
-    """One entry of the header, held to every rule that concerns it alone.
-
-    ``layouts`` has those found so far: most tensors of a long header are like another one.
-    """
-    fail = partial(HeaderError, path, tensor=name)
-    if type(entry) is not dict:
-        if isinstance(entry, RepeatedNames):
-            raise fail(
-                "a key is not unique", "each key once", f"{describe(entry.name)} more than once"
-            )
-        raise fail("the entry is not an object", "an object", describe(entry))
-    if not (name.isascii() or is_text(name)):
-        raise fail("the name is not valid", "Unicode text", "half a surrogate pair")
-    try:
-        code, dims, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    except KeyError as error:
-        keys = ", ".join(describe(key) for key in list(entry)[:8]) or "none"
-        raise fail("a key is missing", error.args[0], keys) from None
-
-    if type(code) is not str or code not in BY_CODE:
-        raise fail("unknown dtype", f"one of {', '.join(BY_CODE)}", describe(code))
-    if type(dims) is not list:
-        raise fail("the shape is not a list", f"a list of {_U64}", describe(dims))
-    for dim in dims:  # before they are looked up: true would be found as 1
-        if type(dim) is not int:
-            raise fail("a dimension of the shape is not valid", _U64, describe(dim))
-    layout = layouts.get((code, shape := tuple(dims)))
-    if layout is None:
-        layout = layouts[code, shape] = _layout(code, shape, fail)
-    dtype, shape, nbits = layout
-
-    if type(offsets) is not list or len(offsets) != 2:
-        raise fail("data_offsets are not valid", "a list of 2", describe(offsets))
-    for offset in offsets:
-        if type(offset) is not int or not 0 <= offset <= _MAX_U64:
-            raise fail("data_offsets are not valid", _U64, describe(offset))
-    start, stop = offsets
-    if start > stop:
-        raise fail("data_offsets are not valid", "a start before the stop", f"{start} to {stop}")
-
-    if nbits % 8:
-        raise fail("the data is not whole bytes", "a multiple of 8 bits", nbits)
-    if nbits != (stop - start) * 8:
-        raise fail("the shape and data_offsets do not agree", nbits // 8, stop - start)
-    return TensorInfo(name, dtype, shape, path, data_start + start, data_start + stop)
-
-
-def _layout(
-    code: str, shape: tuple[int, ...], fail: Callable[[str, object, object], HeaderError]
-) -> tuple[DType, tuple[int, ...], int]:
-    """The dtype, the shape and the bits of a tensor that is not too large to be counted."""
-    dtype = BY_CODE[code]
-    numel = 1
-    for dim in shape:
-        if not 0 <= dim <= _MAX_U64:
-            raise fail("a dimension of the shape is not valid", _U64, describe(dim))
-        numel *= dim
-        if numel > _MAX_U64:  # in this order, as the reference reader multiplies
-            raise fail(
-                "the shape is too large", "at most 2**64 - 1 elements", _describe_shape(shape)
-            )
-    nbits = numel * dtype.bits
-    if nbits > _MAX_U64:
-        raise fail("the shape is too large", "at most 2**64 - 1 bits", _describe_shape(shape))
-    return dtype, shape, nbits
-
-
-def _describe_shape(shape: tuple[int, ...]) -> str:
-    """A shape for an error; the first few dimensions where it has many."""
-    return describe(list(shape)) if len(shape) > 8 else str(list(shape))
-
-
-def _check_coverage(
-    tensors: list[TensorInfo], path: Location, data_start: int, file_nbytes: int
-) -> None:
-    """Every byte from the start of the data to the end of the file is in exactly one tensor."""
-    end = data_start
-    for info in tensors:
-        if info.start != end:
-            where = "after a hole" if info.start > end else "inside another tensor"
-            raise HeaderError(
-                path,
-                f"data_offsets begin {where}",
-                end - data_start,
-                info.start - data_start,
-                tensor=info.name,
-            )
-        end = info.stop
-    if file_nbytes < end:
-        last = next((info.name for info in tensors if info.stop > file_nbytes), None)
-        raise TruncatedFileError(
-            path, "is shorter than its header says", end, file_nbytes, tensor=last
-        )
-    if file_nbytes > end:
-        raise HeaderError(path, "is longer than its header says", end, file_nbytes)

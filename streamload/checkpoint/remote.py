@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from streamload.checkpoint import wire
 from streamload.checkpoint.base import Reader
-from streamload.checkpoint.header import PREFIX_NBYTES, Header, describe, json_nbytes, parse_header
+from streamload.checkpoint.header import describe
 from streamload.checkpoint.url import Url
 from streamload.errors import (
     CheckpointError,
@@ -125,33 +125,6 @@ def _setting(name: str, usual: float) -> float:
     raise ValueError(f"{name} is a number above 0, not {text!r}")
 
 
-def read_header(url: Url, patience: Patience | None = None) -> Header:
-    """Read the header of a safetensors file: in one request, unless it is very long.
-
-    Returns:
-        The header; its path is the URL with the file's version, as readers want it.
-
-    Raises:
-        HeaderError: the header breaks a rule of the format.
-        TruncatedFileError: the file is shorter than its header says.
-        ShardNotFoundError: there is no such file, or the server does not say whether there is
-            (401, 403), as huggingface.co and stores with hidden folders do.
-        CheckpointError: it cannot be read, or only as a whole.
-    """
-    with connections():
-        file = _File(url, None, patience)
-        raw = bytearray(_FIRST_NBYTES)
-        n = file.read(0, memoryview(raw))
-        del raw[n:]
-        assert file.nbytes is not None, "a response said it"
-        whole = PREFIX_NBYTES + json_nbytes(bytes(raw[:PREFIX_NBYTES]), url, file.nbytes)
-        if whole > n:
-            raw += bytes(whole - n)
-            with memoryview(raw)[n:] as rest:
-                file.read(n, rest)
-    return parse_header(bytes(raw), url.of_version(file.version), file.nbytes)
-
-
 def read_file(url: Url, most_nbytes: int, patience: Patience | None = None) -> bytes:
     """Read a whole file of at most ``most_nbytes``.
 
@@ -214,6 +187,48 @@ def exists(url: Url, patience: Patience | None = None) -> bool:
         except ShardNotFoundError:
             return False
     return True
+
+
+class RemoteFile:
+    """A file on a server whose header is read; see `streamload.formats.base.File`.
+
+    The first 256 KiB are asked for at once, and kept: they hold most headers.
+
+    Attributes:
+        nbytes: its length.
+    """
+
+    def __init__(self, url: Url, patience: Patience | None = None) -> None:
+        """Ask for its first bytes.
+
+        Raises:
+            ShardNotFoundError: there is no such file, or the server does not say whether there is
+                (401, 403), as huggingface.co and stores with hidden folders do.
+            CheckpointError: it cannot be read, or only as a whole.
+        """
+        self._url = url
+        self._file = _File(url, None, patience)
+        self._first = self._ask(0, _FIRST_NBYTES)
+        assert self._file.nbytes is not None, "a response said it"
+        self.nbytes: int = self._file.nbytes
+
+    @property
+    def path(self) -> Url:
+        """The URL, with the version of the file."""
+        return self._url.of_version(self._file.version)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """See `streamload.formats.base.File.read`: one request, or none for the first bytes."""
+        kept = self._first[start:stop]
+        at, stop = start + len(kept), min(stop, self.nbytes)
+        return kept + self._ask(at, stop) if at < stop else kept
+
+    def _ask(self, start: int, stop: int) -> bytes:
+        raw = bytearray(stop - start)
+        with memoryview(raw) as out:
+            n = self._file.read(start, out)
+        del raw[n:]
+        return bytes(raw)
 
 
 class HttpReader(Reader):

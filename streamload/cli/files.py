@@ -9,7 +9,6 @@ import typer
 from streamload import compare
 from streamload.cli import flags
 from streamload.cli.output import complain, print_lines
-from streamload.conversion.convert import DEFAULT_SHARD_SIZE
 from streamload.conversion.convert import convert as convert_checkpoint
 from streamload.progress import Progress
 from streamload.verify import Verification, verify_checkpoint
@@ -148,6 +147,17 @@ def convert(
         str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
     ],
     variant: flags.VariantOption = None,
+    to: Annotated[
+        str, flags.option("NAME", "The format of the files: safetensors, llm.c and others.")
+    ] = "safetensors",
+    runtime: Annotated[
+        str | None,
+        flags.option(
+            "NAME",
+            "What reads the safetensors: candle or mlx. What it needs besides is done and said.",
+            "--for",
+        ),
+    ] = None,
     dtype: Annotated[
         list[str] | None,
         flags.option(
@@ -160,8 +170,13 @@ def convert(
     quant: QuantOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
     max_shard_size: Annotated[
-        str, flags.option("SIZE", "Most bytes of a file, unless one tensor is larger.")
-    ] = DEFAULT_SHARD_SIZE,
+        str | None,
+        flags.option(
+            "SIZE",
+            "Most bytes of a file, unless one tensor is larger. Default: what is usual for the "
+            "format, 5GB of safetensors.",
+        ),
+    ] = None,
     nodes: Annotated[
         str | None,
         flags.option(
@@ -209,7 +224,7 @@ def convert(
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
 ) -> None:
-    """Write a checkpoint in other dtypes, files or names.
+    """Write a checkpoint in other dtypes, files, names or formats.
 
     Or split over nodes; in little memory, whatever its size. A conversion that was interrupted
     continues with --resume.
@@ -219,6 +234,8 @@ def convert(
     report = convert_checkpoint(
         flags.read_path(path, variant),
         destination,
+        to=to,
+        runtime=runtime,
         dtype=flags.read_rules(dtype),
         quant=flags.read_quant(quant),
         out_of_range=out_of_range,

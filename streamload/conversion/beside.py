@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, read_json_file
-from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.header import SAFETENSORS, unreadable
 from streamload.checkpoint.url import Location, Url
 from streamload.dequantise import all_dequantised
 from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.formats.base import readers
+from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.nesting import parse_json
 from streamload.quant.group import CONFIG_KEYS
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 NODE_PLAN = "plan.json"
 #: What the dtype of a model is in.
 CONFIG = "config.json"
@@ -61,14 +61,32 @@ _USUAL = (
 )
 
 
+#: Makes a file's bytes when all large files are whole: of their md5 sums, by path.
+Late: TypeAlias = Callable[[Mapping[str, str]], bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class SmallFile:
     """A small file that is written beside the tensors."""
 
     path: str  # below the destination; with "/" on any system
-    content: bytes | Location = field(repr=False)  # its bytes, or the file that is copied
+    # its bytes, the file that is copied, or what makes it of the sums of all large files
+    content: bytes | Location | Late = field(repr=False)
     nbytes: int  # its length; where a server does not say, what was seen of it
     mode: int | None = None  # its permissions; None for those of any new file
+
+
+def content_of(file: SmallFile) -> bytes:
+    """The bytes of a file that lies beside a checkpoint; raises CheckpointError if unreadable."""
+    if isinstance(file.content, Url):
+        return remote.read_file(file.content, LARGEST_COPIED_NBYTES)
+    if isinstance(file.content, Path):
+        try:
+            return file.content.read_bytes()
+        except OSError as error:
+            raise unreadable(file.content, error) from error
+    assert isinstance(file.content, bytes), file.path
+    return file.content
 
 
 def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
@@ -79,9 +97,30 @@ def document(path: str, data: bytes, mode: int | None = None) -> SmallFile:
 def files_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     """The files that go with a checkpoint, by name; and names of others that are not copied.
 
+    Some formats hold in a file what others have beside it: that becomes files, too.
+
     Raises:
-        CheckpointError: its folder cannot be listed.
+        CheckpointError: its folder cannot be listed, or a file not read.
     """
+    found, left = _lying_beside(checkpoint)
+    made = _said_inside(checkpoint)
+    # what lies in a folder may be more than a file of it says, and may be of another file
+    is_folder = checkpoint.path in (header.path.parent for header in checkpoint.shards)
+    return made | found if is_folder else found | made, left
+
+
+def _said_inside(checkpoint: Checkpoint) -> dict[str, SmallFile]:
+    """What files of other formats say themselves, as files of their own."""
+    headers = [header for header in checkpoint.shards if header.format != SAFETENSORS]
+    if not headers:
+        return {}
+    said = dict(readers()[headers[0].format].documents(headers))
+    if any(header.config and header.config == checkpoint.config for header in headers):
+        said[CONFIG] = json.dumps(dict(checkpoint.config), indent=2).encode() + b"\n"
+    return {name: document(name, data) for name, data in said.items()}
+
+
+def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[str]]:
     path = checkpoint.path
     belongs: Callable[[str], object] = _OF_A_MODEL.fullmatch
     if isinstance(path, Url):
@@ -313,7 +352,10 @@ def followed_config(
         # the parts of a model with several: text_config, vision_config; not how it is quantised
         if key.endswith("_config") and isinstance(value, dict) and "quantization" not in key:
             config[key] = section(value)
-    config |= said
+    for key, value in said.items():
+        inner = {} if "quantization" in key else config.get(key)
+        joins = isinstance(inner, dict) and isinstance(value, dict)
+        config[key] = {**(inner or {}), **value} if joins else value
     if config == dict(checkpoint.config):
         return None
     return json.dumps(config, indent=2).encode() + b"\n"

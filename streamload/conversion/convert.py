@@ -10,18 +10,18 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO
 
 from streamload._system import sync_folder
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.checkpoint import remote
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, expanded, opened
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import unreadable
+from streamload.checkpoint.header import SAFETENSORS, unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
 from streamload.conversion import disk
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
@@ -33,27 +33,22 @@ from streamload.conversion.planning import (
     folder_of,
     in_folder,
     plan_conversion,
-    quantised_weights,
 )
 from streamload.conversion.way import Way, choose_way
-from streamload.conversion.writing import Writer, check_written
+from streamload.conversion.writing import Writer, check_written, weight_of
 from streamload.dequantise import asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
 from streamload.mapping import Rename
-from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.progress import Progress, reporting
 from streamload.quant.base import QuantCounts
 from streamload.quant.group import Packed
-from streamload.quantise import QuantArgument, QuantPolicy
+from streamload.quantise import QuantArgument, coded
 from streamload.report import Clock, quantised_text, warn_of_overflow
 from streamload.selection import Patterns, Selection
-from streamload.units import format_bytes, format_table, parse_bytes
-
-#: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
-DEFAULT_SHARD_SIZE = "5GB"
+from streamload.units import format_bytes, format_table
 
 _END_NBYTES = 2**20  # of a file on a server, looked at for the end of its JSON
 
@@ -150,10 +145,12 @@ def convert(
     source: CheckpointLike,
     destination: str | os.PathLike[str],
     *,
+    to: str = SAFETENSORS,
+    runtime: str | None = None,
     dtype: DTypeArgument = None,
     quant: QuantArgument = None,
     out_of_range: OutOfRange = "inf",
-    max_shard_size: float | str = DEFAULT_SHARD_SIZE,
+    max_shard_size: float | str | None = None,
     nodes: Sequence[Node] | None = None,
     select: Patterns = (),
     exclude: Patterns = (),
@@ -186,6 +183,11 @@ def convert(
     Args:
         source: the checkpoint, as in `open_checkpoint`, or an open one: of a variant, for one.
         destination: a folder; it is made where there is none.
+        to: the format of the files: "safetensors", or another one of `streamload.formats`. What
+            is said of the result above is of safetensors: the module of a format says what files
+            it has, and what it takes; config.json and tokenizer are copied for safetensors alone.
+        runtime: "candle" or "mlx", which read safetensors: what they need besides is done, and
+            said in notes: float16 where ``dtype`` says nothing, and what config.json has to say.
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
@@ -197,7 +199,8 @@ def convert(
             fp4, int8, bitsandbytes-int8).
         out_of_range: what becomes of finite values that a dtype cannot represent: infinity
             ("inf"), the largest finite value ("clamp"), or an error ("error").
-        max_shard_size: most bytes of a file, unless one tensor alone is larger.
+        max_shard_size: most bytes of a file, unless one tensor alone is larger; None is what is
+            usual for the format: 5 GB of safetensors.
         nodes: one folder for each, with the layers that fit its budget and their ``plan.json``.
         select: patterns of the tensors to be converted, by their names in the checkpoint; none
             stands for all.
@@ -225,29 +228,31 @@ def convert(
     clock = Clock()
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other")
-    if out_of_range not in get_args(OutOfRange):
-        raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
-    max_nbytes = parse_bytes(max_shard_size)
-    if not max_nbytes:
-        raise ValueError("max_shard_size is at least 1 byte")
-    if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
-        raise ValueError("nodes is a list of Node, and each has a budget of its own")
-    policy, selection = DTypePolicy.parse(dtype), Selection.parse(select, exclude)
-    formats = QuantPolicy.named(quant)
-    options = ConvertOptions(
-        policy, out_of_range, max_nbytes, tuple(nodes or ()), selection, rename, formats
+    options = ConvertOptions.parse(
+        to,
+        runtime,
+        dtype,
+        quant,
+        out_of_range=out_of_range,
+        max_shard_size=max_shard_size,
+        nodes=nodes,
+        selection=Selection.parse(select, exclude),
+        rename=rename,
     )
     checkpoint = opened(source)
-    checkpoint = dequantised(checkpoint, asked(checkpoint, policy))
-    dtypes = [wanted for _, wanted in policy.rules]
+    checkpoint = dequantised(checkpoint, asked(checkpoint, options.policy))
+    dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
-    if formats:  # to list the weights takes memory, too: the first look says if there is any
-        weights, turned = quantised_weights(checkpoint, options)
-        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
+    # to list what is written takes memory, too: the first look says if there is any
     plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
+    codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
+    weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
+    turned = any(t.made is not None for _, _, t in plan.tensors())
+    if codes or turned:
+        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
     job = _Conversion(checkpoint, plan, way)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
@@ -269,7 +274,8 @@ class _Conversion:
         self._checkpoint = checkpoint
         self._plan = plan
         self._way = way
-        infos = [t.info for _, _, t in plan.tensors()]
+        self._sums: dict[str, str] = {}  # md5 of files, where documents need them
+        infos = [info for _, _, t in plan.tensors() for info in t.infos]
         used = {info.shard for info in infos}
         packed = (info for info in infos if isinstance(info, Packed))
         used |= {header.path for info in packed for header in info.headers}
@@ -415,12 +421,12 @@ class _Conversion:
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
-        weights: dict[tuple[str, str], set[int]] = {}  # by file, and tensor of the source
+        weights: dict[tuple[str, object], set[int]] = {}  # by file and weight
         for i, (_, file, t) in enumerate(self._plan.tensors()):
             if i not in journal.finished or (found[file.path] or 0) < t.stop:
                 lost.add(i)
             if t.coding is not None:
-                weights.setdefault((file.path, t.info.name), set()).add(i)
+                weights.setdefault((file.path, weight_of(t)), set()).add(i)
         for parts in weights.values():
             if parts & lost:
                 lost |= parts
@@ -431,6 +437,7 @@ class _Conversion:
         with reporting(progress, writer.unread_nbytes, "converted") as tell:
             writer.run(tell)
         self._check_source()
+        self._sums |= writer.sums
         return writer.read_nbytes
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
@@ -451,12 +458,22 @@ class _Conversion:
     def _prepare(self, journal: Journal) -> dict[str, str]:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
         out = self.destination.out
+        sums: dict[str, str] = {}
+        for file in self._plan.files:
+            disk.extend(out / file.path, file.nbytes)
+            if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
+                found = self._sums.get(file.path)
+                sums[file.path] = found or disk.file_sum(out / file.path, file.nbytes)
         for small in (*self._plan.small, *self._plan.indexes):
             path, content = out / small.path, small.content
             if isinstance(content, Url):
                 _fetch(content, path)
                 continue
-            data = [content] if isinstance(content, bytes) else disk.pieces(content)
+            data: Iterable[bytes]
+            if isinstance(content, Path):
+                data = disk.pieces(content)
+            else:
+                data = [content if isinstance(content, bytes) else content(sums)]
             disk.write_file(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
@@ -465,7 +482,7 @@ class _Conversion:
         for file in self._plan.files:
             path = out / file.path
             allowed = 0o777
-            for shard in {t.info.shard for t in file.tensors}:
+            for shard in {info.shard for t in file.tensors for info in t.infos}:
                 allowed &= modes.get(shard, allowed)
             path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
         for folder in ("", *self._plan.folders, *self._plan.subfolders):

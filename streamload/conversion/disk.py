@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import sys
 import threading
@@ -152,6 +153,22 @@ def pieces(source: Path) -> Iterator[bytes]:
                 yield piece
     except OSError as error:
         raise unreadable(source, error) from error
+
+
+def file_sum(path: Path, nbytes: int) -> str:
+    """The md5 sum of a file of tensors, in hexadecimal; it is made as long as it will be."""
+    extend(path, nbytes)
+    found = hashlib.md5(usedforsecurity=False)
+    for piece in pieces(path):
+        found.update(piece)
+    return found.hexdigest()
+
+
+def extend(path: Path, nbytes: int) -> None:
+    """Make a file as long as it will be: what is behind the last tensor is zeros."""
+    with writing_to(path):
+        if path.stat().st_size < nbytes:
+            os.truncate(path, nbytes)
 
 
 def file_digest(path: Path) -> str:

@@ -1,63 +1,65 @@
 """What a conversion will write, from headers alone: every file, and every tensor's place in it.
 
-Pure but for looking at what lies beside the checkpoint. The files are in the layout of Hugging
-Face: ``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on with
-``model.safetensors.index.json`` (source: "Serializing to files" in the documentation of
-huggingface_hub). The data of each begins at a multiple of 64 bytes, and so does every tensor but
-those that follow one whose length is no multiple of 64: those come last, and begin at a multiple of
-their element at least.
+Pure but for looking at what lies beside the checkpoint. Which tensors, names and files there are,
+the format's writer says: see `streamload.formats.writer`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self, get_args
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import MAX_HEADER_NBYTES, TensorInfo, is_text, parse_header
+from streamload.checkpoint.header import SAFETENSORS, is_text
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.conversion.beside import (
     CONFIG,
-    INDEX,
     NODE_PLAN,
-    SINGLE,
     SmallFile,
+    content_of,
     document,
     files_beside,
     followed_config,
     main_dtype,
 )
-from streamload.conversion.quantising import Wanted, becomes, described, weights_of
+from streamload.conversion.quantising import described, entries_of, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
+from streamload.conversion.runtimes import Runtime, runtime_of
 from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
-from streamload.dtypes import DType
+from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.formats.safetensors import parse_header
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Model,
+    OutFile,
+    OutTensor,
+    Wanted,
+    writers,
+)
 from streamload.load import split
 from streamload.mapping import Rename, Source, sources
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
-from streamload.planning.parts import Coding
-from streamload.quant.base import Quantised
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
-from streamload.quantise import NO_QUANT, QuantPolicy
+from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.selection import Selection, check_patterns, fits
-from streamload.units import format_bytes, format_table, round_up
+from streamload.units import format_bytes, format_table, parse_bytes, round_up
 
-_ALIGNMENT = 64
+_SUM_DIGITS = 32  # of md5, in hexadecimal
 _BLOCK_NBYTES = 4096  # what a file takes of a disk is a multiple of this
 _BOOK_NBYTES = 512  # of journal and sidecar, for each tensor
 
@@ -83,15 +85,70 @@ class ConvertOptions:
     selection: Selection = field(default_factory=Selection)
     rename: Rename | None = None
     quant: QuantPolicy = NO_QUANT
+    writer: FormatWriter = field(default_factory=lambda: writers()[SAFETENSORS])
+    runtime: Runtime | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls,
+        to: str,
+        runtime: str | None,
+        dtype: DTypeArgument,
+        quant: QuantArgument,
+        *,
+        out_of_range: OutOfRange,
+        max_shard_size: float | str | None,
+        nodes: Sequence[Node] | None,
+        selection: Selection,
+        rename: Rename | None,
+    ) -> Self:
+        """Read arguments of `convert`; raises ValueError."""
+        if out_of_range not in get_args(OutOfRange):
+            raise ValueError(f"out_of_range is one of {get_args(OutOfRange)}, not {out_of_range!r}")
+        writer = writers().get(to)
+        if writer is None:
+            raise ValueError(f"to is one of {', '.join(writers())}, not {to!r}")
+        for_runtime = runtime_of(runtime)
+        notes: list[str] = []
+        if for_runtime is not None:
+            if to != SAFETENSORS:
+                raise ValueError(f"{runtime} reads safetensors, not {to}")
+            notes = for_runtime.note(dtype)
+            dtype = for_runtime.asked(dtype, quant)
+        dtype, quant = writer.asked(dtype, quant)
+        max_nbytes = parse_bytes(
+            writer.max_shard_size if max_shard_size is None else max_shard_size
+        )
+        if not max_nbytes:
+            raise ValueError("max_shard_size is at least 1 byte")
+        if nodes is not None and not (nodes and all(isinstance(node, Node) for node in nodes)):
+            raise ValueError("nodes is a list of Node, and each has a budget of its own")
+        return cls(
+            DTypePolicy.parse(dtype),
+            out_of_range,
+            max_nbytes,
+            tuple(nodes or ()),
+            selection,
+            rename,
+            QuantPolicy.named(quant),
+            writer,
+            for_runtime,
+            tuple(notes),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
         rules = rules_of(self.rename)
         rename = "by a function" if self.rename is not None else None
-        # unfinished conversions of earlier versions go on: these have no such option
+        # unfinished conversions of earlier versions go on: these have no such options
         quant = {"quant": [list(rule) for rule in self.quant.rules]} if self.quant else {}
+        to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
+        runtime = {"for": self.runtime.name} if self.runtime is not None else {}
         return {
             **quant,
+            **to,
+            **runtime,
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
             "out_of_range": self.out_of_range,
             "max_shard_nbytes": self.max_shard_nbytes,
@@ -103,66 +160,18 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
-    """A tensor as it will be written."""
-
-    name: str  # in the output
-    info: TensorInfo  # what it is read from
-    dtype: DType  # in the output
-    shape: tuple[int, ...]  # in the output
-    coding: Coding | None  # what it is of a weight that is quantised
-    turned: bool  # the transpose of that weight is quantised
-    start: int  # first byte, counted from the start of its file
-    stop: int  # last byte, exclusive
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.stop - self.start
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether it is made when the codes of its weight are there, without reading."""
-        return self.coding is not None and bool(self.coding.part)
-
-    @property
-    def lies_elsewhere(self) -> bool:
-        """Whether its bytes are made of others than those that lie in their order in the file."""
-        return self.turned or isinstance(self.info, Packed)
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes that are read for it."""
-        return 0 if self.is_beside else self.info.nbytes
-
-    @property
-    def became(self) -> str:
-        """Its dtype, or its format."""
-        return self.dtype.name if self.coding is None else self.coding.format
-
-
-@dataclass(frozen=True, slots=True)
-class OutFile:
-    """A safetensors file that will be written."""
-
-    path: str  # below the destination; with "/" on any system
-    header: bytes = field(repr=False)  # the length prefix, the JSON, and spaces up to the data
-    nbytes: int  # its length
-    tensors: tuple[OutTensor, ...] = field(repr=False)  # by first byte
-
-
-@dataclass(frozen=True, slots=True)
 class ConvertPlan:
     """Everything that a conversion will write.
 
     Attributes:
         path: the source.
         destination: the folder that it will be in.
-        files: the safetensors files, in the order in which they are written.
+        files: the files of tensors, in the order in which they are written.
         small: what goes with them: copies, config.json, and the plans of nodes.
         indexes: one for each folder that has several files; they are published last.
         options: what was asked for, as plain JSON values.
         notes: what a user may want to know of, one sentence each.
+        wants_sums: whether some small files are made of the md5 sums of the files.
     """
 
     path: str
@@ -172,6 +181,7 @@ class ConvertPlan:
     indexes: tuple[SmallFile, ...]
     options: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    wants_sums: bool = False
 
     @property
     def read_nbytes(self) -> int:
@@ -180,7 +190,7 @@ class ConvertPlan:
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of the safetensors files."""
+        """Bytes of the files of tensors."""
         return sum(file.nbytes for file in self.files)
 
     @property
@@ -254,6 +264,12 @@ class ConvertPlan:
                 read = [t.name, info.name, info.dtype.code, info.shard.name, info.start, t.start]
                 if t.coding is not None:
                     read += [t.coding.format, t.coding.part]
+                if t.made is not None:
+                    read += [t.dtype.code, str(t.made.turn)]
+                    read += [
+                        str((p.info and p.info.name, p.first, p.stop, p.turn, p.data))
+                        for p in t.made.pieces
+                    ]
                 digest.update(memoryview(json.dumps(read).encode()))
         return digest.hexdigest()
 
@@ -304,7 +320,7 @@ class ConvertPlan:
             (t.info.dtype.name, t.became)
             for file in self.files
             for t in file.tensors
-            if t.info.dtype is not t.dtype and not t.is_beside
+            if t.became != t.info.dtype.name and not t.is_beside
         )
         others = [file.path for file in (*self.indexes, *self.small)]
         return "\n".join(
@@ -333,8 +349,59 @@ def plan_conversion(
         UnsupportedCastError: a dtype cannot be cast, or must not be.
         ValueError: a pattern matches no tensor, none is left, or a node's name is no folder's.
     """
+    writer = options.writer
+    if options.nodes and writer.name != SAFETENSORS:
+        raise ValueError(f"{writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)
-    made = becomes(chosen, fill, dtypes, options.quant)
+    wanted = wanted_of(chosen, fill, dtypes, options.quant)
+    notes = _kept_back(checkpoint, dtypes, options)
+    beside, left = files_beside(checkpoint)
+    model = _model(checkpoint, wanted, beside, options)
+    lists = [[entries_of(each) for each in listed] for listed in writer.tensors(model)]
+    _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
+    notes += writer.notes(model)
+    if writer.keeps_beside:
+        by_tensor = {each[0].info.name: each for listed in lists for each in listed}
+        notes += options.notes
+        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options.runtime)
+    else:
+        beside = {}
+    parts, node_plans = _parts(chosen, options, lists)
+    files: list[OutFile] = []
+    small: list[SmallFile] = []
+    indexes: list[SmallFile] = []
+    for folder, tensors in parts.items():
+        if not tensors:
+            notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
+            continue
+        # the parts of a quantised weight that is kept stay together
+        rows = ((entries[0].info.name, entries) for entries in tensors)
+        listed = [[e for entries in one for e in entries] for one in together(checkpoint, rows)]
+        here = writer.files(model, listed, options.max_shard_nbytes)
+        files += (replace(file, path=in_folder(folder, file.path)) for file in here)
+        documents = [*_documents(writer, model, here, folder)]
+        small += documents[:-1]
+        indexes += documents[-1:]
+        small += [replace(f, path=in_folder(folder, name)) for name, f in beside.items()]
+        if folder in node_plans:
+            mine = [file for file in files if folder_of(file.path) == folder]
+            small.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
+    return ConvertPlan(
+        path=str(checkpoint.path),
+        destination=destination,
+        files=tuple(files),
+        small=tuple(small),
+        indexes=tuple(indexes),
+        options=MappingProxyType(options.to_json()),
+        notes=tuple(notes),
+        wants_sums=writer.wants_sums,
+    )
+
+
+def _kept_back(
+    checkpoint: Checkpoint, dtypes: Mapping[str, DType], options: ConvertOptions
+) -> list[str]:
+    """Notes on metadata that is left out, and on dtypes that stay."""
     notes = [
         f"__metadata__ {key!r} is left out: the files do not agree on it"
         for key in sorted({k for h in checkpoint.shards for k in h.metadata})
@@ -346,7 +413,67 @@ def plan_conversion(
     )
     if kept:
         notes.append(f"{kept} tensors of quantised weights keep their dtypes")
-    beside, left = files_beside(checkpoint)
+    return notes
+
+
+def _model(
+    checkpoint: Checkpoint,
+    wanted: Mapping[str, Wanted],
+    beside: Mapping[str, SmallFile],
+    options: ConvertOptions,
+) -> Model:
+    """What a writer decides by."""
+    return Model(
+        checkpoint.path,
+        checkpoint.config,
+        wanted,
+        checkpoint.metadata,
+        {name: partial(content_of, file) for name, file in beside.items()},
+        next((dtype for pattern, dtype in options.policy.rules if pattern == "*"), None),
+        next((format for pattern, format in options.quant.rules if pattern == "*"), None),
+    )
+
+
+def _check_names(
+    checkpoint: Checkpoint, names: Sequence[str], wanted: Mapping[str, Wanted]
+) -> None:
+    """Refuse two tensors of one name in the output."""
+    if any(each.quant is not None for each in wanted.values()):
+        check_distinct(names, wanted)
+    (twice, count), *_ = Counter(names).most_common(1) or [("", 0)]
+    if count > 1:
+        raise CheckpointError(checkpoint.path, f"{count} tensors would be called {twice!r}")
+
+
+def _documents(
+    writer: FormatWriter, model: Model, files: Sequence[OutFile], folder: str
+) -> Iterator[SmallFile]:
+    """The documents of a format, in order; some are made when all files are whole."""
+    start = in_folder(folder, "")
+    sums = {file.path: "0" * _SUM_DIGITS for file in files}
+    for name, data in writer.documents(model, files, sums).items():
+        path = in_folder(folder, name)
+        if not writer.wants_sums:
+            yield document(path, data)
+            continue
+
+        def late(found: Mapping[str, str], name: str = name) -> bytes:
+            mine = {path.removeprefix(start): digest for path, digest in found.items()}
+            return writer.documents(model, files, mine)[name]
+
+        yield SmallFile(path, late, len(data))
+
+
+def _follow(
+    checkpoint: Checkpoint,
+    dtypes: Mapping[str, DType],
+    made: Mapping[str, Sequence[Entry]],
+    beside: dict[str, SmallFile],
+    left: Sequence[str],
+    runtime: Runtime | None,
+) -> list[str]:
+    """Bring config.json after the tensors; gives notes on that and on what is not copied."""
+    notes = []
     if left:
         more = f" and {len(left) - 8} more" * (len(left) > 8)
         notes.append(f"not copied: {', '.join(left[:8])}{more}")
@@ -355,47 +482,18 @@ def plan_conversion(
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
     said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes))
     notes += quant_notes
+    if runtime is not None and checkpoint.config:
+        names = [entries[0].name for entries in made.values()]
+        wants, runtime_notes = runtime.config(checkpoint.config, names)
+        said |= wants
+        notes += runtime_notes
     if (config := followed_config(checkpoint, dtypes, said)) is not None:
         mode = beside[CONFIG].mode if CONFIG in beside else None
         beside[CONFIG] = document(CONFIG, config, mode)
-    parts, node_plans = _parts(chosen, options, made)
-    files: list[OutFile] = []
-    small: list[SmallFile] = []
-    indexes: list[SmallFile] = []
-    metadata = {"format": "pt", **checkpoint.metadata}
-    for folder, tensors in parts.items():
-        if not tensors:
-            notes.append(f"{folder} holds nothing: there are fewer parts than nodes")
-            continue
-        listed = together(checkpoint, ((parts[0].info.name, parts) for parts in tensors))
-        wanted = [[each for parts in one for each in parts] for one in listed]
-        mine = _files(folder, wanted, metadata, options.max_shard_nbytes)
-        files += mine
-        if len(mine) > 1:
-            indexes.append(_index(folder, mine))
-        small += [replace(f, path=in_folder(folder, name)) for name, f in beside.items()]
-        if folder in node_plans:
-            small.append(_node_plan(folder, mine, destination, options, node_plans[folder]))
-    return ConvertPlan(
-        path=str(checkpoint.path),
-        destination=destination,
-        files=tuple(files),
-        small=tuple(small),
-        indexes=tuple(indexes),
-        options=MappingProxyType(options.to_json()),
-        notes=tuple(notes),
-    )
+    return notes
 
 
 # --- which tensors, as what -----------------------------------------------------------------------
-
-
-def quantised_weights(
-    checkpoint: Checkpoint, options: ConvertOptions
-) -> tuple[list[Quantised], bool]:
-    """See `weights_of`; raises as `plan_conversion`."""
-    chosen, fill, _ = _chosen(checkpoint, options)
-    return weights_of(chosen, fill, options.quant)
 
 
 def _chosen(
@@ -440,11 +538,12 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
 
 
 def _parts(
-    chosen: Checkpoint, options: ConvertOptions, made: Mapping[str, Sequence[Wanted]]
-) -> tuple[dict[str, list[Sequence[Wanted]]], dict[str, Any]]:
-    """By folder, what each tensor becomes there; and of nodes, what they hold."""
+    chosen: Checkpoint, options: ConvertOptions, lists: Sequence[Sequence[Sequence[Entry]]]
+) -> tuple[dict[str, list[Sequence[Entry]]], dict[str, Any]]:
+    """By folder, what each list of tensors becomes there; and of nodes, what they hold."""
     if not options.nodes:
-        return {"": list(made.values())}, {}
+        return {"": [[e for entries in listed for e in entries] for listed in lists]}, {}
+    made = {entries[0].info.name: entries for listed in lists for entries in listed}
     for node in options.nodes:
         if not re.fullmatch(r"[^./\\\0][^/\\\0]*", node.name) or len(os.fsencode(node.name)) > 200:
             raise ValueError(f"the node {node.name!r} cannot have a folder of that name")
@@ -459,7 +558,7 @@ def _parts(
         out_of_range=options.out_of_range,
         rename=options.rename,
     )
-    parts: dict[str, list[Sequence[Wanted]]] = {node.name: [] for node in options.nodes}
+    parts: dict[str, list[Sequence[Entry]]] = {node.name: [] for node in options.nodes}
     for p in plan.placements:
         as_made = made[p.source[0].tensor]
         if p.coding is None:  # a head that shares the embedding's weight has a name of its own
@@ -484,108 +583,3 @@ def _node_plan(
     readers = tuple(pread for _ in files)
     made = replace(made, path=".", devices=(device,), readers=readers, reader_reasons=())
     return document(in_folder(folder, NODE_PLAN), made.to_json().encode() + b"\n")
-
-
-# --- files ----------------------------------------------------------------------------------------
-
-
-def _files(
-    folder: str, tensors: Sequence[list[Wanted]], metadata: Mapping[str, str], max_nbytes: int
-) -> list[OutFile]:
-    """Fill files one after the other, in the order given; what is in one list stays in one file."""
-    shards: list[Sequence[Wanted]] = []
-    first = 0
-    while first < len(tensors):
-        count = _most(tensors, first, metadata, max_nbytes)
-        shards.append([each for listed in tensors[first : first + count] for each in listed])
-        first += count
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    return [
-        _file(in_folder(folder, name), shard, metadata)
-        for name, shard in zip(names, shards, strict=True)
-    ]
-
-
-def _most(
-    tensors: Sequence[list[Wanted]], first: int, metadata: Mapping[str, str], max_nbytes: int
-) -> int:
-    """How many lists of tensors from one on go into a file; one does in any case.
-
-    How long a header is depends on the digits of all offsets, and so on the order of the tensors in
-    the file. Where bounds on that do not decide, headers are made to see.
-    """
-    header_nbytes = len(_file("", (), metadata).header)
-    data_nbytes = sure = count = 0
-    number = 0  # of tensors
-    for i in range(first, len(tensors)):
-        for each in tensors[i]:
-            # with offsets of one digit; where tensors are few the padding decides
-            header_nbytes += len(_entry(each, 0, 0)) + 1
-            data_nbytes += _nbytes(each)
-            number += 1
-        least = header_nbytes - _ALIGNMENT + 1
-        if least + data_nbytes > max_nbytes or least - 8 > MAX_HEADER_NBYTES:
-            break
-        count += 1
-        most = header_nbytes + _ALIGNMENT + 2 * number * len(str(data_nbytes))
-        if most + data_nbytes <= max_nbytes and most - 8 <= MAX_HEADER_NBYTES:
-            sure = count
-
-    def too_long(lists: int) -> bool:
-        tried = [each for listed in tensors[first : first + lists] for each in listed]
-        file = _file("", tried, metadata)
-        return file.nbytes > max_nbytes or len(file.header) - 8 > MAX_HEADER_NBYTES
-
-    return max(1, sure + bisect_right(range(sure + 1, count + 1), False, key=too_long))
-
-
-def _file(path: str, tensors: Sequence[Wanted], metadata: Mapping[str, str]) -> OutFile:
-    """A file with these tensors, one after the other."""
-    # stable: but for the few of odd lengths, in the order in which they are read
-    ordered = sorted(tensors, key=lambda each: -_divisor(_nbytes(each)))
-    stops = list(accumulate(map(_nbytes, ordered), initial=0))
-    # grown in place: there may be very many tensors
-    text = bytearray(8)
-    text += b'{"__metadata__":' + _json(dict(metadata))
-    for each, place in zip(ordered, pairwise(stops), strict=True):
-        text += b"," + _entry(each, *place)
-    text += b"}"
-    text += b" " * (-len(text) % _ALIGNMENT)
-    at = len(text)
-    text[:8] = (at - 8).to_bytes(8, "little")
-    header = bytes(text)
-    del text
-    places = zip(ordered, pairwise(stops), strict=True)
-    out = (OutTensor(*wanted, at + start, at + stop) for wanted, (start, stop) in places)
-    return OutFile(path, header, at + stops[-1], tuple(out))
-
-
-def _entry(each: Wanted, start: int, stop: int) -> bytes:
-    """What a header says of a tensor."""
-    said = {"dtype": each.dtype.code, "shape": list(each.shape), "data_offsets": [start, stop]}
-    return _json(each.name) + b":" + _json(said)
-
-
-def _nbytes(each: Wanted) -> int:
-    return each.dtype.nbytes(math.prod(each.shape))
-
-
-def _divisor(nbytes: int) -> int:
-    """The largest power of two up to the alignment that divides a length."""
-    return min(nbytes & -nbytes or _ALIGNMENT, _ALIGNMENT)
-
-
-_encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-
-
-def _json(document: object) -> bytes:
-    return _encoder.encode(document).encode()
-
-
-def _index(folder: str, files: Sequence[OutFile]) -> SmallFile:
-    weight_map = {t.name: file.path.rpartition("/")[2] for file in files for t in file.tensors}
-    total_nbytes = sum(t.nbytes for file in files for t in file.tensors)
-    index = {"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}
-    return document(in_folder(folder, INDEX), json.dumps(index, indent=2).encode() + b"\n")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
+from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.decide import wants_of
@@ -14,11 +14,12 @@ from streamload.dequantise import all_dequantised
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.families import is_conv1d
+from streamload.formats.writer import Entry, Made, Wanted
 from streamload.mapping import Source
-from streamload.planning.parts import Coding
-from streamload.quant.base import FORMATS, Quantised
-from streamload.quant.group import config_key, shape_in_models
-from streamload.quantise import QuantPolicy, check_distinct, parts_of, turned
+from streamload.quant.base import FORMATS
+from streamload.quant.dequant import check_target
+from streamload.quant.group import Packed, config_key, shape_in_models
+from streamload.quantise import QuantPolicy, codings_of
 
 _WEIGHT = ".weight"
 #: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
@@ -27,77 +28,75 @@ _NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
 _HEAD = "lm_head"
 
 
-class Wanted(NamedTuple):
-    """A tensor that is to be written: one of the source, or a part of what a weight becomes."""
-
-    name: str  # in the output
-    info: TensorInfo  # what it is made of
-    dtype: DType
-    shape: tuple[int, ...]
-    coding: Coding | None = None
-    turned: bool = False  # its transpose is quantised
-
-
-def becomes(
+def wanted_of(
     chosen: Checkpoint, fill: Mapping[str, Source], dtypes: Mapping[str, DType], policy: QuantPolicy
-) -> dict[str, list[Wanted]]:
-    """What each tensor becomes, by its name in the source.
+) -> dict[str, Wanted]:
+    """What is written of a checkpoint as models have it, by the names of the output.
 
     Args:
         chosen: what is converted.
         fill: by the name in the output, the tensor.
         dtypes: by tensor, what it is cast to where it is not quantised.
         policy: what is quantised.
-
-    Raises:
-        UnsupportedCastError: a tensor cannot be in its format.
-        ValueError: parts of two tensors would have one name.
     """
-    if not policy:  # what is chosen may be a part of a quantised weight, without the others
-        found = ((name, chosen.tensors[source.rows[0].tensor]) for name, source in fill.items())
-        return {i.name: [Wanted(n, i, dtypes[i.name], shape_in_models(i))] for n, i in found}
-    wants = wants_of(chosen, fill)
-    out: dict[str, list[Wanted]] = {}
+    formats: Sequence[str | None] = [None] * len(fill)
+    if policy:  # else it may be a part of a quantised weight, without the others
+        formats = policy.formats(chosen, wants_of(chosen, fill))
+    stored = {name: one for header in chosen.shards for name, one in header.stored.items()}
+    out: dict[str, Wanted] = {}
     # one by one: there may be very many, and a want takes much more than what is kept of it
-    for want, info, format in zip(wants, wants.infos, policy.formats(chosen, wants), strict=True):
-        mine = out.setdefault(info.name, [])
-        if format is None:
-            mine.append(Wanted(want.name, info, dtypes[info.name], want.shape))
-            continue
-        want = turned(chosen, want, format)
-        is_turned = want.transpose is not None
-        for part in parts_of(chosen, want, info.dtype, format, of_rows=False):
-            assert part.dtype is not None, part.name
-            mine.append(Wanted(part.name, info, part.dtype, part.shape, part.coding, is_turned))
-    check_distinct([each.name for parts in out.values() for each in parts], wants.names)
+    for (name, source), format in zip(fill.items(), formats, strict=True):
+        info = chosen.tensors[source.rows[0].tensor]
+        made, shape = None, shape_in_models(info)
+        if info.name in chosen.turns:
+            made = Made.of(info, source.transpose)
+            shape = source.shape or shape
+        turns = format is not None and FORMATS[format].turns_conv1d and len(shape) == 2
+        if turns and is_conv1d(chosen.config, info.name):
+            made = (made or Made.of(info)).transposed(*shape)
+            shape = shape[::-1]
+        known = stored.get(info.name) if not isinstance(info, Packed) else None
+        out[name] = Wanted(name, info, dtypes[info.name], shape, format, made, known)
     return out
 
 
-def weights_of(
-    chosen: Checkpoint, fill: Mapping[str, Source], policy: QuantPolicy
-) -> tuple[list[Quantised], bool]:
-    """The weights that are quantised, one object for all alike; without those that cannot be.
+def entries_of(wanted: Wanted) -> list[Entry]:
+    """What a tensor is in the output: itself, or the parts of what it becomes.
 
-    And whether the transpose of some is.
+    Raises:
+        UnsupportedCastError: it cannot be in its format, or cannot have its dtype.
     """
-    wants = wants_of(chosen, fill)
-    kinds: dict[tuple[str, tuple[int, ...], DType], Quantised] = {}
-    keys = []
-    any_turned = False
-    formats = policy.formats(chosen, wants)
-    for want, src, format in zip(wants, wants.srcs, formats, strict=True):
-        if format is not None:
-            as_made = turned(chosen, want, format)
-            any_turned |= as_made is not want
-            keys.append((format, as_made.shape, src))
-    for key in dict.fromkeys(keys):
-        with suppress(ValueError):  # planning refuses it by name
-            kinds[key] = FORMATS[key[0]].of(*key[1:])
-    return [made for key in keys if (made := kinds.get(key)) is not None], any_turned
+    info, made = wanted.info, wanted.made
+    assert made is None or made.numel == wanted.numel, wanted.name
+    for each in made.infos if made is not None else ():
+        _check_dtypes(each, wanted)
+    if wanted.quant is None:
+        if not (info.dtype is wanted.dtype or isinstance(info, Packed)):
+            _check_dtypes(info, wanted)
+        return [Entry(wanted.name, info, wanted.dtype, wanted.shape, None, made)]
+    src = info.dtype if made is None else made.src
+    return [
+        Entry(part.name(wanted.name), info, part.dtype, part.shape, coding, made)
+        for part, coding in codings_of(info, wanted.shape, src, wanted.quant)
+    ]
+
+
+def _check_dtypes(info: TensorInfo, wanted: Wanted) -> None:
+    """Refuse what cannot be cast, and elements that are no whole bytes."""
+    dst = wanted.dtype if wanted.quant is None else wanted.source.src
+    if isinstance(info, Packed):
+        check_target(info, dst)
+        return
+    fits = supported(info.dtype, dst) and (info.dtype.itemsize or wanted.made is None)
+    if not fits:
+        reason = "its rows cannot be put in another order" if info.dtype is dst else ""
+        raise UnsupportedCastError(
+            info.dtype.name, dst.name, reason=reason, tensor=info.name, path=info.shard
+        )
 
 
 def described(
-    checkpoint: Checkpoint, made: Mapping[str, Sequence[Wanted]], main: str
+    checkpoint: Checkpoint, made: Mapping[str, Sequence[Entry]], main: str
 ) -> tuple[dict[str, Any], list[str]]:
     """What is quantised, for config.json, and in sentences for users.
 
@@ -147,7 +146,7 @@ def described(
     return {"quantization_config": config}, notes
 
 
-def _left(tensors: Iterable[Wanted]) -> list[str]:
+def _left(tensors: Iterable[Entry]) -> list[str]:
     """The modules with matrices that are left as they are."""
     return [
         each.name.removesuffix(_WEIGHT)
@@ -159,11 +158,11 @@ def _left(tensors: Iterable[Wanted]) -> list[str]:
     ]
 
 
-def _check_transposed(checkpoint: Checkpoint, codes: Mapping[str, Wanted]) -> None:
+def _check_transposed(checkpoint: Checkpoint, codes: Mapping[str, Entry]) -> None:
     """Refuse weights of Conv1D in a format whose library has no module for them."""
     for each in codes.values():
         tensor = each.info.name
-        if each.coding is not None and not each.turned and is_conv1d(checkpoint.config, tensor):
+        if each.coding is not None and not each.made and is_conv1d(checkpoint.config, tensor):
             raise UnsupportedCastError(
                 each.info.dtype.name,
                 each.coding.format,

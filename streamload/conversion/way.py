@@ -33,6 +33,7 @@ _THREAD_NBYTES = 2**18  # stack, heap and page tables of a thread: 0.1 MB; with 
 _TENSOR_NBYTES = 600  # plan, state, journal and report of a tensor: 310 to 540, most for JSON
 _NODE_TENSOR_NBYTES = 400  # its placement on a node, beside that: 150 to 350
 _QUANT_NBYTES = 4 * 2**20  # more kernels: 1 MB each; what numpy makes of statistics, 1 MB a thread
+_TURNED_BLOCKS = 12  # of all threads together
 _TEXTS = 4  # names are in headers, journal, sidecar and in the JSON of the report
 
 
@@ -44,6 +45,11 @@ class Way:
     block_nbytes: int = BLOCK_NBYTES  # most bytes that a thread reads, and writes, at once
     behind: int = 6  # blocks that the disk is busy with before one is waited for
     direct: bool = False  # files are read past the page cache: nothing is read ahead
+
+    @property
+    def turned_nbytes(self) -> int:
+        """Most bytes of a tensor that a thread turns at once: for each, all lines are read."""
+        return max(_TURNED_BLOCKS // self.threads, 1) * self.block_nbytes
 
     @property
     def nbytes(self) -> int:
@@ -69,12 +75,15 @@ def choose_way(
         dtypes: what floats become; None stands for what they are.
         weights: what is quantised.
         nodes: whether it is split over nodes.
-        turned: whether the transpose of some is quantised.
+        turned: whether some are put together of others, or turned.
     """
     threads = min(max(available_cpus(), _THREADS.start), _THREADS.stop - 1)
     remote = any(isinstance(header.path, Url) for header in checkpoint.shards)
-    if remote:
-        threads = _REMOTE_THREADS
+    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
+    # columns are gathered, and perhaps quantised
+    any_turned = turned or any(info.lies_turned for info in packed)
+    if remote:  # what is turned in several blocks is asked for as often
+        threads = _REMOTE_THREADS // 2 if any_turned else _REMOTE_THREADS
     ways = [
         Way(threads, direct=remote),
         Way(2, direct=remote),
@@ -99,10 +108,7 @@ def choose_way(
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     is_cast = any(d is not None and floats - {d} for d in dtypes)
     casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights)) + _QUANT_NBYTES * bool(weights)
-    packed = [info for info in checkpoint.tensors.values() if isinstance(info, Packed)]
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
-    # columns are gathered, and turned
-    turned_blocks = 3 * (turned or any(info.lies_turned for info in packed))
     always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
     largest = [
         ("names and places of tensors", tensors_nbytes),
@@ -118,7 +124,7 @@ def choose_way(
                 always_nbytes
                 + way.nbytes
                 + sum(under_way[: way.threads])
-                + turned_blocks * way.threads * way.block_nbytes,
+                + 2 * way.threads * way.turned_nbytes * any_turned,
             )
             for way in ways
         ],

@@ -12,32 +12,30 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-
-from xxhash import xxh3_128
 
 from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
+from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.destination import Destination
-from streamload.conversion.disk import Output, writing_to
+from streamload.conversion.disk import Output, file_sum, writing_to
+from streamload.conversion.gathering import Gatherer
 from streamload.conversion.journal import Finished, Journal
-from streamload.conversion.planning import ConvertPlan, OutFile, OutTensor, folder_of, in_folder
+from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
 from streamload.conversion.way import Way
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
+from streamload.formats.writer import Made, OutFile, OutTensor
 from streamload.interrupt import deferred_interrupt
-from streamload.planning.parts import Coding
-from streamload.quant.base import Encoder, QuantCounts
+from streamload.quant.base import QuantCounts
 from streamload.quant.dequant import Decoders
-from streamload.quant.elements import elements
-from streamload.quant.group import Packed
+from streamload.quant.elements import Read
 from streamload.quantise import encoder_of
 from streamload.reading import Room, Shards, cut, file_kind, page_cache
 
@@ -48,117 +46,7 @@ _LATEST_COMMIT_S = 5.0
 _MOST_WHOLE = 32  # files that are whole and still open
 _TICK_S = 0.02
 _NO_ERRORS = QuantCounts()
-
-# --- blocks ---------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    """A file that is being written."""
-
-    out: OutFile
-    left_nbytes: int = 0
-    tensors: list[_Tensor] = field(default_factory=list)  # until they are cut into blocks
-    output: Output | None = None  # while it is open
-
-
-@dataclass(slots=True)
-class _Tensor:
-    """A tensor that is being written."""
-
-    index: int  # among all of the plan
-    file: _File
-    out: OutTensor
-    digested: int  # up to this byte of the file
-    left_nbytes: int
-    hasher: xxh3_128 | None = None  # from the first byte to the last: there may be very many
-    digest: str = ""
-    counts: CastCounts = ZERO
-    beside: Sequence[_Tensor] = ()  # of codes, the other parts
-    encoder: Encoder | None = None  # of codes, from the first block to the last
-    errors: QuantCounts | None = None  # of codes
-
-    @property
-    def coding(self) -> Coding | None:
-        """How codes are made of the weight; of other parts, too."""
-        return self.out.coding
-
-    @property
-    def finished(self) -> Finished:
-        """What the journal keeps."""
-        errors = None if self.errors is None else self.errors.rounded()
-        return Finished(self.digest, self.counts, errors)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of one tensor: ``read`` to ``read_stop`` of its shard, ``start`` to ``stop`` here."""
-
-    tensor: _Tensor
-    read: int
-    read_stop: int
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Block:
-    """What is written at once: within a multiple of a block's length."""
-
-    file: _File
-    start: int  # of the block in the file: of codes any byte, else a multiple of its length
-    # (first byte, last byte exclusive) of what is written of it
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    # what is read for it: each is parts that follow each other in one shard
-    windows: list[list[Part]] = field(default_factory=list)
-
-    def add(self, tensor: _Tensor | None, start: int, stop: int, block_nbytes: int) -> None:
-        """Add bytes ``start`` to ``stop`` of the file: of a tensor, or of the header."""
-        if self.runs and self.runs[-1][1] == start:
-            self.runs[-1] = (self.runs[-1][0], stop)
-        else:
-            self.runs.append((start, stop))
-        if tensor is None:
-            return
-        info, dtype = tensor.out.info, tensor.out.dtype
-        if isinstance(info, Packed):
-            self._add_packed(tensor, info, start, stop)
-            return
-        # where nothing is cast bytes are bytes, also of dtypes below one
-        src, dst = (1, 1) if info.dtype is dtype else (info.dtype.itemsize, dtype.itemsize)
-        if (coding := tensor.coding) is not None:
-            src, dst = coding.src_unit_nbytes, coding.dst_unit_nbytes
-        for first, last in cut(start, stop, block_nbytes // src * dst):
-            read = info.start + (first - tensor.out.start) // dst * src
-            read_stop = info.start + -(-(last - tensor.out.start) // dst) * src
-            # the last unit of a weight may be short
-            part = Part(tensor, read, min(read_stop, info.stop), first, last)
-            window = self.windows[-1] if self.windows else [part]
-            before = window[-1].tensor.out
-            if (
-                before.info.shard == info.shard
-                and not before.lies_elsewhere  # it has a window of its own
-                and not tensor.out.turned
-                and window[-1].read_stop == read
-                and part.read_stop - window[0].read <= block_nbytes
-            ):
-                window.append(part)
-            else:
-                self.windows.append([part])
-
-    def _add_packed(self, tensor: _Tensor, info: Packed, start: int, stop: int) -> None:
-        """Add bytes of a tensor that is dequantised, in a window of their own.
-
-        It says how much is read. Of a tensor that is turned that lies elsewhere; and where values
-        have 4 bits, the first may be in a byte that is of the part before it.
-        """
-        bits, n = info.dtype.bits, tensor.out.dtype.itemsize
-        read, read_stop = (
-            info.start + (at - tensor.out.start) // n * bits // 8 for at in (start, stop)
-        )
-        read_stop = info.stop if stop == tensor.out.stop else read_stop
-        self.windows.append([Part(tensor, read, read_stop, start, stop)])
-
+_ELEMENT = 16  # bytes of the longest
 
 # --- the pass -------------------------------------------------------------------------------------
 
@@ -168,6 +56,7 @@ class Writer:
 
     Attributes:
         read_nbytes: bytes of the source that were read.
+        sums: md5 sums of the files that are whole, by path, where the plan wants them.
     """
 
     def __init__(
@@ -180,43 +69,35 @@ class Writer:
     ) -> None:
         """Prepare; raises UnsupportedCastError where this machine cannot do a cast."""
         self.read_nbytes = 0
+        self.sums: dict[str, str] = {}
+        self._wants_sums = plan.wants_sums
         self._destination = destination
         self._journal = journal
         self._out_of_range: OutOfRange = plan.options["out_of_range"]
         self._way = way
         tensors = [t for f in plan.files for t in f.tensors]
-        pairs = dict.fromkeys((t.info.dtype, t.dtype) for t in tensors if t.coding is None)
+        pairs = dict.fromkeys(
+            (info.dtype, t.dtype if t.coding is None else t.src)
+            for t in tensors
+            if t.coding is None or t.made is not None
+            for info in t.infos
+        )
         self._casts: dict[tuple[DType, DType], Cast] = {
             pair: make_cast(*pair, out_of_range=self._out_of_range)
             for pair in pairs
             if not pair[0].is_packed
         }
         self._decoders = Decoders(self._out_of_range)
-        kinds = {(t.coding.format, t.info.dtype): t for t in tensors if t.coding is not None}
+        any_turned = any(t.turn is not None for t in tensors)
+        self._memory_nbytes = way.turned_nbytes if any_turned else way.block_nbytes
+        kinds = {(t.coding.format, t.src): t for t in tensors if t.coding is not None}
         for t in kinds.values():
             assert t.coding is not None
-            encoder_of(t.coding, t.info.dtype)  # it is compiled before anything is under way
-        self._files = [_File(out, len(out.header)) for out in plan.files]
+            encoder_of(t.coding, t.src)  # it is compiled before anything is under way
+        self._files = [File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
-        self._written: list[_Tensor] = []
-        numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
-        beside: dict[tuple[str, str], list[_Tensor]] = {}  # by file, and tensor of the source
-        for index, (file, t) in numbered:
-            if index in journal.finished:
-                continue
-            tensor = _Tensor(index, file, t, t.start, t.nbytes)
-            file.left_nbytes += t.nbytes
-            self._unread[t.info.shard] += t.read_nbytes
-            if t.coding is not None:
-                of_weight = beside.setdefault((file.out.path, t.info.name), [])
-                if t.is_beside:
-                    of_weight.append(tensor)
-                    continue
-                tensor.beside = of_weight
-            file.tensors.append(tensor)
-            if not t.nbytes:
-                tensor.digest = hasher().hexdigest()
-                self._written.append(tensor)
+        self._written: list[Writing] = []
+        self._list_unfinished(journal)
         #: Bytes of the source that are to be read, before anything was.
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
@@ -227,12 +108,33 @@ class Writer:
         self._blocks = self._cut()
         # file, first byte and length of what the disk is busy with
         self._behind: deque[tuple[Output, int, int]] = deque()
-        self._whole: list[_File] = []  # with nothing left to be written
+        self._whole: list[File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
         self._error: BaseException | None = None
         self._running = 0
         self._next_commit = time.monotonic()
+
+    def _list_unfinished(self, journal: Journal) -> None:
+        """Put what is to be written to its files, without the parts beside codes."""
+        numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
+        beside: dict[tuple[str, object], list[Writing]] = {}  # by file and weight
+        for index, (file, t) in numbered:
+            if index in journal.finished:
+                continue
+            tensor = Writing(index, file, t, t.start, t.nbytes)
+            file.left_nbytes += t.nbytes
+            self._unread.update(_reads(t))
+            if t.coding is not None:
+                of_weight = beside.setdefault((file.out.path, weight_of(t)), [])
+                if t.is_beside:
+                    of_weight.append(tensor)
+                    continue
+                tensor.beside = of_weight
+            file.tensors.append(tensor)
+            if not t.nbytes:
+                tensor.digest = hasher().hexdigest()
+                self._written.append(tensor)
 
     def _cut(self) -> Iterator[Block]:
         """Cut unfinished tensors and all headers into blocks, in the order of writing."""
@@ -242,10 +144,11 @@ class Writer:
             tensors, file.tensors = file.tensors, []  # they go as they are written
             ranges = ((t, t.out.start, t.out.stop) for t in tensors)
             for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-                if tensor is not None and tensor.coding is not None:
+                own = None if tensor is None else self._cut_alone(tensor)
+                if own is not None:
                     if block.runs:
                         yield block
-                    yield from self._cut_codes(tensor, tensor.coding)
+                    yield from own
                     block = Block(file, stop // nbytes * nbytes)
                     continue
                 for first, last in cut(start, stop, nbytes, base=0):
@@ -256,12 +159,25 @@ class Writer:
             if block.runs:
                 yield block
 
-    def _cut_codes(self, tensor: _Tensor, coding: Coding) -> Iterator[Block]:
-        """Cut codes into blocks of whole units."""
-        tensor.encoder = encoder_of(coding, tensor.out.info.dtype)
-        tensor.errors = QuantCounts()
-        nbytes = self._way.block_nbytes
-        step = nbytes // coding.dst_unit_nbytes * coding.dst_unit_nbytes
+    def _cut_alone(self, tensor: Writing) -> Iterator[Block] | None:
+        """Blocks of codes, and of what is turned; None where a tensor shares blocks with others."""
+        out = tensor.out
+        if out.coding is not None:
+            tensor.encoder = encoder_of(out.coding, out.src)
+            tensor.errors = QuantCounts()
+            return self._cut_units(tensor)
+        return self._cut_units(tensor) if out.turn is not None and out.nbytes else None
+
+    def _cut_units(self, tensor: Writing) -> Iterator[Block]:
+        """Cut a tensor into blocks of whole units, or of less where a unit is longer."""
+        out, nbytes = tensor.out, self._way.block_nbytes
+        if out.turn is not None:
+            nbytes = self._way.turned_nbytes
+        if out.turn is not None and out.coding is not None:
+            step = most_codes(out, out.coding, nbytes)  # all of a block is read at once
+        else:
+            unit_nbytes = least_nbytes(out, nbytes)
+            step = nbytes // unit_nbytes * unit_nbytes or nbytes // _ELEMENT * _ELEMENT
         for first, last in cut(tensor.out.start, tensor.out.stop, step):
             block = Block(tensor.file, first)
             block.add(tensor, first, last, nbytes)
@@ -349,7 +265,7 @@ class Writer:
         took = time.monotonic() - begun
         self._next_commit = time.monotonic() + min(took / _COMMIT_SHARE, _LATEST_COMMIT_S)
 
-    def _close(self, file: _File) -> None:
+    def _close(self, file: File) -> None:
         with self._changed:
             output, file.output = file.output, None
         if output is not None:
@@ -357,7 +273,7 @@ class Writer:
 
     def _work_through(self) -> None:
         """Take block after block: what a thread does."""
-        memory = direct_memory(self._way.block_nbytes)
+        memory = direct_memory(self._memory_nbytes)
         room = Room(self._way.block_nbytes)
         try:
             while not self._stopped:
@@ -388,8 +304,7 @@ class Writer:
             if window[0].tensor.out.lies_elsewhere:
                 part = window[0]
                 with memory[part.start - block.start : part.stop - block.start] as out:
-                    errors.append(self._make_elements(part, out, room))
-                self._has_read(info, stop - start)
+                    errors.append(self._gather(part, out, room))
                 continue
             with self._shards.block(info.shard, start, stop, room, info.name) as view:
                 for part in window:
@@ -398,34 +313,42 @@ class Writer:
                         memory[part.start - block.start : part.stop - block.start] as out,
                     ):
                         errors.append(self._make(part, data, out))
-            self._has_read(info, stop - start)
+            self._has_read({info.shard: stop - start})
         for part, found in zip(chain.from_iterable(block.windows), errors, strict=True):
             with memory[part.start - block.start : part.stop - block.start] as out:
                 self._digest(part, out, found)
 
-    def _has_read(self, info: TensorInfo, nbytes: int) -> None:
-        """Close a file of which nothing is left to be read."""
+    def _has_read(self, nbytes: Mapping[Location, int]) -> None:
+        """Close files of which nothing is left to be read."""
         with self._changed:
-            self._unread[info.shard] -= nbytes
-            unread = self._unread[info.shard]
-        if not unread:
-            self._shards.close(info.shard)
+            self._unread.subtract(nbytes)
+            done = [shard for shard in nbytes if not self._unread[shard]]
+        for shard in done:
+            self._shards.close(shard)
 
-    def _make_elements(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
-        """Dequantise what a part is made of, or quantise some of its transpose."""
-        tensor, info, dtype = part.tensor, part.tensor.out.info, part.tensor.out.dtype
-        read = partial(self._shards.block, info.shard, room=room, tensor=info.name)
-        most = room.block_nbytes
-        if not isinstance(info, Packed):
-            data = memoryview(bytearray(part.read_stop - part.read))
-            n = info.dtype.itemsize
-            first, stop = (part.read - info.start) // n, (part.read_stop - info.start) // n
-            elements(info, None, info.dtype, read, first, stop, data, most)
-            return self._make(part, data, out)
-        decoder = self._decoders.of(info, dtype)
-        first, stop = ((at - tensor.out.start) // dtype.itemsize for at in (part.start, part.stop))
-        self._counted(tensor, elements(info, decoder, dtype, read, first, stop, out, most))
-        return _NO_ERRORS
+    def _gather(self, part: Part, out: memoryview, room: Room) -> QuantCounts:
+        """Put together what a part is made of: dequantise, turn, cast, and perhaps quantise it."""
+        tensor, t = part.tensor, part.tensor.out
+        made = t.made or Made.of(t.info)
+        dtype = t.dtype if t.coding is None else t.src
+
+        def read(info: TensorInfo) -> Read:
+            return partial(self._shards.block, info.shard, room=room, tensor=info.name)
+
+        gatherer = Gatherer(dtype, self._casts, self._decoders, read, room.block_nbytes)
+        if t.coding is None:
+            first, stop = ((at - t.start) // dtype.itemsize for at in (part.start, part.stop))
+            self._counted(tensor, gatherer.elements(made, first, stop, out))
+            return _NO_ERRORS
+        assert tensor.encoder is not None, t.name
+        units = t.coding.unit_numel, t.coding.dst_unit_nbytes
+        first = (part.start - t.start) // units[1] * units[0]
+        stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
+        data = memoryview(bytearray((stop - first) * dtype.itemsize))
+        self._counted(tensor, gatherer.elements(made, first, stop, data))
+        errors = tensor.encoder.encode(data, out, first)
+        self._check_range(tensor, errors.overflowed)
+        return errors
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
         """Cast, or quantise; gives what quantising did not keep."""
@@ -438,7 +361,7 @@ class Writer:
         self._check_range(tensor, errors.overflowed)
         return errors
 
-    def _counted(self, tensor: _Tensor, counts: CastCounts) -> None:
+    def _counted(self, tensor: Writing, counts: CastCounts) -> None:
         """Add to what a cast did not keep."""
         if counts is ZERO:
             return
@@ -446,7 +369,7 @@ class Writer:
         with self._changed:
             tensor.counts += counts
 
-    def _check_range(self, tensor: _Tensor, overflowed: int) -> None:
+    def _check_range(self, tensor: Writing, overflowed: int) -> None:
         """Raise OutOfRangeError for values that do not fit, where that is an error."""
         info = tensor.out.info
         if overflowed and self._out_of_range == "error":
@@ -478,10 +401,11 @@ class Writer:
                 self._changed.notify_all()
 
     def _put(self, block: Block, memory: memoryview) -> None:
-        for start, stop in block.runs:
-            with memory[start - block.start : stop - block.start] as data:
-                self._write(block.file, start, data)
-        done: list[_Tensor] = []
+        for run in block.runs:
+            for start, stop in cut(*run, self._way.block_nbytes):
+                with memory[start - block.start : stop - block.start] as data:
+                    self._write(block.file, start, data)
+        done: list[Writing] = []
         with self._changed:
             for window in block.windows:
                 self.read_nbytes += window[-1].read_stop - window[0].read
@@ -489,19 +413,28 @@ class Writer:
                     part.tensor.left_nbytes -= part.stop - part.start
                     if not part.tensor.left_nbytes:
                         done.append(part.tensor)
-                        self._decoders.drop(part.tensor.out.info.name, part.tensor.out.dtype)
+        for out in (tensor.out for tensor in done):
+            if out.lies_elsewhere:
+                self._has_read(_reads(out))
+                for info in out.infos:
+                    self._decoders.drop(info.name, out.dtype if out.coding is None else out.src)
         beside = [part for tensor in done for part in self._put_beside(tensor)]
         with self._changed:
             # all of a weight at once: the journal has all of it, or begins it again
             self._written += done + beside
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
             block.file.left_nbytes -= sum(tensor.out.nbytes for tensor in beside)
-            if not block.file.left_nbytes:
+            is_whole = not block.file.left_nbytes
+        if is_whole:
+            if self._wants_sums:
+                path = self._destination.out / block.file.out.path
+                self.sums[block.file.out.path] = file_sum(path, block.file.out.nbytes)
+            with self._changed:
                 self._whole.append(block.file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
-    def _put_beside(self, codes: _Tensor) -> Sequence[_Tensor]:
+    def _put_beside(self, codes: Writing) -> Sequence[Writing]:
         """Write the other parts of a weight that has all of its codes; gives what is written."""
         if codes.encoder is None:
             return []
@@ -516,7 +449,7 @@ class Writer:
                     self._write(codes.file, out.start + first, piece)
         return codes.beside
 
-    def _write(self, file: _File, start: int, data: memoryview) -> None:
+    def _write(self, file: File, start: int, data: memoryview) -> None:
         with self._changed:
             if file.output is None:
                 to, path = self._destination, file.out.path
@@ -530,6 +463,22 @@ class Writer:
         if late is not None:
             output, start, nbytes = late
             output.drop(start, nbytes)
+
+
+def weight_of(out: OutTensor) -> object:
+    """What the parts of one quantised weight have in common."""
+    return out.info.name if out.made is None else id(out.made)
+
+
+def _reads(out: OutTensor) -> Counter[Location]:
+    """Bytes that are read for a tensor, by file."""
+    if out.made is None or out.is_beside:
+        return Counter({out.info.shard: out.read_nbytes})
+    found: Counter[Location] = Counter()
+    for piece in out.made.pieces:
+        if piece.info is not None:
+            found[piece.info.shard] += piece.read_nbytes
+    return found
 
 
 class _StoppedError(Exception):
@@ -558,7 +507,7 @@ def check_written(
     room = Room(block_nbytes, ahead=True)
     with Shards([header], lambda shard: file_kind(shard, "direct")) as shards:
         nbytes = min(len(file.header), block_nbytes)
-        if room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
+        if nbytes and room.read(shards.reader(path), 0, nbytes) != file.header[:nbytes]:
             raise CheckpointError(path, "the header on the disk is not the one written")
         for t in file.tensors:
             info = TensorInfo(t.name, t.dtype, t.shape, path, t.start, t.stop)

@@ -1,7 +1,8 @@
 """The headers of a checkpoint on their way from the rank that read them to all others.
 
 The tensors of a safetensors file follow each other without a gap, so that their order, dtypes and
-shapes say where each one lies: 60,000 tensors take some 0.4 MB.
+shapes say where each one lies: 60,000 tensors take some 0.4 MB. Other formats say where each one
+begins.
 """
 
 from __future__ import annotations
@@ -10,16 +11,24 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import Header, TensorInfo, open_regular, unreadable
+from streamload.checkpoint.header import (
+    SAFETENSORS,
+    Header,
+    Stored,
+    TensorInfo,
+    Turn,
+    open_regular,
+    unreadable,
+)
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import hasher
 from streamload.dtypes import BY_CODE
@@ -47,10 +56,23 @@ def write_index(checkpoint: Checkpoint) -> bytes:
                 "shapes": [info.shape for info in header.tensors],
                 "sample": sample(header),
                 "version": header.path.version if isinstance(header.path, Url) else "",
+                **_other_than_safetensors(header),
             }
         )
     document = {"shards": shards, "config": dict(checkpoint.config)}
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
+
+
+def _other_than_safetensors(header: Header) -> dict[str, Any]:
+    """What a header of another format says besides; its config is the checkpoint's."""
+    if header.format == SAFETENSORS:
+        return {}
+    return {
+        "format": header.format,
+        "starts": [info.start for info in header.tensors],
+        "stored": {name: astuple(one) for name, one in header.stored.items()},
+        "turns": dict(header.turns),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +151,12 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
             state = FileState.of(path)
     dtypes = [BY_CODE[code] for code in shard["codes"]]
     at = shard["data_start"]
+    columns = shard["names"], shard["dtypes"], shard["shapes"]
+    starts = shard.get("starts", [None] * len(shard["names"]))
     tensors = []
-    for name, which, shape in zip(shard["names"], shard["dtypes"], shard["shapes"], strict=True):
-        start, at = at, at + dtypes[which].nbytes(math.prod(shape))
+    for name, which, shape, said in zip(*columns, starts, strict=True):
+        start = at if said is None else said
+        at = start + dtypes[which].nbytes(math.prod(shape))
         tensors.append(TensorInfo(name, dtypes[which], tuple(shape), path, start, at))
     return Header(
         path,
@@ -140,7 +165,15 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         tuple(tensors),
         MappingProxyType(shard["metadata"]),
         state,
+        shard.get("format", SAFETENSORS),
+        stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
+        turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
     )
+
+
+def _tuples(values: Sequence[Any]) -> Iterator[Any]:
+    """Values of a record, with the tuples that JSON made lists of."""
+    return (tuple(value) if isinstance(value, list) else value for value in values)
 
 
 def check_present(checkpoint: Checkpoint, missing: Sequence[str]) -> None:

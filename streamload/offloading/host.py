@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import TensorInfo, read_header
+from streamload.checkpoint.header import TensorInfo
 from streamload.errors import OffloadError
+from streamload.formats.base import default_reader, read_header
 from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
 
 # The data begins at a page, so that a view or a direct copy has it as aligned as can be.
@@ -46,7 +47,7 @@ class HostFile:
                 self._fill(checkpoint, infos, header, writing, keeps=keeps)
             finally:  # a lease is not given where somebody may write
                 os.close(writing)
-            own = read_header(Path(f"/proc/self/fd/{self._fd}"))
+            own = read_header(Path(f"/proc/self/fd/{self._fd}"), reader=default_reader())
         except BaseException:
             self.close()
             raise

@@ -411,7 +411,7 @@ def _contiguous(
 ) -> Iterator[Chunk]:
     nbytes = stop - start
     if p.src is not p.dst:
-        nbytes = min(p.placed_nbytes(nbytes * 8 // p.src.bits), p.nbytes - offset)
+        nbytes = min(p.placed_nbytes(p.src.numel(nbytes)), p.nbytes - offset)
     chunk = Chunk(index, shard, offset, offset + nbytes, (Run(start, stop, offset),))
     yield from split(chunk, p, chunk_nbytes)
 
@@ -495,10 +495,10 @@ def _turned(
     t = p.transpose
     assert t is not None
     row_numel = p.numel // t.rows
-    src = p.stored_nbytes(row_numel)
+    least = p.least_columns
+    src = -(-p.stored_nbytes(least * row_numel) // least)
     # what is quantised is put together first: offsets are those of the weight
     dst = p.placed_nbytes(row_numel) if p.coding is None else src
-    least = p.least_columns
     pitch = p.stored_nbytes(t.inner * row_numel)
     mine = next(r for r in ranges if r.offset == offset)
 

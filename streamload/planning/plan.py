@@ -168,16 +168,12 @@ class Placement:
     def unit_numel(self) -> int:
         """Elements of the least that becomes bytes of the parameter by itself."""
         if self.coding is None:
-            return self.row_numel if self.cast == "rows" else 2 if self.is_halves else 1
+            own = self.src.unit if self.src.is_packed else 1
+            return self.row_numel if self.cast == "rows" else own
         unit = self.coding.unit_numel
         if self.transpose is not None and self.turned:  # whole columns of the file
             return math.lcm(unit, self.column_numel)
         return math.lcm(unit, self.row_numel) if self.coding.of_rows else unit
-
-    @property
-    def is_halves(self) -> bool:
-        """Whether two of its elements are in a byte, and are dequantised."""
-        return self.src.is_packed and self.src.bits == 4
 
     @property
     def changes(self) -> bool:

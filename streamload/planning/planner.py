@@ -481,8 +481,8 @@ def _check_packed(checkpoint: Checkpoint, want: Want, dst: DType) -> None:
         why = ""
         if any(other.dtype is not info.dtype for other in infos):
             why = f"{want.name} is put together of weights that are stored differently"
-        elif info.dtype.bits == 4 and want.transpose is not None and len(infos) > 1:
-            why = f"{want.name} is put together of several weights of 4 bits, and transposed"
+        elif info.dtype.unit > 1 and want.transpose is not None and len(infos) > 1:
+            why = f"{want.name} is put together of several weights of {info.dtype}, and transposed"
         if why:
             raise UnsupportedCastError(
                 info.dtype.name, dst.name, reason=why, tensor=info.name, path=info.shard

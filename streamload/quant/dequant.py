@@ -19,11 +19,11 @@ import importlib
 import math
 import pkgutil
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 
@@ -108,16 +108,10 @@ class Weight:
             return value * scale.astype(np.float64), lost
 
 
-class Decoder:
-    """Dequantises one weight to a dtype; any thread may call `decode`, several at once.
+class Decoder(ABC):
+    """Dequantises one weight to a dtype; any thread may call `decode`, several at once."""
 
-    Attributes:
-        weight: how its values lie, and its scales.
-    """
-
-    def __init__(self, weight: Weight, dst: DType, clamp: bool, kernel: Kernel | None) -> None:
-        self.weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
-
+    @abstractmethod
     def decode(
         self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
     ) -> CastCounts:
@@ -137,6 +131,18 @@ class Decoder:
         Raises:
             ValueError: the lengths do not go together.
         """
+
+
+class _WeightDecoder(Decoder):
+    """Decodes values whose scales were read before."""
+
+    def __init__(self, weight: Weight, dst: DType, clamp: bool, kernel: Kernel | None) -> None:
+        self.weight, self._dst, self._clamp, self._kernel = weight, dst, clamp, kernel
+
+    def decode(
+        self, data: memoryview, out: memoryview, first: int, lines: int = 1, pitch: int = 0
+    ) -> CastCounts:
+        """See `Decoder.decode`."""
         numel, odd = divmod(out.nbytes, self._dst.itemsize * lines)
         bits = self.weight.values.bits
         skipped = first * bits % 8 // bits  # of the first byte
@@ -202,21 +208,51 @@ class Decoder:
         return counts
 
 
-class Layout(Protocol):
-    """How weights of a kind are made of their tensors. Its file says where it is from."""
+class Layout(ABC):
+    """How weights of a kind are made of their tensors. Its file says where it is from.
+
+    Attributes:
+        always: what values are, where that is the same for all weights.
+        on_devices: whether kernels of devices dequantise them, too.
+    """
+
+    always: Values
+    on_devices = True
 
     def refused(self, group: Group) -> str:
         """Why a weight cannot be dequantised, or ""."""
+        return ""
 
     def values(self, group: Group) -> Values:
         """What its values are."""
+        return self.always
 
+    @abstractmethod
     def weight(self, group: Group, read: Read) -> Weight:
         """Read all but the values.
 
         Raises:
             CheckpointError: what is read is invalid.
         """
+
+    def decoder(
+        self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
+    ) -> Decoder:
+        """See `decoder_of`."""
+        weight = self.weight(info.group, read)
+        clamp = out_of_range == "clamp"
+        kernel = None
+        if engine != "numpy":
+            try:
+                kernel = compile_kernel(weight.values, dst, clamp=clamp)
+            except UnsupportedCastError:
+                if engine == "llvm":
+                    raise
+        return _WeightDecoder(weight, dst, clamp, kernel)
+
+    def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
+        """Compile the kernel; raises UnsupportedCastError where it cannot be."""
+        compile_kernel(self.values(group), dst, clamp=clamp)
 
 
 _registered: dict[str, Layout] = {}
@@ -246,6 +282,8 @@ def _layouts() -> dict[str, Layout]:
 def scales_nbytes(group: Group) -> int:
     """What the host holds while the values of a weight stream: scales as stored, and as floats."""
     others = [info for info in group.members.values() if info is not group.values]
+    if not others:
+        return 0
     layout = layout_of(group.kind)
     as_stored = layout is not None and not layout.refused(group) and layout.values(group).exponents
     return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
@@ -254,7 +292,7 @@ def scales_nbytes(group: Group) -> int:
 def there_nbytes(group: Group) -> int:
     """What a device that dequantises a weight holds of it: scales as it reads them; 0 for none."""
     layout = layout_of(group.kind)
-    if layout is None or layout.refused(group):
+    if layout is None or layout.refused(group) or not layout.on_devices:
         return 0
     others = [info for info in group.members.values() if info is not group.values]
     itemsize = 1 if layout.values(group).exponents else 4
@@ -293,23 +331,18 @@ def decoder_of(
             kernel for this machine.
     """
     check_target(info, dst)
-    weight = weight_of(info, read)
-    clamp = out_of_range == "clamp"
-    kernel = None
-    if engine != "numpy":
-        try:
-            kernel = compile_kernel(weight.values, dst, clamp=clamp)
-        except UnsupportedCastError:
-            if engine == "llvm":
-                raise
-    return Decoder(weight, dst, clamp, kernel)
+    return _layout_of(info).decoder(info, dst, read, engine, out_of_range)
 
 
 def weight_of(info: Packed, read: Read) -> Weight:
     """Read all of a weight but its values; raises CheckpointError where that is invalid."""
+    return _layout_of(info).weight(info.group, read)
+
+
+def _layout_of(info: Packed) -> Layout:
     layout = layout_of(info.group.kind)
     assert layout is not None, info.group.kind
-    return layout.weight(info.group, read)
+    return layout
 
 
 class Decoders:
@@ -347,7 +380,7 @@ def compile_decoder(info: Packed, dst: DType, *, clamp: bool) -> None:
     layout = layout_of(info.group.kind)
     if layout is not None and not layout.refused(info.group) and dst in TARGETS:
         with suppress(UnsupportedCastError):
-            compile_kernel(layout.values(info.group), dst, clamp=clamp)
+            layout.compile(info.group, dst, clamp=clamp)
 
 
 # --- what layouts share ---------------------------------------------------------------------------

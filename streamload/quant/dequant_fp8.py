@@ -16,7 +16,7 @@ from streamload.cast.floats import FORMATS
 from streamload.cast.kernels import WIDEN, Vector
 from streamload.dtypes import BY_CODE
 from streamload.quant.base import Array
-from streamload.quant.dequant import Read, Weight, by_blocks, floats, register
+from streamload.quant.dequant import Layout, Read, Weight, by_blocks, floats, register
 from streamload.quant.dequant_kernels import Bytes
 from streamload.quant.group import Group
 
@@ -48,7 +48,7 @@ class _Values(Bytes):
         return found
 
 
-class _Layout:
+class _Layout(Layout):
     def refused(self, group: Group) -> str:
         """See `Layout.refused`."""
         if group.values.dtype.code not in FORMATS:

@@ -17,7 +17,7 @@ import numpy as np
 from streamload.cast.kernels import Vector
 from streamload.errors import CheckpointError
 from streamload.quant.base import Array
-from streamload.quant.dequant import Read, Weight, by_blocks, floats, register
+from streamload.quant.dequant import Layout, Read, Weight, by_blocks, floats, register
 from streamload.quant.dequant_kernels import Bytes
 from streamload.quant.group import Group
 from streamload.quant.int8 import BITSANDBYTES_STEP
@@ -40,7 +40,7 @@ class _Values(Bytes):
         return codes.view(np.int8).astype(np.float32)
 
 
-class _Compressed:
+class _Compressed(Layout):
     def refused(self, group: Group) -> str:
         """See `Layout.refused`."""
         more = [role for role in ("scale_2", "global_scale", "g_idx") if role in group.members]
@@ -65,14 +65,8 @@ class _Compressed:
         return by_blocks(group, self.values(group), scales, zeros.astype(np.float32))
 
 
-class _Bitsandbytes:
-    def refused(self, group: Group) -> str:
-        """See `Layout.refused`."""
-        return ""
-
-    def values(self, group: Group) -> _Values:
-        """See `Layout.values`."""
-        return _Values()
+class _Bitsandbytes(Layout):
+    always = _Values()
 
     def weight(self, group: Group, read: Read) -> Weight:
         """See `Layout.weight`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.cast.kernels import Vector
 from streamload.quant.base import Array
-from streamload.quant.dequant import Read, Weight, by_blocks, check_finite, register
+from streamload.quant.dequant import Layout, Read, Weight, by_blocks, check_finite, register
 from streamload.quant.dequant_kernels import Pairs
 from streamload.quant.group import Group
 
@@ -45,14 +45,8 @@ class _Values(Pairs):
         return found
 
 
-class _Layout:
-    def refused(self, group: Group) -> str:
-        """See `Layout.refused`."""
-        return ""
-
-    def values(self, group: Group) -> _Values:
-        """See `Layout.values`."""
-        return _Values()
+class _Layout(Layout):
+    always = _Values()
 
     def weight(self, group: Group, read: Read) -> Weight:
         """See `Layout.weight`."""

@@ -1,10 +1,12 @@
-"""Some elements of a weight that is dequantised, in the order in which models have them."""
+"""Elements of tensors in the order in which models have them: cast, dequantised or turned."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,84 +18,158 @@ from streamload.quant.group import Packed
 
 #: Opens bytes of a file, from one to another, exclusive.
 Read = Callable[[int, int], AbstractContextManager[memoryview]]
+#: What becomes of stored elements: (bytes of lines, out, number of the first, lines, elements from
+#: one line's beginning to the next one's).
+Make = Callable[[memoryview, memoryview, int, int, int], CastCounts]
+#: Writes lines of elements: (number of the first, elements from one line's beginning to the next
+#: one's, where to: an array by line).
+Fill = Callable[[int, int, "_Array"], CastCounts]
+
+_Array = np.ndarray[Any, Any]
+# Elements of a line that becomes a column go to as many places: so many lines at once stay in the
+# CPU's cache, where they lie at distances that are no multiple of a page.
+_LINES = 128
+_TILE_NBYTES = 2**20
+_APART_NBYTES = 64
 
 
-def elements(
-    info: TensorInfo,
-    decoder: Decoder | None,
-    dtype: DType,
-    read: Read,
-    first: int,
-    stop: int,
-    out: memoryview,
-    most_nbytes: int,
-) -> CastCounts:
-    """Dequantise some elements of a tensor, or take those of its transpose as they are.
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Writes elements of a tensor: dequantised, or those of its transpose as they are.
 
-    Args:
+    Attributes:
         info: the tensor.
         decoder: of it; None for elements of the transpose of a plain matrix.
         dtype: what elements become.
         read: reads its file.
-        first: number of the first element, in the order of the output.
-        stop: of the last one, exclusive.
-        out: the elements, written.
         most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
             much is read as the elements take.
     """
-    if decoder is None or (isinstance(info, Packed) and info.lies_turned):
-        return _turned(info, decoder, dtype, read, first, stop, out, most_nbytes)
-    bits = info.dtype.bits
-    with read(info.start + first * bits // 8, info.start + (stop * bits + 7) // 8) as data:
-        return decoder.decode(data, out, first)
+
+    info: TensorInfo
+    decoder: Decoder | None
+    dtype: DType
+    read: Read
+    most_nbytes: int
+
+    def write(self, first: int, stop: int, out: memoryview) -> CastCounts:
+        """Write some elements.
+
+        Args:
+            first: number of the first element, in the order of the output.
+            stop: of the last one, exclusive.
+            out: the elements, written.
+        """
+        info, decoder = self.info, self.decoder
+        if decoder is None or (isinstance(info, Packed) and info.lies_turned):
+            *_, lines, columns = info.shape
+            width, n = (lines, columns, 1), self.dtype.itemsize
+            most, grain = info.dtype.numel(self.most_nbytes), info.dtype.unit
+            return turned(width, n, first, stop, out, self._fill, most, grain)
+        begin, end = info.dtype.span(first, stop)
+        with self.read(info.start + begin, info.start + end) as data:
+            return decoder.decode(data, out, first)
+
+    def _fill(self, start: int, pitch: int, to: _Array) -> CastCounts:
+        make = None if self.decoder is None else self.decoder.decode
+        return read_lines(self.info, make, self.read, start, pitch, to)
 
 
-def _turned(
-    info: TensorInfo,
-    decoder: Decoder | None,
-    dtype: DType,
-    read: Read,
+def turned(
+    width: tuple[int, int, int],
+    itemsize: int,
     first: int,
     stop: int,
     out: memoryview,
-    most_nbytes: int,
+    fill: Fill,
+    most_numel: int,
+    grain: int = 1,
 ) -> CastCounts:
-    """The same of a tensor whose last two axes change places: of columns of its lines."""
-    *_, lines, columns = info.shape
-    matrix, bits, n = lines * columns, info.dtype.bits, dtype.itemsize
-    pitch, unit = columns * bits // 8, 8 // math.gcd(8, bits)
-    some = max(most_nbytes // pitch, 1)
+    """Elements of rows that are seen as (groups, outer, inner), with the last two axes swapped.
+
+    Args:
+        width: outer, inner, and elements of a row.
+        itemsize: bytes of an element of the output.
+        first: number of the first element, in the order of the output.
+        stop: of the last one, exclusive.
+        out: the elements, written.
+        fill: writes the elements of some lines, of ``inner`` rows each, from one element on.
+        most_numel: the most that ``fill`` may read, from the first line's beginning to the last
+            one's end; of one line alone it may be asked for a longer row.
+        grain: rows of a line are asked for in multiples of this.
+    """
+    outer, inner, row = width
+    matrix, column = outer * inner * row, outer * row
     counts, at = ZERO, first
     while at < stop:
-        number = at // matrix
-        begin, end = at - number * matrix, min(stop - number * matrix, matrix)
-        left = begin // lines // unit * unit
-        right = min(-(-end // lines // unit) * unit, columns)
+        base = at // matrix * matrix
+        begin, end = at - base, min(stop - base, matrix)
+        left = begin // column // grain * grain
+        right = min(-(-end // (column * grain)) * grain, inner)
         # columns that begin before are counted by the part that has their beginning
-        counted = left + unit if left * lines < begin else left
-        whole = np.empty((lines, right - left), f"u{n}")
-        for line in range(0, lines, some):
-            upto = min(line + some, lines)
-            for a, b in ((left, counted), (counted, right)):
-                if a == b:
-                    continue
-                element = (number * lines + line) * columns + a
-                start, nbytes = info.start + element * bits // 8, (b - a) * bits // 8
-                with read(start, start + (upto - line - 1) * pitch + nbytes) as view:
-                    apart = np.ndarray((upto - line, nbytes), np.uint8, view, strides=(pitch, 1))
-                    data = np.array(apart)
-                    del apart
-                made = (
-                    data.view(f"u{n}")
-                    if decoder is None
-                    else np.empty((upto - line, b - a), f"u{n}")
-                )
-                if decoder is not None:
-                    given, to = (memoryview(each.data).cast("B") for each in (data, made))
-                    found = decoder.decode(given, to, element, upto - line, columns)
-                    counts += found if a == counted else ZERO
-                whole[line:upto, a - left : b - left] = made
-        to = out[(at - first) * n : (at - first + end - begin) * n]
-        np.frombuffer(to, f"u{n}")[:] = whole.T.reshape(-1)[begin - left * lines :][: end - begin]
+        counted = left if left * column == begin else min(left + grain, right)
+        part = out[(at - first) * itemsize : (at - first + end - begin) * itemsize]
+        to = np.frombuffer(part, f"u{itemsize}")
+        exact = begin == left * column and end == right * column
+        whole = to if exact else np.empty((right - left) * column, to.dtype)
+        columns = whole.reshape(right - left, outer, row)
+        for a, b in ((left, counted), (counted, right)):
+            for left_of, right_of, line, upto in _tiles(a, b, width, itemsize, most_numel, grain):
+                start = base + (line * inner + left_of) * row
+                by_line = columns[left_of - left : right_of - left, line:upto].transpose(1, 0, 2)
+                found = fill(start, inner * row, by_line)
+                counts += found if a == counted else ZERO
+        if not exact:
+            to[:] = whole[begin - left * column :][: end - begin]
         at += end - begin
+    return counts
+
+
+def _tiles(
+    left: int, right: int, width: tuple[int, int, int], itemsize: int, most_numel: int, grain: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Rows of lines, and lines, that are read at once: (left, right, first line, last line)."""
+    outer, inner, row = width
+    step = max(most_numel // (row * grain), 1) * grain
+    for a in range(left, right, step):
+        b = min(a + step, right)
+        lines = max(_LINES, _TILE_NBYTES // ((b - a) * row * itemsize))
+        lines = min(lines, max((most_numel - (b - a) * row) // (inner * row) + 1, 1))
+        for line in range(0, outer, lines):
+            yield a, b, line, min(line + lines, outer)
+
+
+def read_lines(
+    info: TensorInfo, make: Make | None, read: Read, start: int, pitch: int, to: _Array
+) -> CastCounts:
+    """Read lines of a tensor's elements, as they are stored, and write what they become.
+
+    Args:
+        info: the tensor.
+        make: what becomes of them; None where bytes stay as they are.
+        read: reads the tensor's file.
+        start: number of the first element; a multiple of `DType.unit`, as ``pitch`` is.
+        pitch: elements from one line's beginning to the next one's.
+        to: the elements, written: an array of unsigned integers by line.
+    """
+    lines, numel = len(to), math.prod(to.shape[1:])
+    nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
+    begin = info.start + info.dtype.nbytes(start)
+    with read(begin, begin + (lines - 1) * step + nbytes) as view:
+        apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
+        if make is None:
+            found = apart.view(to.dtype)
+            if to.shape[-1] * to.itemsize < _APART_NBYTES:
+                some = np.empty((lines, numel + _APART_NBYTES // to.itemsize), to.dtype)[:, :numel]
+                some[...] = found
+                found = some
+            to[...] = found.reshape(to.shape)
+            del apart, found
+            return ZERO
+        data = np.array(apart)
+        del apart
+    made = np.empty(to.shape, to.dtype)
+    given, became = (memoryview(each.data).cast("B") for each in (data, made))
+    counts = make(given, became, start, lines, pitch)
+    to[...] = made
     return counts

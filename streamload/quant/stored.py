@@ -20,7 +20,7 @@ from streamload.checkpoint.readers import ReaderKind, open_reader
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.quant import stored_bnb, stored_packed, stored_scaled, stored_torchao
-from streamload.quant.group import Group, Layouts
+from streamload.quant.group import Group, Layouts, Packed
 from streamload.quant.stored_scaled import scale_of
 
 __all__ = [
@@ -78,9 +78,15 @@ def _found(checkpoint: Checkpoint) -> Mapping[str, Group]:
     dtypes = set(map(id, map(attrgetter("dtype"), checkpoint.tensors.values())))
     if dtypes.isdisjoint(_MARKS):
         return _NONE
+    said = {
+        name: Group(one.kind, name, {"weight": info}, one.shape, one.block, one.bits)
+        for header in checkpoint.shards
+        for name, one in header.stored.items()
+        if (info := checkpoint.tensors.get(name)) is not None and not isinstance(info, Packed)
+    }
     layouts = Layouts.of(checkpoint)
-    out: dict[str, Group] = {}
-    owners: dict[str, Group] = {}
+    out: dict[str, Group] = dict(said)
+    owners: dict[str, Group] = dict(said)
     for info in checkpoint.tensors.values():
         if info.name in owners:
             continue

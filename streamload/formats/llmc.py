@@ -1,0 +1,162 @@
+"""llm.c: GPT-2 as the one file that its C programs read.
+
+256 little-endian int32 come first: magic, version, length of the context, vocabulary, layers,
+heads, width, padded vocabulary, and zeros. The version says the dtype of all that follows, 3 is
+float32 and 5 is bfloat16. Then the parameters one after the other, each kind of all layers
+together; matrices have a row for each output, where transformers' Conv1D has a column. The
+embedding has rows of zeros up to a multiple of 128, and the head is the embedding.
+
+Source: github.com/karpathy/llm.c, ``write_model`` and ``pad_vocab`` of train_gpt2.py, and
+``gpt2_build_from_checkpoint`` of train_gpt2.c and train_gpt2.cu.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from streamload.dtypes import BF16, F32, parse_dtype
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Model,
+    OutFile,
+    Wanted,
+    placed,
+    register_writer,
+)
+from streamload.units import round_up
+
+_MAGIC = 20240326
+_VERSIONS = {F32: 3, BF16: 5}
+_HEADER_INTS = 256
+_ROWS = 128  # the embedding has a multiple of these
+
+_PREFIX = re.compile(r"transformer\.")
+_DROPPED = re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight")
+_FIRST = ("wte.weight", "wpe.weight")
+_LAST = ("ln_f.weight", "ln_f.bias")
+#: Of a layer, in order: the name, and the shape as widths of the model, (inputs, outputs).
+_LAYER = {
+    "ln_1.weight": (1,),
+    "ln_1.bias": (1,),
+    "attn.c_attn.weight": (1, 3),
+    "attn.c_attn.bias": (3,),
+    "attn.c_proj.weight": (1, 1),
+    "attn.c_proj.bias": (1,),
+    "ln_2.weight": (1,),
+    "ln_2.bias": (1,),
+    "mlp.c_fc.weight": (1, 4),
+    "mlp.c_fc.bias": (4,),
+    "mlp.c_proj.weight": (4, 1),
+    "mlp.c_proj.bias": (1,),
+}
+#: What the configuration says, in the order of the header, and what GPT-2 has where it is silent.
+_NUMBERS = {
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+}
+_VALUES = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "tie_word_embeddings": (True,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "layer_norm_epsilon": (1e-5,),
+    "n_inner": (None,),
+}
+
+
+class LlmC(FormatWriter):
+    """Writes ``model.bin``; see `FormatWriter`."""
+
+    name = "llm.c"
+    max_shard_size = "16TiB"  # it is one file
+
+    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
+        """One dtype for all, float32 unless it is said; nothing is quantised."""
+        if quant is not None:
+            raise ValueError(f'llm.c reads no quantised weights: dtype="bfloat16", not {quant!r}')
+        found = F32 if dtype is None else None
+        if not isinstance(dtype, Mapping | None):
+            found = parse_dtype(dtype)
+        if found not in _VERSIONS:
+            known = " or ".join(f'"{each.name}"' for each in _VERSIONS)
+            raise ValueError(f"llm.c reads files of one dtype: dtype={known}, not {dtype!r}")
+        return found.name, None
+
+    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+        """Each kind of all layers, as C reads them."""
+        numbers = _numbers(model)
+        _, vocabulary, layers, _, width = numbers.values()
+        by_name = {_PREFIX.sub("", name): each for name, each in model.tensors.items()}
+        shapes = {
+            "wte.weight": (vocabulary, width),
+            "wpe.weight": (numbers["n_positions"], width),
+            **{
+                f"h.{layer}.{name}": tuple(count * width for count in counts)
+                for name, counts in _LAYER.items()
+                for layer in range(layers)
+            },
+            **{name: (width,) for name in _LAST},
+        }
+        unknown = [n for n in by_name if n not in shapes and not _DROPPED.fullmatch(n)]
+        if unknown:
+            model.refuse("llm.c has no place for it", "a tensor of GPT-2", tensor=unknown[0])
+        out = []
+        for name, shape in shapes.items():
+            wanted = by_name.get(name)
+            if wanted is None:
+                model.refuse("a tensor is missing", f"transformer.{name}", "no such tensor")
+            if wanted.shape != shape:
+                found = list(wanted.shape)
+                model.refuse("its shape is not GPT-2's", list(shape), found, wanted.info.name)
+            out.append((_as_read(name, wanted),))
+        return out
+
+    def files(
+        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
+    ) -> Sequence[OutFile]:
+        """One file."""
+        numbers = _numbers(model)
+        flat = [entry for listed in entries for entry in listed]
+        fields = [_MAGIC, _VERSIONS[flat[0].dtype], *numbers.values()]
+        fields.append(round_up(numbers["vocab_size"], _ROWS))
+        header = struct.pack(f"<{_HEADER_INTS}i", *fields, *[0] * (_HEADER_INTS - len(fields)))
+        return [placed("model.bin", header, flat)]
+
+
+def _as_read(name: str, wanted: Wanted) -> Wanted:
+    """A tensor as C reads it: the embedding padded, matrices of layers transposed."""
+    made, shape = wanted.made, wanted.shape
+    if name == "wte.weight":
+        rows = round_up(shape[0], _ROWS)
+        made, shape = wanted.source.padded((rows - shape[0]) * shape[1]), (rows, shape[1])
+    elif name not in _FIRST and len(shape) == 2:
+        made, shape = wanted.source.transposed(*shape), shape[::-1]
+    return Wanted(name, wanted.info, wanted.dtype, shape, made=made)
+
+
+def _numbers(model: Model) -> dict[str, int]:
+    """What the header says of a model; refuses any but GPT-2."""
+    if model.family != "gpt2":
+        model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', model.family)
+    for key, values in _VALUES.items():
+        found = model.config.get(key, values[0])
+        if found not in values and not (key == "n_inner" and found == 4 * _number(model, "n_embd")):
+            model.refuse(f"llm.c has no such {key}", " or ".join(map(repr, values)), repr(found))
+    return {key: _number(model, key) for key in _NUMBERS}
+
+
+def _number(model: Model, key: str) -> int:
+    found = model.config.get(key, _NUMBERS[key])
+    if type(found) is not int or not 0 < found < 2**31:
+        model.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
+    return found
+
+
+register_writer(LlmC())
