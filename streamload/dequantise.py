@@ -57,7 +57,10 @@ def asked_by_model(
                 continue
             if parameter.dtype == group.values.dtype.name:
                 packed.add(group.name)
-            elif parameter.keeps is not None and not policy.mentions(group.name):
+            # blocks of GGUF are what that format has for weights of floats
+            elif (parameter.keeps is not None or PACKED[group.kind].block > 1) and not (
+                policy.mentions(group.name)
+            ):
                 out[group.name] = None
     return [name for name in out if name not in packed]
 

@@ -53,6 +53,7 @@ LAYERS = (
     ("checkpoint.wire",),
     ("checkpoint.remote",),
     ("formats.base",),
+    ("formats.gguf",),
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
     ("checkpoint.readers",),

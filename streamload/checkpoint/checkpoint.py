@@ -21,6 +21,7 @@ from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     Header,
     RepeatedNames,
+    Stored,
     TensorInfo,
     Turn,
     check_memory,
@@ -77,6 +78,11 @@ class Checkpoint:
     def turns(self) -> Mapping[str, Turn]:
         """By tensor, how its rows lie where models have them otherwise."""
         return {name: turn for header in self.shards for name, turn in header.turns.items()}
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """By tensor, how it holds blocks of a quantised weight, where its file says so."""
+        return {name: one for header in self.shards for name, one in header.stored.items()}
 
     @cached_property
     def nbytes(self) -> int:

@@ -422,7 +422,9 @@ def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | No
 
     Those of Llama 3.1 and 3.2 differ in the factor alone; the context may be any power of two.
     """
-    if not factors or max(factors) <= 1:
+    if not factors or not all(1 <= factor < math.inf for factor in factors):
+        return None
+    if max(factors) == 1 or not 1 < base < math.inf:
         return None
     factor = shortest(max(factors))
     for context in (2**power for power in range(9, 21)):
