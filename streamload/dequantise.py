@@ -22,12 +22,25 @@ from streamload.quant.group import Group, Packed
 from streamload.quant.stored import groups, members, read_states
 
 
-def asked(checkpoint: Checkpoint, policy: DTypePolicy) -> list[str]:
-    """The names of the quantised weights that the policy asks to dequantise."""
-    if not policy.rules:
+def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
+    """The names of the quantised weights that the policy asks to dequantise.
+
+    Args:
+        checkpoint: the headers.
+        policy: the dtypes asked for.
+        blocks: whether blocks of GGUF are, too, where the policy says nothing of them.
+    """
+    if not policy.rules and not (blocks and checkpoint.stored):
         return []
-    found = groups(checkpoint).values()
-    return [g.name for g in found if g.kind in PACKED and policy.asks(g.name, PACKED[g.kind])]
+    return [
+        group.name
+        for group in groups(checkpoint).values()
+        if (dtype := PACKED.get(group.kind)) is not None
+        and (
+            policy.asks(group.name, dtype)
+            or (blocks and dtype.block > 1 and not policy.mentions(group.name))
+        )
+    ]
 
 
 def asked_by_model(
