@@ -333,7 +333,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
         return source
     shape = source.shape
     if shape is None:
-        first = _shape(checkpoint, source.rows[0].tensor)
+        first = model_shape(checkpoint, source.rows[0].tensor)
         is_all = source.rows == (whole(checkpoint.tensors[source.rows[0].tensor]),)
         shape = first if is_all else (sum(r.stop - r.start for r in source.rows), *first[1:])
         if len(first) > 1:
@@ -347,7 +347,7 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
     return replace(source, transpose=transpose, shape=tuple(shape))
 
 
-def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     """A tensor's shape as models have it."""
     turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
     if turn is None or turn.shape is None or _is_blocks(checkpoint, info):

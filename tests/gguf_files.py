@@ -14,9 +14,9 @@ gguf = module("gguf")
 #: By model type, its architecture in gguf-py, and a small configuration.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LLAMA", {"num_key_value_heads": 2, "tie_word_embeddings": False}),
-    "mistral": ("LLAMA", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 32}),
+    "mistral": ("LLAMA", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 128}),
     "qwen2": ("QWEN2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "qwen3": ("QWEN3", {"num_key_value_heads": 2, "head_dim": 32}),
+    "qwen3": ("QWEN3", {"num_key_value_heads": 2, "head_dim": 128}),
     "gpt2": ("GPT2", {}),
 }
 _SIZES = {
@@ -46,7 +46,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
     """
     config = model.config
     architecture = gguf.MODEL_ARCH[MODELS[config.model_type][0]]
-    names = gguf.get_tensor_name_map(architecture, 2)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     out = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -79,6 +79,12 @@ class Checkpoint:
         """By tensor, how its rows lie where models have them otherwise."""
         return {name: turn for header in self.shards for name, turn in header.turns.items()}
 
+    @property
+    def says_config(self) -> bool:
+        """Whether its configuration is what its files say, and not that of a ``config.json``."""
+        said = (header.config for header in self.shards)
+        return any(one and dict(one) == self.config for one in said)
+
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
         """By tensor, how it holds blocks of a quantised weight, where its file says so."""

@@ -422,11 +422,11 @@ def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | No
 
     Those of Llama 3.1 and 3.2 differ in the factor alone; the context may be any power of two.
     """
-    if not factors or not all(1 <= factor < math.inf for factor in factors):
+    if not factors or not all(0 < factor < math.inf for factor in factors):
         return None
-    if max(factors) == 1 or not 1 < base < math.inf:
+    if max(factors) <= 1 or not 1 < base < math.inf:
         return None
-    factor = shortest(max(factors))
+    factor = float(f"{max(factors):.6g}")  # a quotient of two float32
     for context in (2**power for power in range(9, 21)):
         made = _factors(base, len(factors), factor, 1.0, 4.0, context)
         if np.allclose(made, factors, rtol=1e-5, atol=0):
