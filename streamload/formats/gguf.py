@@ -274,7 +274,7 @@ def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         cursor.refuse("general.alignment is not valid", "a power of two", alignment)
-    if count * _LEAST_TENSOR_NBYTES > file.nbytes - cursor.at:
+    if count * _LEAST_TENSOR_NBYTES > cursor.left_nbytes:
         cursor.refuse("says that it has more tensors than fit into it", "fewer", count)
     said = [cursor.tensor() for _ in range(count)]
     data_start = round_up(cursor.at, alignment)
@@ -343,6 +343,11 @@ class _Cursor:
         self._raw, self._start, self._next_nbytes = b"", 0, _FIRST_NBYTES
         self.at = 0
 
+    @property
+    def left_nbytes(self) -> int:
+        """The most that there can be of the header from here on."""
+        return min(self._file.nbytes, MAX_HEADER_NBYTES) - self.at
+
     def refuse(self, problem: str, expected: object, found: object) -> NoReturn:
         """Raise HeaderError."""
         found = found if isinstance(found, str) else describe(found)
@@ -364,7 +369,7 @@ class _Cursor:
             found = f"a big-endian file of version {swapped}" if big else f"version {version}"
             self.refuse("is not read", "version 2 or 3, little-endian", found)
         tensors, pairs = self._number("Q"), self._number("Q")
-        if pairs * _LEAST_PAIR_NBYTES > self._file.nbytes:
+        if pairs * _LEAST_PAIR_NBYTES > self.left_nbytes:
             self.refuse("says that it has more metadata than fits into it", "less", pairs)
         out: dict[str, Any] = {}
         seen: set[str] = set()
@@ -413,10 +418,11 @@ class _Cursor:
         inner, count = self._number("I"), self._number("Q")
         if inner in SCALARS:
             raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"), keeps=keeps)
-            return np.frombuffer(raw, f"<{SCALARS[inner]}").tolist() if keeps else None
+            return np.frombuffer(raw, f"<{SCALARS[inner]}") if keeps else None
         least_nbytes = 8 if inner == STRING else 12
-        if count * least_nbytes > self._file.nbytes - self.at:
-            self.refuse(f"{describe(key)} is longer than the file", "fewer elements", count)
+        if count * least_nbytes > self.left_nbytes:
+            problem = f"{describe(key)} is longer than what is left of the header"
+            self.refuse(problem, "fewer elements", count)
         if inner == STRING and not keeps:
             return self._pass_strings(count)
         found = [self._value(inner, key, keeps=keeps, nested=nested + 1) for _ in range(count)]
