@@ -114,6 +114,15 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(out))
 
 
+def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint in which some of the weights that are dequantised stay as they are stored."""
+    tensors = {
+        name: info.group.values if name in names and isinstance(info, Packed) else info
+        for name, info in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=MappingProxyType(tensors))
+
+
 def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
     dtype, values, shape = PACKED[group.kind], group.values, group.shape
     assert shape is not None, group.name

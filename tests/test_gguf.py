@@ -176,25 +176,35 @@ def test_inspect_and_plan_show_types(tmp_path: Path, capsys: pytest.CaptureFixtu
 # --- modules that hold blocks ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
-def test_modules_of_torch_take_blocks_as_they_are(kind: str, tmp_path: Path) -> None:
-    """A model whose modules hold a format gets the file's bytes, in the order of its rows."""
-    model = small_model("llama")
+def test_modules_of_torch_take_blocks_as_they_are(
+    kind: str, model_type: str, tmp_path: Path
+) -> None:
+    """With ``quant=``, and again: modules hold the file's bytes, in the order of models' rows."""
+    model = small_model(model_type)
     tensors = tensors_of(model)
     path = tmp_path / "model.gguf"
-    types = {n: kind.upper() for n in quantised_types(tensors, "") if n.startswith("blk.")}
+    types = {n: kind.upper() for n in quantised_types(tensors, "")}
     write(path, tensors, types, config=model.config)
     plain = tmp_path / "plain.gguf"
     write(plain, tensors, config=model.config)
-    packed = loaded(model, plain, quant=kind)  # its modules hold the format from now on
-    before = {name: buffer.clone() for name, buffer in packed.named_buffers()}
-    for buffer in packed.buffers():
-        if buffer.dtype == torch.uint8:
+    by_way = loaded(model, plain, quant=kind)  # quantised on the way
+    packed = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    report = streamload.load_state_dict(packed, path, quant=kind)
+    inside = [p for p in report.plan.placements if ".weight" in p.name and ".h." in p.name]
+    inside += [p for p in report.plan.placements if "_proj" in p.name]
+    assert len([p for p in inside if p.dst.name == "uint8" and p.src is p.dst]) > 7
+    for other in (False, True):
+        expected = dict(by_way.named_buffers())
+        blocks = {n: b for n, b in packed.named_buffers() if b.dtype == torch.uint8}
+        assert len(blocks) == 14 if model_type == "llama" else 8
+        for name, buffer in blocks.items():
+            assert torch.equal(buffer, expected[name]), name
             buffer.zero_()
-    report = streamload.load_state_dict(packed, path)
-    assert all(p.src is p.dst for p in report.plan.placements)
-    for name, buffer in packed.named_buffers():
-        assert torch.equal(buffer, before[name]), name
+        if not other:  # they hold the format already
+            streamload.load_state_dict(packed, path)
+    streamload.load_state_dict(packed, path)
     assert torch.equal(logits(packed), logits(loaded(model, path)))
 
 
