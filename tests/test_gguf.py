@@ -114,6 +114,25 @@ def test_blocks_are_dequantised_in_every_entrance(source: Any, kind: str, tmp_pa
     assert (logits(half) - expected).abs().max() < 5e-3
 
 
+def test_diff_compares_in_the_order_of_models(source: Any, tmp_path: Path) -> None:
+    """A file and the model that transformers wrote are equal; so are blocks and their numbers."""
+    tensors = tensors_of(source)
+    path, theirs = tmp_path / "model.gguf", tmp_path / "theirs"
+    write(path, tensors, config=source.config)
+    source.save_pretrained(theirs)
+    found = streamload.diff(path, theirs, progress=False)
+    assert found.ok
+    assert found.equal_count == len(tensors)
+    assert streamload.diff(path, path, progress=False).ok
+    if streamload.open_checkpoint(path).turns:
+        with pytest.raises(CheckpointError, match="give this checkpoint first"):
+            streamload.diff(theirs, path, progress=False)
+    write(path, tensors, quantised_types(tensors, "Q5_1"), config=source.config)
+    streamload.convert(path, tmp_path / "out", dtype="float32", progress=False)
+    assert streamload.diff(path, tmp_path / "out", dtype="float32", progress=False).ok
+    assert not streamload.diff(path, theirs, dtype="float32", progress=False).ok
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", [*(k.lower() for k in MADE), *(k for k in PACKED if "k" in k)])
 def test_every_type_is_gguf_pys_numbers(kind: str, dtype: str, tmp_path: Path) -> None:
