@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from gguf_files import MODELS, gguf, quantised_types, small_model, tensors_of, write
 from needs import module
+from parameters import product
 from remote_server import serve
+from thread_group import World, run
 
 import streamload
 from streamload.checkpoint.header import Turn
@@ -80,7 +82,10 @@ def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) ->
     assert verify(report, streamload.open_checkpoint(path), source) == []
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "MXFP4", "q6_k"])
+@pytest.mark.parametrize(
+    "kind",
+    product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind in ("Q8_0", "q6_k")),
+)
 def test_blocks_are_dequantised_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
     """Logits are those of gguf-py's numbers; a conversion gives the same, turned ones too."""
     tensors = tensors_of(source)
@@ -345,6 +350,39 @@ def test_gpt2_for_linears(tmp_path: Path) -> None:
         gguf.quants.quantize(tensors["blk.0.ffn_up.weight"], number), number
     )
     assert np.array_equal(found["h.0.mlp.c_fc.weight"], exact)
+
+
+@pytest.mark.parametrize(
+    ("split", "kind"),
+    product(
+        ["layers", "balanced", "replicate"],
+        [None, "Q6_K"],
+        fast=lambda split, kind: split == "replicate" and kind is not None,
+    ),
+)
+def test_nodes_load_what_one_process_does(kind: str | None, split: str, tmp_path: Path) -> None:
+    """Rows, transposes and blocks come out alike on ranks of a group."""
+    model = small_model("gpt2")
+    tensors = tensors_of(model)
+    types = quantised_types(tensors, kind) if kind else {}
+    tensors |= {n: random_blocks("q6_k", *tensors[n].shape) for n in types}
+    path = tmp_path / "model.gguf"
+    write(path, tensors, types, config=model.config)
+    options: dict[str, Any] = {"device": "host", "budget": "1GB", "dtype": "float16"}
+    expected = streamload.load_state_dict(None, path, **options).state_dict
+
+    def body(group: Any) -> Any:
+        given = options | {"split": split, "group": group, "progress": False}
+        return streamload.distributed.load_state_dict(None, path, **given)
+
+    reports = run(World(3), body)
+    expected["lm_head.weight"] = expected["transformer.wte.weight"]  # a rank may have a copy
+    assert {name for report in reports for name in report.state_dict} | {
+        "lm_head.weight"
+    } == expected.keys()
+    for report in reports:
+        for name, array in report.state_dict.items():
+            assert np.array_equal(array, expected[name]), name
 
 
 def test_offload_streams_layers_of_a_file(tmp_path: Path) -> None:
