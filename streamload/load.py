@@ -67,7 +67,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
             report's ``state_dict`` holds the tensors by name. Of a parameter that is sharded (a
             DTensor, or by tinygrad's ``shard_``) each process or device reads its own shard alone.
-        path: a ``.safetensors`` file, a folder, an index, the URL of one of these (see
+        path: a ``.safetensors`` or ``.gguf`` file, a folder, an index, the URL of one of these (see
             `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
             `Checkpoint`.
         **options: see `LoadOptions`.

@@ -142,6 +142,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
     ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
     list its folders: of those at a URL only the first two are found.
 
+    A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
+    have the names of Hugging Face, and its metadata take the place of ``config.json``.
+
     A query of the URL, and user and password in it, go with each request, and are shown nowhere.
     huggingface.co is sent ``HF_TOKEN``. Servers are waited for ``STREAMLOAD_HTTP_TIMEOUT`` seconds
     (30) at a time, and asked ``STREAMLOAD_HTTP_TRIES`` times (6).
