@@ -248,11 +248,11 @@ def test_modules_of_tinygrad_take_blocks_as_they_are(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.l = tinygrad.nn.Linear(128, 64, bias=False)
 
-    for coded in (True, False):
+    for coded, options in ((True, {}), (False, {}), (True, {"quant": {"l.weight": "q8_0"}})):
         model = Model()
-        if coded:
+        if coded and not options:
             replace_linears(model, lambda name: "q8_0")
-        streamload.load_state_dict(model, path, device="PYTHON")
+        streamload.load_state_dict(model, path, device="PYTHON", **options)
         found = model.l.weight.numpy()
         assert np.array_equal(found, blocks if coded else exact.astype(found.dtype))
 
