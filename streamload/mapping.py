@@ -274,7 +274,13 @@ def _mapped(
         rest = [(name, source) for name, source in rest if name not in layouts]
     if not turned:
         return explicit + rest
-    return [(name, _from_file(checkpoint, source, turned)) for name, source in explicit + rest]
+    # of blocks that models have transposed, users name the tensor as it lies
+    said = {name: source for name, source in turned.items() if name in checkpoint.turns}
+    return [
+        (name, _from_file(checkpoint, source, lying))
+        for listed, lying in ((explicit, said), (rest, turned))
+        for name, source in listed
+    ]
 
 
 def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
@@ -283,16 +289,15 @@ def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Sour
     Raises:
         CheckpointError: rows would be put in another order twice.
     """
-    first = source.rows[0].tensor
     lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
     if lying is None:
         return source
-    assert lying.transpose is not None, first
     t, then = lying.transpose, source.transpose
     if source.rows == lying.rows and then is None:
         return replace(source, transpose=t, shape=source.shape or lying.shape)
-    if source.rows == lying.rows and then == RowTranspose(t.groups, t.inner, t.outer):
-        return replace(source, transpose=None, shape=source.shape)
+    undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
+    if source.rows == lying.rows and undone:
+        return replace(source, transpose=then if t is None else None)
     raise CheckpointError(
         checkpoint.path,
         "its rows lie in another order than models have them, and would be reordered again",
