@@ -121,7 +121,8 @@ class Agreement:
         def write() -> bytes:
             found = open_checkpoint(asked.path)
             # decided once for all; that all ask alike is seen when they have planned
-            weights = weights_asked(found, asked.options.policy)
+            blocks = model is not None  # which has floats, unless a dtype is asked for
+            weights = weights_asked(found, asked.options.policy, blocks=blocks)
             return json.dumps(weights).encode() + b"\n" + write_index(found)
 
         weights, _, data = session.share("the checkpoint", write).partition(b"\n")

@@ -19,14 +19,14 @@ from typing import get_args
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location
 from streamload.dequantise import all_names, asked, dequantised
 from streamload.differences import Pair, TensorDifference
 from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
-from streamload.mapping import Rename, sources
+from streamload.mapping import Rename, model_shape, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import Coding, whole
@@ -298,15 +298,39 @@ def _pairs(
         if right is None:
             continue
         if coding is None:
-            shape = shape_in_models(info)
-            yield Pair(info, right, _wanted(first, policy, info), out_of_range, shape)
+            turn = _turn(first, second, info, right)
+            shape = model_shape(first, info.name) if turn is not None else shape_in_models(info)
+            wanted = _wanted(first, policy, info)
+            yield Pair(info, right, wanted, out_of_range, shape, turn=turn)
             continue
         parts = coded(coding, info.dtype).parts
         part = next(part for part in parts if part.suffix == coding.part)
         is_turned = transpose is not None
-        pair = Pair(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned)
+        turn = _turn(first, second, info, right)
+        pair = Pair(
+            *(info, right, part.dtype, out_of_range, part.shape, coding, codes, is_turned),
+            turn=None if coding.part or is_turned else turn,
+        )
         codes = codes if coding.part else pair
         yield pair
+
+
+def _turn(
+    first: Checkpoint, second: Checkpoint, info: TensorInfo, right: TensorInfo
+) -> Turn | None:
+    """How rows of the first lie, where those of the second lie otherwise.
+
+    Raises:
+        CheckpointError: those of the second lie in another order than models have them.
+    """
+    mine, theirs = first.turns.get(info.name), second.turns.get(right.name)
+    if mine == theirs:
+        return None
+    if theirs is not None:
+        problem = "its rows lie in another order than models have them: give this checkpoint first"
+        raise CheckpointError(right.shard, problem, tensor=right.name)
+    blocks = not isinstance(info, Packed) and info.name in first.stored
+    return None if blocks and mine is not None and mine.shape is not None else mine
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -343,6 +367,7 @@ def way(checkpoints: Sequence[Checkpoint], wants: Wants | None = None) -> tuple[
     unit_nbytes = max((w.unit_numel * w.dtype.itemsize for w in weights), default=0)
     packed = [i for one in checkpoints for i in one.tensors.values() if isinstance(i, Packed)]
     any_turned = wants is not None and any(each is not None for each in wants.transposes)
+    any_turned = any_turned or any(one.turns for one in checkpoints)
     scale_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     ways = []
     for least_nbytes, kind in _WAYS:

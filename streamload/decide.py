@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Unpack, get_args
@@ -70,6 +70,8 @@ class Options:
     residence: Residence = "memory"
     changes: Changes = NO_CHANGES
     quant: QuantPolicy = NO_QUANT
+    # by parameter, weights whose blocks stay as they are stored, in modules that hold such
+    blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
 
@@ -299,7 +301,7 @@ class Place:
         fill, skipped, tied = found
         match = match_parameters(
             *(checkpoint, self.parameters, fill, tied, self.keep, options.policy),
-            *(self.reusable, self.coded),
+            *(self.reusable, self.coded, options.blocks),
         )
         match.check(checkpoint.path, strictness.strict, strictness.shapes, suggest)
         if fill or skipped:  # a rank may have nothing to load
@@ -410,8 +412,9 @@ class Decision:
                 wants = replace(options, quant=quant).quantised(checkpoint, fill)
                 return _Demand(place, checkpoint, options, wants, tied)
             swap, notes = NO_SWAP, []
-            if quant and place.owner is not None:
+            if (quant or options.blocks) and place.owner is not None:
                 asked = match.formats(checkpoint, quant, place.coded)
+                asked |= {name: one.format for name, one in options.blocks.items()}
                 swap = place.owner.swap(place.model, asked)
                 notes = match.not_swapped(checkpoint, asked, swap, place.coded)
                 if swap.dense_nbytes:

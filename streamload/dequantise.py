@@ -22,12 +22,25 @@ from streamload.quant.group import Group, Packed
 from streamload.quant.stored import groups, members, read_states
 
 
-def asked(checkpoint: Checkpoint, policy: DTypePolicy) -> list[str]:
-    """The names of the quantised weights that the policy asks to dequantise."""
-    if not policy.rules:
+def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
+    """The names of the quantised weights that the policy asks to dequantise.
+
+    Args:
+        checkpoint: the headers.
+        policy: the dtypes asked for.
+        blocks: whether blocks of GGUF are, too, where the policy says nothing of them.
+    """
+    if not policy.rules and not (blocks and checkpoint.stored):
         return []
-    found = groups(checkpoint).values()
-    return [g.name for g in found if g.kind in PACKED and policy.asks(g.name, PACKED[g.kind])]
+    return [
+        group.name
+        for group in groups(checkpoint).values()
+        if (dtype := PACKED.get(group.kind)) is not None
+        and (
+            policy.asks(group.name, dtype)
+            or (blocks and dtype.block > 1 and not policy.mentions(group.name))
+        )
+    ]
 
 
 def asked_by_model(
@@ -57,7 +70,10 @@ def asked_by_model(
                 continue
             if parameter.dtype == group.values.dtype.name:
                 packed.add(group.name)
-            elif parameter.keeps is not None and not policy.mentions(group.name):
+            # blocks of GGUF are what that format has for weights of floats
+            elif (parameter.keeps is not None or PACKED[group.kind].block > 1) and not (
+                policy.mentions(group.name)
+            ):
                 out[group.name] = None
     return [name for name in out if name not in packed]
 
@@ -96,6 +112,15 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
                 info.shard, problem, group and group.values.name, tensor=made.name
             )
     return replace(checkpoint, tensors=MappingProxyType(out))
+
+
+def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
+    """A checkpoint in which some of the weights that are dequantised stay as they are stored."""
+    tensors = {
+        name: info.group.values if name in names and isinstance(info, Packed) else info
+        for name, info in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=MappingProxyType(tensors))
 
 
 def _packed(checkpoint: Checkpoint, group: Group) -> Packed:

@@ -10,7 +10,7 @@ import numpy as np
 
 from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.dtypes import DType
 from streamload.errors import OutOfRangeError
 from streamload.planning.parts import Coding
@@ -104,6 +104,7 @@ class Pair:
     coding: Coding | None = None  # where it is quantised
     codes: Pair | None = None  # of a part beside codes, the codes
     turned: bool = False  # the transpose of the left one is quantised
+    turn: Turn | None = None  # how the left one's rows lie, where the right one's lie otherwise
     _encoder: Encoder | None = None  # of codes
     _beside: Mapping[str, memoryview] = field(default_factory=dict)  # of codes, when all are there
     _at: int = 0  # elements compared so far
@@ -119,7 +120,7 @@ class Pair:
     @property
     def lies_elsewhere(self) -> bool:
         """Whether what is compared is made of other bytes than those in their order in a file."""
-        return self.turned or isinstance(self.left, Packed)
+        return self.turned or self.turn is not None or isinstance(self.left, Packed)
 
     @property
     def read_nbytes(self) -> int:
@@ -225,15 +226,16 @@ class Pair:
         """Make the next elements, up to one, and compare; see `quant.elements.Elements`."""
         info, dtype = self.left, self.wanted
         if not isinstance(info, Packed):
-            src = info.dtype
-            data = memoryview(bytearray(src.nbytes(stop - self._first_element)))
-            turned = Elements(info, None, src, read, most_nbytes)
-            turned.write(self._first_element, stop, data)
+            src, first = info.dtype, self._at if self.coding is None else self._first_element
+            data = memoryview(bytearray(src.nbytes(stop - first)))
+            turned = Elements(info, None, src, read, most_nbytes, self.turn)
+            turned.write(first, stop, data)
             self.compare(data, theirs)
             return
         decoder = decoders.of(info, dtype, "numpy")
         made = memoryview(bytearray(dtype.nbytes(stop - self._at)))
-        found = Elements(info, decoder, dtype, read, most_nbytes).write(self._at, stop, made)
+        elements = Elements(info, decoder, dtype, read, most_nbytes, self.turn)
+        found = elements.write(self._at, stop, made)
         if found.overflowed and self.out_of_range == "error":
             of = info.dtype.name
             raise OutOfRangeError(info.name, info.shard, of, dtype.name, found.overflowed)

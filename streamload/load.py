@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place, wants_of
-from streamload.dequantise import all_names, asked, asked_by_model, dequantised
+from streamload.dequantise import all_names, asked, asked_by_model, dequantised, with_blocks
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
     LoadState,
@@ -42,6 +42,8 @@ from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
+from streamload.quant.base import CodedWeight
+from streamload.quant.group import Packed
 from streamload.quant.stored import groups
 from streamload.quantise import QuantPolicy
 from streamload.reading import Opener, open_shard
@@ -65,7 +67,7 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
             ``nn.state.get_state_dict`` sees it, a dict of tensors or arrays, or None; then the
             report's ``state_dict`` holds the tensors by name. Of a parameter that is sharded (a
             DTensor, or by tinygrad's ``shard_``) each process or device reads its own shard alone.
-        path: a ``.safetensors`` file, a folder, an index, the URL of one of these (see
+        path: a ``.safetensors`` or ``.gguf`` file, a folder, an index, the URL of one of these (see
             `open_checkpoint`), ``org/name`` in the local Hugging Face cache, or an open
             `Checkpoint`.
         **options: see `LoadOptions`.
@@ -94,6 +96,12 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
     strictness = Strictness.read(options)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
+        kept = _blocks_kept(model, checkpoint, read, found)
+        if kept:
+            tensors = {found[0][name].rows[0].tensor for name in kept}
+            checkpoint = with_blocks(checkpoint, tensors)
+            found = sources(checkpoint, options["mapping"], options["rename"], all_match=True)
+            read = replace(read, blocks=kept)
         place = Place.look(model, checkpoint, read, options["device"])
         wanted = Wanted(
             *(checkpoint, place.parameters, options["mapping"], options["rename"]),
@@ -121,6 +129,34 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
                 names = tuple(decided.plan.placements.names)
                 error.add_note(f"parameters: {LoadState(names, (), ())}")
             raise
+
+
+def _blocks_kept(
+    model: Any, checkpoint: Checkpoint, read: Options, found: Found
+) -> dict[str, CodedWeight]:
+    """Weights that are stored in the format that ``quant=`` asks for, and that a module can hold.
+
+    They are not dequantised: by parameter, what the module holds.
+    """
+    if model is None or not read.quant or not checkpoint.stored:
+        return {}
+    fill = found[0]
+    formats: dict[str, str] = {}
+    asked = read.quant.formats(checkpoint, wants_of(checkpoint, fill))
+    for (name, source), format in zip(fill.items(), asked, strict=True):
+        info = checkpoint.tensors[source.rows[0].tensor]
+        changes = info.name in read.changes.by_tensor
+        if isinstance(info, Packed) and info.group.kind == format and not changes:
+            formats[name] = format
+    swap = framework(framework_of(model) or default_framework()).swap(model, formats)
+    out = {}
+    for name in formats.keys() & swap.coded.keys():
+        info = checkpoint.tensors[fill[name].rows[0].tensor]
+        one = swap.coded[name]
+        assert isinstance(info, Packed), info.name
+        if len(fill[name].rows) == 1 and one.made.parts[0].shape == info.group.values.shape:
+            out[name] = one
+    return out
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def sources(
         return Unchanged(checkpoint), [], dict(_tied_names(checkpoint))
     chosen, layouts = _read(mapping)
     family = FAMILIES.get(chosen, Family(()))
-    named = _mapped(checkpoint, family, {**turned, **layouts})
+    named = _mapped(checkpoint, family, layouts, turned)
     if all_match and chosen and not any(map(family.matches, checkpoint.tensors)):
         raise ValueError(f"mapping {chosen!r} matches no tensor of {checkpoint.path}")
     heads = _tied_names(checkpoint)
@@ -176,14 +176,27 @@ def sources(
     return out, skipped, tied
 
 
-def _turned(checkpoint: Checkpoint) -> Layouts:
+def _turned(checkpoint: Checkpoint) -> Mapping[str, Source]:
     """Weights whose rows lie in the file in another order than models have them."""
     packed = (info for info in checkpoint.tensors.values() if isinstance(info, Packed))
-    turned = {i.name: Source(i.name, transpose=True) for i in packed if i.lies_turned}
+    turned = {
+        info.name: _with_lengths(checkpoint, info.name, Source(whole(info), transpose=True))
+        for info in packed
+        if info.lies_turned
+    }
     for name, (*rows, shape) in checkpoint.turns.items():
-        if name in checkpoint.tensors:
-            turned[name] = Source(name, RowTranspose(*rows), shape)
+        info = checkpoint.tensors.get(name)
+        if info is not None and not (shape is not None and _is_blocks(checkpoint, info)):
+            turned[name] = Source(whole(info), RowTranspose(*rows), shape)
     return turned
+
+
+def _is_blocks(checkpoint: Checkpoint, info: TensorInfo) -> bool:
+    """Whether a tensor is bytes of blocks, of which only rows can change places.
+
+    A module that holds such bytes of a transposed matrix has it as it is in the file.
+    """
+    return info.name in checkpoint.stored and not isinstance(info, Packed)
 
 
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
@@ -250,14 +263,48 @@ def _read(mapping: MappingArgument | None) -> tuple[str, Layouts]:
     return family, layouts
 
 
-def _mapped(checkpoint: Checkpoint, family: Family, layouts: Layouts) -> list[tuple[str, Source]]:
+def _mapped(
+    checkpoint: Checkpoint, family: Family, layouts: Layouts, turned: Mapping[str, Source]
+) -> list[tuple[str, Source]]:
     """What fills each parameter: those that are named, and what the family makes of the rest."""
     explicit = [(name, _source(checkpoint, name, given)) for name, given in layouts.items()]
     used = {r.tensor for _, source in explicit for r in source.rows}
     rest = _of_family(checkpoint, family, [name for name in checkpoint.tensors if name not in used])
     if family.rules:  # what is named stands in place of what the family has
         rest = [(name, source) for name, source in rest if name not in layouts]
-    return explicit + rest
+    if not turned:
+        return explicit + rest
+    # of blocks that models have transposed, users name the tensor as it lies
+    said = {name: source for name, source in turned.items() if name in checkpoint.turns}
+    return [
+        (name, _from_file(checkpoint, source, lying))
+        for listed, lying in ((explicit, said), (rest, turned))
+        for name, source in listed
+    ]
+
+
+def _from_file(checkpoint: Checkpoint, source: Source, turned: Mapping[str, Source]) -> Source:
+    """A source of tensors as models have them, in the order in which they lie in the file.
+
+    Raises:
+        CheckpointError: rows would be put in another order twice.
+    """
+    lying = next((turned[r.tensor] for r in source.rows if r.tensor in turned), None)
+    if lying is None:
+        return source
+    t, then = lying.transpose, source.transpose
+    if source.rows == lying.rows and then is None:
+        return replace(source, transpose=t, shape=source.shape or lying.shape)
+    undone = t is None or then == RowTranspose(t.groups, t.inner, t.outer)
+    if source.rows == lying.rows and undone:
+        return replace(source, transpose=then if t is None else None)
+    raise CheckpointError(
+        checkpoint.path,
+        "its rows lie in another order than models have them, and would be reordered again",
+        "all of it, in the order that models have",
+        f"{len(source.rows)} row ranges" if then is None else str(then),
+        tensor=lying.rows[0].tensor,
+    )
 
 
 def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
@@ -291,8 +338,9 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
         return source
     shape = source.shape
     if shape is None:
-        first = checkpoint.tensors[source.rows[0].tensor].shape
-        shape = (sum(r.stop - r.start for r in source.rows), *first[1:])
+        first = model_shape(checkpoint, source.rows[0].tensor)
+        is_all = source.rows == (whole(checkpoint.tensors[source.rows[0].tensor]),)
+        shape = first if is_all else (sum(r.stop - r.start for r in source.rows), *first[1:])
         if len(first) > 1:
             shape = (*shape[:-2], shape[-1], shape[-2])
     if len(shape) < 2:
@@ -302,6 +350,14 @@ def _with_lengths(checkpoint: Checkpoint, parameter: str, source: Source) -> Sou
     *before, inner, outer = shape
     transpose = RowTranspose(math.prod(before), outer, inner) if inner > 1 < outer else None
     return replace(source, transpose=transpose, shape=tuple(shape))
+
+
+def model_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    """A tensor's shape as models have it."""
+    turn, info = checkpoint.turns.get(name), checkpoint.tensors[name]
+    if turn is None or turn.shape is None or _is_blocks(checkpoint, info):
+        return info.shape
+    return turn.shape
 
 
 def _as_they_are(infos: Sequence[TensorInfo]) -> Iterator[tuple[str, Source]]:
@@ -366,7 +422,8 @@ def _in_rows(checkpoint: Checkpoint, name: str, rows: int) -> bool:
         CheckpointError: it is packed or in blocks, so that its rows are not those of the weight.
     """
     module, _, leaf = name.rpartition(".")
-    packed = checkpoint.tensors[name].dtype.kind == "uint"
+    info = checkpoint.tensors[name]
+    packed = info.dtype.kind == "uint" and not _is_blocks(checkpoint, info)
     if leaf in ("weight", "bias") and not packed:
         return True
     if rows == 1:

@@ -381,6 +381,7 @@ def match(
     policy: DTypePolicy,
     reusable: Mapping[int, int] = MappingProxyType({}),
     coded: Mapping[str, CodedWeight] = MappingProxyType({}),
+    blocks: Mapping[str, CodedWeight] = MappingProxyType({}),
 ) -> Match:
     """Match parameters to sources by name, and collect everything that is wrong.
 
@@ -395,6 +396,7 @@ def match(
             where it is not said.
         coded: parameters that hold the codes of weights, by name; from a checkpoint of floats they
             are quantised on the way.
+        blocks: parameters that will hold the codes of weights as they are stored, by name.
     """
     out = Match()
     used: set[str] = set()
@@ -436,6 +438,9 @@ def match(
         block = parameter.block
         form = next((coded[n] for n in parameter.names if n in coded), None) if coded else None
         wanted = whole_shape(parameter) if form is None else form.stored_shape
+        if found and found[0] in blocks:
+            form = blocks[found[0]]
+            wanted = form.made.parts[0].shape
         if not fits(shape, wanted):
             out.wrong_shape.append(ShapeMismatch(name, wanted, shape))
             out.unfilled += parameter.names
@@ -459,7 +464,8 @@ def match(
         name += parameter.shard
         first = checkpoint.tensors[source.rows[0].tensor]
         dtype = None if policy.mentions(first.name) else parameter.keeps
-        if parameter.dtype == first.dtype.name and first.name in stored_packed:
+        is_same = parameter.dtype == first.dtype.name or name in blocks
+        if is_same and first.name in stored_packed:
             dtype = first.dtype  # a module for quantised weights, which has it as it is stored
         there = reusable.get(number)
         out.wants.append(

@@ -205,6 +205,8 @@ def coded_want(coded: CodedWeight, want: Want) -> Want:
     """
     if not coded.transposed:
         return replace(want, shape=coded.matrix)
+    if want.transpose == RowTranspose(1, *coded.shape):  # the file has it as the module
+        return replace(want, shape=coded.matrix, transpose=None)
     if want.transpose is not None:
         raise ValueError(
             f"{want.name}: its module has the weight transposed, and so has the mapping: leave it "

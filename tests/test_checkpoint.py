@@ -181,7 +181,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     [
         ((), "an empty folder"),
         (("config.json", "pytorch_model.bin"), "pytorch_model.bin, config.json"),
-        (("README.md", "llama.Q4_K_M.gguf"), "llama.Q4_K_M.gguf, README.md"),
+        (("README.md", "llama.onnx"), "llama.onnx, README.md"),
         (tuple("abcdefghijk"), "a, b, c, d, e, f, g, h and 3 more"),
     ],
 )

@@ -21,6 +21,7 @@ from streamload.checkpoint.header import (
     MAX_HEADER_NBYTES,
     Header,
     RepeatedNames,
+    Stored,
     TensorInfo,
     Turn,
     check_memory,
@@ -78,6 +79,17 @@ class Checkpoint:
         """By tensor, how its rows lie where models have them otherwise."""
         return {name: turn for header in self.shards for name, turn in header.turns.items()}
 
+    @property
+    def says_config(self) -> bool:
+        """Whether its configuration is what its files say, and not that of a ``config.json``."""
+        said = (header.config for header in self.shards)
+        return any(one and dict(one) == self.config for one in said)
+
+    @cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """By tensor, how it holds blocks of a quantised weight, where its file says so."""
+        return {name: one for header in self.shards for name, one in header.stored.items()}
+
     @cached_property
     def nbytes(self) -> int:
         """Bytes of data, of all tensors together."""
@@ -129,6 +141,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
     ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
     list its folders: of those at a URL only the first two are found.
+
+    A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
+    have the names of Hugging Face, and its metadata take the place of ``config.json``.
 
     A query of the URL, and user and password in it, go with each request, and are shown nowhere.
     huggingface.co is sent ``HF_TOKEN``. Servers are waited for ``STREAMLOAD_HTTP_TIMEOUT`` seconds

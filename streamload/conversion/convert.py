@@ -191,7 +191,8 @@ def convert(
         dtype: a dtype for all floats, or patterns of names (the first that matches decides):
             ``{"*norm*": "float32", "*": "float16"}``. None, and "checkpoint" in a pattern, is as
             in the checkpoint.
-            Weights that are stored quantised are dequantised, as by `load_state_dict`.
+            Weights that are stored quantised are dequantised, as by `load_state_dict`; blocks of
+            GGUF files to float16 where nothing is said, but for ``to="gguf"``.
         quant: quantise the weights of layers: a format, or patterns by name, as in
             `load_state_dict`; not "auto". They are made of what the checkpoint has, whatever
             ``dtype`` says; what ``dtype`` dequantises cannot be quantised in the same call.
@@ -240,7 +241,8 @@ def convert(
         rename=rename,
     )
     checkpoint = opened(source)
-    checkpoint = dequantised(checkpoint, asked(checkpoint, options.policy))
+    blocks = not options.writer.takes_blocks
+    checkpoint = dequantised(checkpoint, asked(checkpoint, options.policy, blocks=blocks))
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):

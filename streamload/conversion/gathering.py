@@ -50,7 +50,8 @@ class Gatherer:
 
         width = (turn.outer, turn.inner, made.numel // turn.rows)
         most = min((info.dtype.numel(self._most) for info in made.infos), default=self._most)
-        return turned(width, self._n, first, stop, out, fill, most)
+        grain = math.lcm(*(_grain(info, width[2]) for info in made.infos))
+        return turned(width, self._n, first, stop, out, fill, most, grain)
 
     def _flat(
         self, pieces: tuple[Piece, ...], first: int, stop: int, out: memoryview
@@ -79,8 +80,8 @@ class Gatherer:
                 return read_lines(info, self._make(info), self._read(info), start, pitch, to)
 
             width = (turn.outer, turn.inner, info.numel // turn.rows)
-            most = info.dtype.numel(self._most)
-            return turned(width, self._n, first, stop, out, fill, most)
+            most, grain = info.dtype.numel(self._most), _grain(info, width[2])
+            return turned(width, self._n, first, stop, out, fill, most, grain)
         counts = ZERO
         for a, b in self._cut(info, first, stop):
             part = out[(a - first) * self._n : (b - first) * self._n]
@@ -137,3 +138,9 @@ class Gatherer:
             return None
         cast = self._casts[info.dtype, self._dtype]
         return lambda data, out, first, lines, pitch: cast(data, out)
+
+
+def _grain(info: TensorInfo, row: int) -> int:
+    """How many rows of so many elements are whole blocks, or whole bytes, of a tensor."""
+    unit = info.dtype.unit
+    return unit // math.gcd(unit, row)

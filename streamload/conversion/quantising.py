@@ -48,7 +48,7 @@ def wanted_of(
     for (name, source), format in zip(fill.items(), formats, strict=True):
         info = chosen.tensors[source.rows[0].tensor]
         made, shape = None, shape_in_models(info)
-        if info.name in chosen.turns:
+        if info.name in chosen.turns and source.transpose is not None:
             made = Made.of(info, source.transpose)
             shape = source.shape or shape
         turns = format is not None and FORMATS[format].turns_conv1d and len(shape) == 2

@@ -53,12 +53,8 @@ declare i32 @llvm.nvvm.shfl.sync.down.i32(i32, i32, i32, i32) convergent
 declare void @llvm.nvvm.barrier0() convergent
 """
 
-_KERNEL = (
-    PRELUDE
-    + """
-define ptx_kernel void @{symbol}(i64 %src, i64 %out, i64 %numel, i64 %tally) nounwind {{
-entry:
-  %tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+#: How a thread learns what it takes first, and how far the next one is: ``%first``, ``%stride``.
+GRID = """%tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
   %ntid = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
   %ctaid = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
   %nctaid = call i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
@@ -68,7 +64,14 @@ entry:
   %blocks = zext i32 %nctaid to i64
   %before = mul i64 %block, %threads
   %first = add i64 %before, %thread
-  %stride = mul i64 %blocks, %threads
+  %stride = mul i64 %blocks, %threads"""
+
+_KERNEL = (
+    PRELUDE
+    + """
+define ptx_kernel void @{symbol}(i64 %src, i64 %out, i64 %numel, i64 %tally) nounwind {{
+entry:
+  {grid}
   {clear}
   br label %begin
 begin:
@@ -258,6 +261,7 @@ def _kernel_ir(src: DType, dst: DType, clamp: bool) -> str:
         begun = loop
     return _KERNEL.format(
         symbol=SYMBOL,
+        grid=GRID,
         src_nbytes=src.itemsize,
         out_nbytes=dst.itemsize,
         src_mask=width * src.itemsize - 1,

@@ -352,12 +352,14 @@ class FormatWriter(Protocol):
         max_shard_size: most bytes of a file where users say nothing.
         keeps_beside: whether the files beside the source (tokenizer, configuration) are copied.
         wants_sums: whether `documents` needs the md5 sums of the files.
+        takes_blocks: whether blocks of GGUF files stay as they are where no dtype is asked for.
     """
 
     name: str
     max_shard_size: str = DEFAULT_SHARD_SIZE
     keeps_beside: bool = False
     wants_sums: bool = False
+    takes_blocks: bool = False
 
     def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
         """What ``dtype=`` and ``quant=`` of `convert` stand for in this format.

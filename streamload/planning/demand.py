@@ -135,6 +135,8 @@ class DTypePolicy:
         for pattern, dtype in self.rules:
             if pattern == "*" or fnmatchcase(name, pattern):
                 return src if dtype is None else dtype
+        if src.is_packed:  # of blocks with scales of float16
+            return F16
         if src is BF16 and (self.fp16_cast is not None or not native_bf16):
             return F16
         return src

@@ -32,7 +32,7 @@ from streamload.quant.kernels import kept_object, loop, splat
 
 SYMBOL = "decode_blocks"
 WIDTH = 32  # elements that a kernel makes at once; blocks have a multiple
-_SCRATCH_NUMEL = 1 << 14  # float32 elements on their way to 16 bits: they stay in the CPU's cache
+_SCRATCH_NUMEL = 1 << 16  # float32 elements on their way to 16 bits: they stay in the CPU's cache
 _ORACLE_BLOCKS = 1 << 8
 
 #: The type of a block's bytes, from its first on.

@@ -16,7 +16,7 @@ import numpy as np
 
 from streamload._kept import keep, read_kept
 from streamload.cast.kernels import Vector
-from streamload.devices.ptx import BLOCK_THREADS, CLEAR, COUNTS, PRELUDE, compile_ptx, tell
+from streamload.devices.ptx import BLOCK_THREADS, CLEAR, COUNTS, GRID, PRELUDE, compile_ptx, tell
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import Array
@@ -40,17 +40,7 @@ define ptx_kernel void @{symbol}(
     i64 %from, i64 %out, i64 %numel, i64 %tally, i64 %weight, i64 %beginning
 ) nounwind {{
 entry:
-  %tid = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
-  %ntid = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
-  %ctaid = call i32 @llvm.nvvm.read.ptx.sreg.ctaid.x()
-  %nctaid = call i32 @llvm.nvvm.read.ptx.sreg.nctaid.x()
-  %thread = zext i32 %tid to i64
-  %threads = zext i32 %ntid to i64
-  %block = zext i32 %ctaid to i64
-  %blocks = zext i32 %nctaid to i64
-  %before = mul i64 %block, %threads
-  %first = add i64 %before, %thread
-  %stride = mul i64 %blocks, %threads
+  {grid}
   {clear}
   br label %begin
 begin:
@@ -167,7 +157,7 @@ def _kernel_ir(values: Values, dst: DType, clamp: bool, turned: bool) -> str:
     sums = loop(v, "%first", units, "%stride", zeros, body)
     counted = {slot: v.convert("trunc", "i64", total, "i32") for slot, total in enumerate(sums)}
     text = "\n  ".join(v.lines)
-    return _KERNEL.format(symbol=SYMBOL, clear=CLEAR, body=text, tell=tell(v, counted))
+    return _KERNEL.format(symbol=SYMBOL, grid=GRID, clear=CLEAR, body=text, tell=tell(v, counted))
 
 
 def _scale_index(v: Vector, number: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from streamload.cast.table import ZERO, CastCounts
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.dtypes import DType
 from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
@@ -35,15 +35,17 @@ _APART_NBYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Writes elements of a tensor: dequantised, or those of its transpose as they are.
+    """Writes elements of a tensor in the order of models: dequantised, or as they are.
 
     Attributes:
         info: the tensor.
-        decoder: of it; None for elements of the transpose of a plain matrix.
+        decoder: of it; None for elements as they are, of the transpose of a plain matrix where
+            there is no ``turn``.
         dtype: what elements become.
         read: reads its file.
         most_nbytes: the most that is read at once; of a tensor that lies as models have it, as
             much is read as the elements take.
+        turn: how its rows lie in its file, where its header says that models have them otherwise.
     """
 
     info: TensorInfo
@@ -51,6 +53,7 @@ class Elements:
     dtype: DType
     read: Read
     most_nbytes: int
+    turn: Turn | None = None
 
     def write(self, first: int, stop: int, out: memoryview) -> CastCounts:
         """Write some elements.
@@ -61,11 +64,17 @@ class Elements:
             out: the elements, written.
         """
         info, decoder = self.info, self.decoder
-        if decoder is None or (isinstance(info, Packed) and info.lies_turned):
-            *_, lines, columns = info.shape
-            width, n = (lines, columns, 1), self.dtype.itemsize
-            most, grain = info.dtype.numel(self.most_nbytes), info.dtype.unit
-            return turned(width, n, first, stop, out, self._fill, most, grain)
+        width = None
+        if self.turn is not None:
+            groups, outer, inner, _ = self.turn
+            width = (outer, inner, info.numel // (groups * outer * inner))
+        elif decoder is None or (isinstance(info, Packed) and info.lies_turned):
+            width = (info.shape[-2], info.shape[-1], 1)
+        if width is not None:
+            most, unit = info.dtype.numel(self.most_nbytes), info.dtype.unit
+            grain = unit // math.gcd(unit, width[2])
+            return turned(width, self.dtype.itemsize, first, stop, out, self._fill, most, grain)
+        assert decoder is not None, info.name
         begin, end = info.dtype.span(first, stop)
         with self.read(info.start + begin, info.start + end) as data:
             return decoder.decode(data, out, first)

@@ -94,6 +94,11 @@ def _read(
     checkpoint: Checkpoint, given: Any, changes: dict[str, Any], trust_remote_code: bool
 ) -> tuple[Any, list[str]]:
     """The configuration of a file, changed; and the names of changes that it does not know."""
+    if given is None and checkpoint.says_config:
+        config_class = transformers.AutoConfig.for_model(checkpoint.config["model_type"]).__class__
+        said = dict(checkpoint.config)
+        config, unused = config_class.from_dict(said, return_unused_kwargs=True, **changes)
+        return config, [name for name in unused if name in changes]
     folder = folder_of(checkpoint) if given is None else Path(given).expanduser()
     path = folder if folder.is_file() else folder / "config.json"
     if not path.is_file():

@@ -123,7 +123,9 @@ def _stated(checkpoint: Checkpoint, config: Any) -> DType | None:
 def _stored(checkpoint: Checkpoint) -> list[DType]:
     """The dtypes of the checkpoint's floats, in the order in which transformers looks at them."""
     infos = sorted(checkpoint.tensors.values(), key=lambda info: (info.shard, info.name))
-    return list(dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN))
+    found = dict.fromkeys(info.dtype for info in infos if info.dtype.name in COMPUTED_IN)
+    blocks = any(info.dtype.is_packed for info in infos)  # beside them, few others are float32
+    return list({F16: None} | found if blocks else found)
 
 
 def _kept(model: Any, dtype: torch.dtype) -> Any:

@@ -12,10 +12,10 @@ import torch
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.errors import ShapeMismatch, StateDictMismatchError
-from streamload.mapping import Source
+from streamload.mapping import Source, model_shape
 from streamload.match import skipping_shapes, warn_of_little
 from streamload.options import Strictness
-from streamload.planning.parts import RowRange
+from streamload.planning.parts import whole as all_of
 from streamload.transformers.configuration import first_line
 from streamload.transformers.internals import (
     WeightConverter,
@@ -247,5 +247,4 @@ def _of_the_body(model: Any, checkpoint: Checkpoint, unexpected: list[str]) -> l
 
 def whole(checkpoint: Checkpoint, tensor: str) -> Source:
     """All of a tensor, as it is."""
-    shape = checkpoint.tensors[tensor].shape
-    return Source((RowRange(tensor, 0, shape[0] if shape else 1),), shape=shape)
+    return Source((all_of(checkpoint.tensors[tensor]),), shape=model_shape(checkpoint, tensor))

@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import on_unstored
+from streamload.dequantise import asked, dequantised
 from streamload.devices.names import framework
 from streamload.dtypes import DTypeArgument
 from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismatchError
@@ -26,6 +27,7 @@ from streamload.options import (
     WeightOptions,
 )
 from streamload.planning.budget import BudgetLike
+from streamload.planning.demand import DTypePolicy
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
@@ -105,6 +107,8 @@ class Prepared:
             strictness: whether names and shapes must match.
         """
         config = configuration_of(checkpoint, wanted)
+        blocks = asked(checkpoint, DTypePolicy(), blocks=True)
+        checkpoint = dequantised(checkpoint, blocks)
         if wanted.config is not None or wanted.changes:  # what it needs to run follows from it, too
             checkpoint = replace(checkpoint, config=config.to_dict())
         config.name_or_path = name

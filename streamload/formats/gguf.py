@@ -1,0 +1,482 @@
+"""GGUF files, versions 2 and 3: metadata, and tensors of plain elements or of blocks.
+
+A file is "GGUF", the version (32 bits), how many tensors and how many pairs of metadata there are
+(64 bits each), the pairs (key, type, value), what is said of each tensor (name, dimensions, the
+innermost first, type, offset), and the data from the next multiple of the alignment on. A set of
+files is numbered, ``name-00001-of-00003.gguf``; the first has the metadata of all.
+
+Tensors have the names of Hugging Face where the architecture is known: see `gguf_names`.
+
+Source: docs/gguf.md in github.com/ggml-org/ggml. Stricter than it: names of tensors are unique, and
+tensors share no bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from streamload.checkpoint import remote
+from streamload.checkpoint.header import (
+    MAX_HEADER_NBYTES,
+    Header,
+    Stored,
+    TensorInfo,
+    Turn,
+    describe,
+    is_text,
+)
+from streamload.checkpoint.url import Location, Url
+from streamload.dtypes import BY_CODE, PACKED
+from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
+from streamload.formats import gguf_vocabulary
+from streamload.formats.base import File, FormatReader, open_file, register_reader
+from streamload.formats.gguf_names import (
+    ARCHITECTURE,
+    ARCHITECTURES,
+    ROPE_FREQS,
+    Architecture,
+    config_of,
+)
+from streamload.formats.gguf_types import (
+    ALIGNMENT,
+    ARRAY,
+    BOOL,
+    MAGIC,
+    SCALARS,
+    STRING,
+    TENSOR_TYPES,
+    VERSIONS,
+    TensorType,
+)
+from streamload.units import round_up
+
+_FIRST_NBYTES = 2**18  # what a server is asked for at first
+_MOST_NBYTES = 2**22  # that are read at once
+_MOST_AXES = 4
+_MOST_NESTED = 4
+_LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+_MOST_U64 = 2**64 - 1
+_MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
+_MXFP4 = "MXFP4"
+
+#: Kinds of blocks by the names of GGUF's types.
+_KINDS = {
+    kind.name: kind.name.lower() if kind.name != _MXFP4 else "gguf-mxfp4"
+    for kind in TENSOR_TYPES.values()
+}
+_READ = [kind.name for kind in TENSOR_TYPES.values() if kind.code or _KINDS[kind.name] in PACKED]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What a file says of a tensor, by its own name; it has bytes ``start`` to ``stop``."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class GGUF(FormatReader):
+    """Reads GGUF files; see `FormatReader`."""
+
+    name = "gguf"
+    suffixes = (".gguf",)
+    single = "model.gguf"
+
+    def looks(self, head: bytes) -> bool:
+        """By its magic."""
+        return head.startswith(MAGIC)
+
+    def read_header(self, file: File) -> Header:
+        """See `FormatReader.read_header`."""
+        metadata, tensors, data_start = _read(file)
+        number, count = (metadata.get(f"split.{key}", 0) for key in ("no", "count"))
+        of_model, shapes = metadata, {each.name: each.shape for each in tensors}
+        if type(number) is not int or type(count) is not int:
+            found = describe([number, count])
+            raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
+        if count > 1:
+            others = _others(file.path, number, count)
+            if number:
+                of_model = _read_other(others[0])[0]
+            else:  # what is said of all depends on which tensors there are
+                for other in others[1:]:
+                    if not (more := _shapes_of(other)):
+                        break  # the file is not there, or invalid: that is found out later
+                    shapes |= more
+        known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
+        freqs = () if known is None else _freqs(file, tensors)
+        config = {} if number else config_of(of_model, shapes, freqs)
+        if freqs and not number and "rope_scaling" not in config:
+            warnings.warn(
+                f"{file.path}: {ROPE_FREQS} is no scaling of Llama 3 that is known: the model is "
+                "computed without it",
+                UserWarning,
+                stacklevel=2,
+            )
+        heads = config_of(of_model, shapes)
+        return _header(file, known, heads, config, metadata, tensors, data_start)
+
+    def siblings(self, header: Header) -> Sequence[str]:
+        """See `FormatReader.siblings`."""
+        match = _MEMBER.fullmatch(header.path.name)
+        return () if match is None else _set_of(match["stem"], int(match["total"]))
+
+    def documents(self, headers: Sequence[Header]) -> Mapping[str, bytes]:
+        """The tokenizer; see `FormatReader.documents`."""
+        for header in headers:
+            with _opened(header.path) as file:
+                metadata = _Cursor(file).metadata(arrays=True)[0]
+            if "tokenizer.ggml.model" in metadata:
+                found = gguf_vocabulary.from_gguf(header.path, metadata)
+                return {
+                    name: json.dumps(document, ensure_ascii=False).encode()
+                    for name, document in found.items()
+                }
+        return {}
+
+
+def _header(
+    file: File,
+    known: Architecture | None,
+    heads: Mapping[str, Any],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    tensors: Sequence[_Tensor],
+    data_start: int,
+) -> Header:
+    """A header, with the names of Hugging Face."""
+    infos: list[TensorInfo] = []
+    stored: dict[str, Stored] = {}
+    turns: dict[str, Turn] = {}
+    for each in tensors:
+        if known is not None and each.name == ROPE_FREQS:
+            continue
+        name = (known and known.to_hugging_face(each.name)) or each.name
+        dtype, shape = BY_CODE.get(each.type.code), each.shape
+        if dtype is None:
+            stored[name] = Stored(_KINDS[each.type.name], shape, (each.type.numel,), 8)
+            dtype = BY_CODE["U8"]
+            shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
+        infos.append(TensorInfo(name, dtype, shape, file.path, each.start, each.stop))
+        turn = None if known is None else _turn(file, known, each, heads)
+        if turn is not None:
+            turns[name] = turn
+    infos.sort(key=attrgetter("start", "stop", "name"))
+    _check_distinct(file, [info.name for info in infos])
+    said = {k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)}
+    return Header(
+        *(file.path, file.nbytes, data_start, tuple(infos), said),
+        format=GGUF.name,
+        config=config,
+        stored=stored,
+        turns=turns,
+    )
+
+
+def _turn(
+    file: File, known: Architecture, tensor: _Tensor, config: Mapping[str, Any]
+) -> Turn | None:
+    """How a tensor's rows lie, where models have them otherwise."""
+    shape = tensor.shape
+    if known.is_transposed(tensor.name) and len(shape) == 2 and min(shape) > 1:
+        return Turn(1, *shape, shape[::-1])
+    try:
+        order = known.half_split(tensor.name, shape[0] if shape else 1, config)
+    except ValueError as error:
+        raise HeaderError(
+            file.path, "its rows cannot be split into heads", str(error), shape, tensor=tensor.name
+        ) from error
+    if order is None or 1 in (order.outer, order.inner):
+        return None
+    return Turn(order.groups, order.outer, order.inner)
+
+
+def _freqs(file: File, tensors: Sequence[_Tensor]) -> Sequence[float]:
+    """The values of `ROPE_FREQS`, or none."""
+    found = next((each for each in tensors if each.name == ROPE_FREQS), None)
+    if found is None or found.type.code != "F32" or found.stop - found.start > _FIRST_NBYTES:
+        return ()
+    raw = file.read(found.start, found.stop)
+    return tuple(np.frombuffer(raw, "<f4").tolist())
+
+
+# --- sets of files --------------------------------------------------------------------------------
+
+
+def _set_of(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def _others(path: Location, number: int, count: int) -> list[Location]:
+    """The files of a set, this one among them.
+
+    Raises:
+        HeaderError: the file has not the name that its number calls for.
+    """
+    match = _MEMBER.fullmatch(path.name)
+    if match is None or (int(match["number"]) - 1, int(match["total"])) != (number, count):
+        expected = f"a name that ends with -{number + 1:05}-of-{count:05}.gguf"
+        raise HeaderError(path, "is one file of a set, and has another name", expected, path.name)
+    return [path.parent / name for name in _set_of(match["stem"], count)]
+
+
+def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
+    with _opened(path) as file:
+        return _read(file)
+
+
+def _shapes_of(path: Location) -> dict[str, tuple[int, ...]]:
+    """The tensors of another file of the set; none where it cannot be read."""
+    with suppress(CheckpointError):
+        return {each.name: each.shape for each in _read_other(path)[1]}
+    return {}
+
+
+@contextmanager
+def _opened(path: Location) -> Iterator[File]:
+    if isinstance(path, Url):
+        with remote.connections():
+            yield remote.RemoteFile(path)
+    else:
+        with open_file(Path(path)) as file:
+            yield file
+
+
+# --- the grammar ----------------------------------------------------------------------------------
+
+
+def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
+    """The metadata without its arrays, the tensors, and where the data begins.
+
+    Raises:
+        HeaderError: the file breaks a rule of the format.
+        TruncatedFileError: it is shorter than it says.
+        CheckpointError: it cannot be read.
+    """
+    cursor = _Cursor(file)
+    metadata, count = cursor.metadata(arrays=False)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        cursor.refuse("general.alignment is not valid", "a power of two", alignment)
+    if count * _LEAST_TENSOR_NBYTES > cursor.left_nbytes:
+        cursor.refuse("says that it has more tensors than fit into it", "fewer", count)
+    said = [cursor.tensor() for _ in range(count)]
+    data_start = round_up(cursor.at, alignment)
+    tensors = [_placed(file, *each, alignment, data_start) for each in said]
+    end = data_start
+    for each in sorted(tensors, key=attrgetter("start", "stop")):
+        if each.start < end and each.stop > each.start:
+            raise HeaderError(
+                *(file.path, "begins inside another tensor", end, each.start), tensor=each.name
+            )
+        end = max(end, each.stop)
+    _check_distinct(file, [each.name for each in tensors])
+    return metadata, tensors, data_start
+
+
+def _check_distinct(file: File, names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        ((twice, count),) = Counter(names).most_common(1)
+        found = f"{count} times"
+        raise HeaderError(file.path, "a name is not unique", "each name once", found, tensor=twice)
+
+
+def _placed(
+    file: File,
+    name: str,
+    shape: tuple[int, ...],
+    number: int,
+    offset: int,
+    alignment: int,
+    data_start: int,
+) -> _Tensor:
+    """A tensor whose bytes are in the file."""
+
+    def refuse(problem: str, expected: object, found: object) -> NoReturn:
+        raise HeaderError(file.path, problem, expected, found, tensor=name)
+
+    kind = TENSOR_TYPES.get(number)
+    if kind is None or kind.name not in _READ:
+        refuse("its type is not read", ", ".join(_READ), number if kind is None else kind.name)
+    width = shape[-1] if shape else 1
+    if width % kind.numel:
+        refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {kind.numel}", width)
+    numel = math.prod(shape)
+    if numel > _MOST_U64:
+        refuse("the shape is too large", "at most 2**64 - 1 elements", list(shape))
+    if offset % alignment:
+        refuse("its offset is not aligned", f"a multiple of {alignment}", offset)
+    start = data_start + offset
+    stop = start + numel // kind.numel * kind.nbytes
+    if stop > file.nbytes:
+        raise TruncatedFileError(
+            file.path, "is shorter than its header says", stop, file.nbytes, tensor=name
+        )
+    return _Tensor(name, kind, shape, start, stop)
+
+
+class _Cursor:
+    """Reads the grammar from a file's first byte on, in pieces; every number is checked.
+
+    Attributes:
+        at: the next byte.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._raw, self._start, self._next_nbytes = b"", 0, _FIRST_NBYTES
+        self.at = 0
+
+    @property
+    def left_nbytes(self) -> int:
+        """The most that there can be of the header from here on."""
+        return min(self._file.nbytes, MAX_HEADER_NBYTES) - self.at
+
+    def refuse(self, problem: str, expected: object, found: object) -> NoReturn:
+        """Raise HeaderError."""
+        found = found if isinstance(found, str) else describe(found)
+        raise HeaderError(self._file.path, problem, expected, found)
+
+    def metadata(self, *, arrays: bool) -> tuple[dict[str, Any], int]:
+        """What comes before the tensors: the pairs, and how many tensors there are.
+
+        Args:
+            arrays: whether arrays are among the pairs; they are passed over else.
+        """
+        magic = self._take(4)
+        if magic != MAGIC:
+            self.refuse("is not a GGUF file", MAGIC.decode(), repr(magic))
+        version = self._number("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            big = swapped in (1, *VERSIONS)
+            found = f"a big-endian file of version {swapped}" if big else f"version {version}"
+            self.refuse("is not read", "version 2 or 3, little-endian", found)
+        tensors, pairs = self._number("Q"), self._number("Q")
+        if pairs * _LEAST_PAIR_NBYTES > self.left_nbytes:
+            self.refuse("says that it has more metadata than fits into it", "less", pairs)
+        out: dict[str, Any] = {}
+        seen: set[str] = set()
+        for _ in range(pairs):
+            key = self._name("a key")
+            if key in seen:
+                self.refuse("a key is not unique", "each key once", f"{describe(key)} twice")
+            seen.add(key)
+            kind = self._number("I")
+            value = self._value(kind, key, keeps=arrays or kind != ARRAY)
+            if value is not None:
+                out[key] = value
+        return out, tensors
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """What is said of the next tensor: name, shape, number of its type, offset."""
+        name = self._name("a tensor's name")
+        axes = self._number("I")
+        if axes > _MOST_AXES:
+            raise HeaderError(
+                *(self._file.path, "it has too many axes", f"at most {_MOST_AXES}", axes),
+                tensor=name,
+            )
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _name(self, what: str) -> str:
+        try:
+            found = self._string().decode()
+        except UnicodeDecodeError as error:
+            self.refuse(f"{what} is not valid", "UTF-8", str(error))
+        if not found or not is_text(found):
+            self.refuse(f"{what} is not valid", "text", found)
+        return found
+
+    def _value(self, kind: int, key: str, *, keeps: bool, nested: int = 0) -> Any:
+        """A value, or None where it is passed over."""
+        if kind == STRING:
+            text = self._string()
+            return text.decode(errors="replace") if keeps else None
+        if kind in SCALARS:
+            return self._scalar(kind, key)
+        if kind != ARRAY or nested == _MOST_NESTED:
+            expected = f"0 to 12, arrays in arrays up to {_MOST_NESTED}"
+            self.refuse(f"the type of {describe(key)} is not valid", expected, kind)
+        inner, count = self._number("I"), self._number("Q")
+        if inner in SCALARS:
+            raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"), keeps=keeps)
+            return np.frombuffer(raw, f"<{SCALARS[inner]}") if keeps else None
+        least_nbytes = 8 if inner == STRING else 12
+        if count * least_nbytes > self.left_nbytes:
+            problem = f"{describe(key)} is longer than what is left of the header"
+            self.refuse(problem, "fewer elements", count)
+        if inner == STRING and not keeps:
+            return self._pass_strings(count)
+        found = [self._value(inner, key, keeps=keeps, nested=nested + 1) for _ in range(count)]
+        return found if keeps else None
+
+    def _pass_strings(self, count: int) -> None:
+        """Pass over strings: a vocabulary has hundreds of thousands, at 0.1 microseconds each."""
+        length = struct.Struct("<Q").unpack_from
+        while count:
+            nbytes = self._take(8, keeps=True)
+            self._take(int.from_bytes(nbytes, "little"), keeps=False)
+            count -= 1
+            raw, at = self._raw, self.at - self._start
+            last = len(raw) - 8
+            while count and at <= last:
+                after = at + 8 + length(raw, at)[0]
+                if after > len(raw):
+                    break
+                at, count = after, count - 1
+            self.at = self._start + at
+
+    def _scalar(self, kind: int, key: str) -> Any:
+        if kind == BOOL:
+            found = self._take(1)[0]
+            if found > 1:
+                self.refuse(f"{describe(key)} is not valid", "a bool of 0 or 1", found)
+            return bool(found)
+        return self._number(SCALARS[kind])
+
+    def _string(self) -> bytes:
+        return self._take(self._number("Q"))
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _take(self, nbytes: int, *, keeps: bool = True) -> bytes:
+        """The next bytes; b"" where they are passed over."""
+        begin = self.at - self._start
+        end = self.at + nbytes
+        if end > self._start + len(self._raw):
+            if end > self._file.nbytes:
+                problem = "the header is cut off"
+                raise TruncatedFileError(self._file.path, problem, end, self._file.nbytes)
+            if end > MAX_HEADER_NBYTES:
+                self.refuse("the header is too long", f"at most {MAX_HEADER_NBYTES} bytes", end)
+            begin = 0
+            self._start = self.at if keeps else end
+            self._raw = self._file.read(self._start, max(end, self._start + self._next_nbytes))
+            self._next_nbytes = min(2 * self._next_nbytes, _MOST_NBYTES)
+            if self._start + len(self._raw) < end:  # the file shrank since its length was taken
+                got = self._start + len(self._raw)
+                raise TruncatedFileError(self._file.path, "the header is cut off", end, got)
+        self.at = end
+        return self._raw[begin : begin + nbytes] if keeps else b""
+
+
+register_reader(GGUF())

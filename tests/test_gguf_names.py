@@ -1,0 +1,143 @@
+"""Names of tensors and settings, GGUF's and Hugging Face's: held against gguf-py's tables."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from streamload.formats.gguf_names import (
+    ARCHITECTURES,
+    OF_MODEL,
+    config_of,
+    is_computed,
+    llama3_factors,
+    llama3_scaling,
+    metadata_of,
+)
+from streamload.planning.parts import RowTranspose
+
+_SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+_ROPE = {"rope_theta": 5e5, "factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}
+_LLAMA3 = _ROPE | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _model(model_type: str, **more: Any) -> transformers.PreTrainedModel:
+    small = _SMALL | {"intermediate_size": 128, "num_key_value_heads": 2}
+    if model_type == "gpt2":
+        small = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 96}
+    config = transformers.AutoConfig.for_model(model_type, **small, **more)
+    with __import__("torch").device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", OF_MODEL)
+def test_all_names_go_to_gguf_as_in_its_package_and_back(model_type: str) -> None:
+    """Every tensor of a model has the name that gguf-py's map gives it, and comes back."""
+    gguf = pytest.importorskip("gguf")
+    architecture = OF_MODEL[model_type]
+    kind = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture.name)
+    map_of = gguf.get_tensor_name_map(kind, 2)
+    names = [name for name in _model(model_type).state_dict() if not is_computed(name)]
+    assert len(names) > 10
+    for name in names:
+        theirs = map_of.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert architecture.to_gguf(name) == theirs
+        assert architecture.to_hugging_face(theirs) == name
+        bare = name.removeprefix(architecture.prefix)
+        if bare != name:
+            assert architecture.to_gguf(bare) == theirs
+
+
+@pytest.mark.parametrize("name", ["blk.00.attn_q.weight", "blk.x.attn_q.weight", "attn_q", "", "."])
+def test_names_that_are_not_known_stay(name: str) -> None:
+    """A name that is none of the architecture's has no other."""
+    assert all(one.to_hugging_face(name) is None for one in ARCHITECTURES.values())
+
+
+def test_rows_are_interleaved_as_converters_do_and_come_back() -> None:
+    """Query rows are ordered as llama.cpp's converter orders them: reshape, exchange, reshape."""
+    llama = ARCHITECTURES["llama"]
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    for name, heads in (("blk.3.attn_q.weight", 4), ("blk.3.attn_k.weight", 2)):
+        there = llama.interleaved(name, 32, config)
+        assert there == RowTranspose(heads, 2, 16 // heads)
+        rows = np.arange(32)
+        theirs = rows.reshape(heads, 2, 16 // heads).swapaxes(1, 2).reshape(32)
+        assert (_moved(rows, there) == theirs).all()
+        assert (_moved(theirs, llama.half_split(name, 32, config)) == rows).all()
+    assert llama.interleaved("blk.3.attn_v.weight", 32, config) is None
+    assert ARCHITECTURES["qwen2"].interleaved("blk.3.attn_q.weight", 32, config) is None
+    with pytest.raises(ValueError, match="30 rows are not 4 heads"):
+        llama.interleaved("blk.3.attn_q.weight", 30, config)
+
+
+def _moved(rows: np.ndarray, order: RowTranspose | None) -> np.ndarray:
+    assert order is not None
+    return rows.reshape(order.groups, order.outer, order.inner).swapaxes(1, 2).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}),
+        ("llama", {"head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_parameters": _LLAMA3}),
+        ("mistral", {"sliding_window": 4096, "rope_theta": 1e6}),
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 32}),
+        ("gpt2", {"n_inner": 100, "layer_norm_epsilon": 1e-6}),
+    ],
+)
+def test_settings_go_to_gguf_and_back(model_type: str, more: dict[str, Any]) -> None:
+    """A model of the config that comes back computes with the same settings."""
+    model = _model(model_type, **more)
+    before = model.config.to_dict()
+    metadata = metadata_of(before)
+    architecture = OF_MODEL[model_type]
+    shapes = {
+        architecture.to_gguf(name) or name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if not (before["tie_word_embeddings"] and name == "lm_head.weight")
+    }
+    config = config_of(
+        {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in metadata.items()},
+        shapes,
+        np.float32(llama3_factors(before) or []).tolist(),
+    )
+    after = transformers.AutoConfig.for_model(**config).to_dict()
+    same = {*architecture.settings.values(), "rope_parameters", "tie_word_embeddings", "mlp_bias"}
+    for key in same - {"rope_theta", "sliding_window"}:
+        if before.get(key) is not None:
+            assert after.get(key) == before[key], key
+    assert (after.get("sliding_window") or None) == (before.get("sliding_window") or None)
+
+
+def test_what_gguf_has_no_key_for_is_refused() -> None:
+    """A scaling or an architecture that GGUF cannot express is an error that names it."""
+    config = _model("llama").config.to_dict()
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match="no scaling 'dynamic'"):
+        metadata_of(config | {"rope_parameters": rope})
+    with pytest.raises(ValueError, match="not 'opt'"):
+        metadata_of({"model_type": "opt"})
+    assert config_of({"general.architecture": "falcon"}, {}) == {}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_factors_of_llama_3_are_those_of_transformers(factor: float) -> None:
+    """The divisors of frequencies are transformers', and say what made them."""
+    config = _model("llama", head_dim=128, rope_parameters=_LLAMA3 | {"factor": factor}).config
+    made = llama3_factors(config.to_dict())
+    scaled, _ = transformers.modeling_rope_utils._compute_llama3_parameters(config, "cpu")
+    plain = 5e5 ** -(np.arange(64) / 64)
+    assert made is not None
+    np.testing.assert_allclose(plain / scaled.numpy(), made, rtol=1e-5)
+    found = llama3_scaling(np.float32(made).tolist(), 5e5)
+    assert found == {k: v for k, v in (_LLAMA3 | {"factor": factor}).items() if k != "rope_theta"}
+    assert llama3_scaling([1.0] * 64, 5e5) is None
+    assert llama3_scaling([math.pi] * 64, 5e5) is None
