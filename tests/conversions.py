@@ -128,6 +128,7 @@ class Gpt2Shape:
             "n_head": 4,
             "n_layer": self.layers,
             "n_positions": self.positions,
+            "layer_norm_epsilon": 1e-5,
             "torch_dtype": dtype.name,
             "vocab_size": self.vocab,
         }
@@ -152,4 +153,7 @@ WRITTEN = {
     "safetensors": Written(make_llama, {"dtype": "float16"}),
     "llm.c": Written(partial(make_gpt2, dtype=F32), {"to": "llm.c"}),
     "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
+    "gguf": Written(make_llama, {"to": "gguf", "dtype": "float16"}),
+    "gguf-q8_0": Written(make_llama, {"to": "gguf", "quant": "q8_0"}),
+    "gguf-q4_0": Written(make_gpt2, {"to": "gguf", "quant": "q4_0"}),
 }

@@ -156,7 +156,8 @@ def test_errors(case: str) -> None:
 def test_metadata() -> None:
     """The type of most bytes is the file's."""
     entries = [Described("a", (64, 64), Q4_0), Described("b", (64,), F32)]
-    found = metadata("m", LLAMA | {"bos_token_id": 1}, "Name", entries)
+    config = LLAMA | {"bos_token_id": 1, "_name_or_path": "org/Name"}
+    found = metadata("m", config, entries)
     assert next(iter(found)) == "general.architecture"
     assert found["general.architecture"] == "llama"
     assert found["general.name"] == "Name"
@@ -166,7 +167,7 @@ def test_metadata() -> None:
     assert found["tokenizer.ggml.bos_token_id"] == 1
     for kind, number in (("F32", 0), ("F16", 1), ("Q8_0", 7), ("BF16", 32)):
         entry = Described("a", (64, 64), TENSOR_TYPE_OF[kind])
-        assert metadata("m", LLAMA, "", [entry])["general.file_type"] == number
+        assert metadata("m", LLAMA, [entry])["general.file_type"] == number
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "rms_norm_eps", "intermediate_size"])
@@ -174,7 +175,7 @@ def test_settings_that_llama_cpp_needs(key: str) -> None:
     """Without one, llama.cpp would refuse the file."""
     config = {k: v for k, v in LLAMA.items() if k != key}
     with pytest.raises(CheckpointError, match=f"config.json: {key} is missing"):
-        metadata("m", config, "", [])
+        metadata("m", config, [])
 
 
 def test_scaled_rotary_embeddings() -> None:
@@ -195,4 +196,4 @@ def test_scaled_rotary_embeddings() -> None:
     assert factors[0] == 1
     assert factors[-1] == 8
     with pytest.raises(CheckpointError, match="no scaling 'longrope'"):
-        metadata("m", LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "", [])
+        metadata("m", LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, [])

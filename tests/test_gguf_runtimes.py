@@ -124,7 +124,9 @@ def test_llama_cpp_runs_them(saved: Any, kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = source(torch.tensor([ids])).logits[0].numpy()
     off = np.abs(found - expected).max()
-    assert off < _OFF[kind] * np.ptp(expected)
+    # llama.cpp takes GPT-2's activation from a table in F16
+    allowed = 5e-4 if (family, kind) == ("gpt2", "f32") else _OFF[kind]
+    assert off < allowed * np.ptp(expected)
     if kind.startswith("q"):
         return
     best = np.sort(expected, axis=1)

@@ -183,7 +183,6 @@ def rope_freqs(config: Mapping[str, Any], architecture: Architecture) -> bytes:
 def metadata(
     path: str | PathLike[str],
     config: Mapping[str, Any],
-    name: str,
     entries: Sequence[Described],
 ) -> dict[str, Any]:
     """All keys of a file but those of its vocabulary.
@@ -191,7 +190,6 @@ def metadata(
     Args:
         path: the checkpoint, for errors.
         config: what config.json says.
-        name: of the model, for people.
         entries: all tensors.
 
     Raises:
@@ -206,6 +204,7 @@ def metadata(
     for key, ours in architecture.settings.items():
         if key.endswith(_REQUIRED) and f"{architecture.name}.{key}" not in settings:
             raise CheckpointError(path, f"config.json: {ours} is missing, which llama.cpp needs")
+    name = config.get("_name_or_path")  # of the older transformers; a folder's name is no model's
     nbytes: Counter[str] = Counter()
     for entry in entries:
         nbytes[entry.kind.name] += entry.nbytes
@@ -213,7 +212,7 @@ def metadata(
     return {
         "general.architecture": architecture.name,
         "general.type": "model",
-        **({"general.name": name} if name else {}),
+        **({"general.name": name.rpartition("/")[2]} if isinstance(name, str) and name else {}),
         **settings,
         "general.file_type": _FILE_TYPES[main],
         "general.quantization_version": _QUANTIZATION_VERSION,

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from streamload._system import trim_heap
@@ -124,7 +123,7 @@ class GGUF(FormatWriter):
         listed = [entry for each in entries for entry in each]
         described = [Described(e.name, _shape(e), _kind(e)) for e in listed]
         vocabulary = self._vocabulary(model)
-        keys = metadata(model.path, model.config, _name(model), described)
+        keys = metadata(model.path, model.config, described)
         keys = {key: value for key, value in keys.items() if key not in vocabulary.keys}
         raw = metadata_bytes(keys) + vocabulary.raw
         counts = split([file_nbytes(each) for each in described], max_nbytes, len(raw))
@@ -198,17 +197,6 @@ def _kind(entry: Entry) -> TensorType:
 
 def _shape(entry: Entry) -> tuple[int, ...]:
     return entry.shape if entry.coding is None else entry.coding.shape
-
-
-def _name(model: Model) -> str:
-    """What people call a model: its folder, or its repository where that is a cache's."""
-    path = model.path
-    if not isinstance(path, Path):
-        return path.name
-    folder = path.parent if path.suffix else path
-    if folder.parent.name == "snapshots":
-        return folder.parent.parent.name.rpartition("--")[2]
-    return folder.resolve().name
 
 
 def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
