@@ -128,7 +128,6 @@ class Gpt2Shape:
             "n_head": 4,
             "n_layer": self.layers,
             "n_positions": self.positions,
-            "layer_norm_epsilon": 1e-5,
             "torch_dtype": dtype.name,
             "vocab_size": self.vocab,
         }
@@ -155,5 +154,5 @@ WRITTEN = {
     "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
     "gguf": Written(make_llama, {"to": "gguf", "dtype": "float16"}),
     "gguf-q8_0": Written(make_llama, {"to": "gguf", "quant": "q8_0"}),
-    "gguf-q4_0": Written(make_gpt2, {"to": "gguf", "quant": "q4_0"}),
+    "gguf-q4_0": Written(make_llama, {"to": "gguf", "quant": "q4_0"}),
 }
