@@ -164,6 +164,22 @@ def test_conversions_are_resumed(tmp_path: Path) -> None:
     assert not report.read_nbytes
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("arguments", [{}, {"quant": "q8_0"}])
+def test_quantised_weights_are_dequantised(
+    family: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """With a dtype, as the error without one says: as in two calls, in whatever order rows lie."""
+    source = write_model(tmp_path / "in", family)
+    quiet(source, tmp_path / "nf4", quant="nf4")
+    with pytest.raises(CheckpointError, match=r"quantised already.*--dtype float16"):
+        quiet(tmp_path / "nf4", tmp_path / "a", to="gguf", **arguments)
+    quiet(tmp_path / "nf4", tmp_path / "a", to="gguf", dtype="float32", **arguments)
+    quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")
+    quiet(tmp_path / "plain", tmp_path / "b", to="gguf", **arguments)
+    assert (tmp_path / "a/model.gguf").read_bytes() == (tmp_path / "b/model.gguf").read_bytes()
+
+
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ from streamload.formats.writer import (
 )
 from streamload.formats.writer import placed as laid_out
 from streamload.nesting import parse_json
+from streamload.quant.group import Packed
 
 _QUANTS = ("q8_0", "q4_0")
 _DTYPES = ("F32", "F16", "BF16")
@@ -187,6 +188,8 @@ def _wanted(wanted: Wanted, each: Placed) -> Wanted:
     elif each.order is not None:
         made = wanted.source.turned(each.order.groups, each.order.outer, each.order.inner)
     quant = entry.kind.name.lower() if entry.kind.numel > 1 else None
+    if quant is not None and isinstance(wanted.info, Packed):
+        made = made or wanted.source  # dequantised to F32, and quantised again
     dtype = BY_CODE[entry.kind.code] if quant is None else F16
     return Wanted(entry.name, wanted.info, dtype, entry.shape, quant, made)
 
