@@ -26,6 +26,7 @@ from safetensors_files import write_safetensors
 from streamload.cli import main
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
+from streamload.formats.base import readers
 from streamload.formats.gguf_vocabulary import from_gguf
 from streamload.quant.base import FORMATS
 
@@ -178,6 +179,21 @@ def test_quantised_weights_are_dequantised(
     quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")
     quiet(tmp_path / "plain", tmp_path / "b", to="gguf", **arguments)
     assert (tmp_path / "a/model.gguf").read_bytes() == (tmp_path / "b/model.gguf").read_bytes()
+
+
+@pytest.mark.skipif("gguf" not in readers(), reason="GGUF is not read here")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
+    """From a GGUF file of blocks comes the same again, to the last key."""
+    context = {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}}
+    source = write_model(tmp_path / "in", family, **(context if family == "llama" else {}))
+    quiet(source, tmp_path / "a", to="gguf", quant="q4_0")
+    report = quiet(tmp_path / "a", tmp_path / "b", to="gguf", verify=True)
+    assert "stay as they are stored: q4_0" in report.plan.notes[0]
+    found, again = (read_by_gguf_py(tmp_path / each / "model.gguf") for each in "ab")
+    assert again == found
+    quiet(tmp_path / "a", tmp_path / "c", to="gguf", dtype="float16")
+    assert read_by_gguf_py(tmp_path / "c/model.gguf")[1]["token_embd.weight"][0] == "F16"
 
 
 def test_the_command(

@@ -54,11 +54,13 @@ class Given:
         name: as Hugging Face has it.
         shape: as models have it.
         kind: the type that it is to have; for vectors and narrow matrices another one.
+        stays: it is blocks of that type already, and lies as GGUF has it but for its rows' order.
     """
 
     name: str
     shape: tuple[int, ...]
     kind: TensorType
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def placed(
                 tensor=given.name,
             )
         seen[name] = given.name
-        transposed = architecture.is_transposed(name)
+        transposed = architecture.is_transposed(name) and not given.stays
         shape = given.shape[::-1] if transposed else given.shape
         try:
             rows = given.shape[0] if given.shape else 1
@@ -148,7 +150,8 @@ def placed(
             raise CheckpointError(
                 path, f"its rows cannot be reordered: {error}", tensor=given.name
             ) from error
-        entry = Described(name, shape, type_of(name, shape, given.kind))
+        kind = given.kind if given.stays else type_of(name, shape, given.kind)
+        entry = Described(name, shape, kind)
         out.append(Placed(given.name, entry, order, transposed))
     if EMBEDDING in seen and _HEAD not in seen and config.get("tie_word_embeddings") is False:
         raise CheckpointError(

@@ -11,8 +11,9 @@ Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files i
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -81,6 +82,7 @@ class GGUF(FormatWriter):
 
     name = "gguf"
     max_shard_size = "1TB"  # one file: what runs it maps it
+    takes_blocks = True
 
     def __init__(self) -> None:
         self._made: tuple[weakref.ref[Model], _Vocabulary] | None = None
@@ -103,7 +105,8 @@ class GGUF(FormatWriter):
         out = [[_wanted(model.tensors[each.source], each)] for each in found]
         data = rope_freqs(model.config, architecture)
         if data:
-            first = model.tensors[found[0].source].info
+            infos = [model.tensors[each.source].info for each in found]
+            first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
             made = Made.constant(len(data) // 4, data)
             out.insert(0, [Wanted(ROPE_FREQS, first, F32, (len(data) // 4,), made=made)])
         return out
@@ -114,7 +117,7 @@ class GGUF(FormatWriter):
         for name, wanted in kept.items():
             if architecture.to_gguf(name) is not None:
                 _check_kind(model, name, wanted)
-        given = [Given(name, w.shape, _asked_kind(w)) for name, w in kept.items()]
+        given = [_given(name, wanted) for name, wanted in kept.items()]
         return placed(model.path, model.config, architecture, given)
 
     def files(
@@ -122,7 +125,9 @@ class GGUF(FormatWriter):
     ) -> Sequence[OutFile]:
         """See `FormatWriter.files`."""
         listed = [entry for each in entries for entry in each]
-        described = [Described(e.name, _shape(e), _kind(e)) for e in listed]
+        known = {each.entry.name: each.entry for each in self._placed(model)}
+        known[ROPE_FREQS] = Described(ROPE_FREQS, listed[0].shape, TENSOR_TYPE_OF["F32"])
+        described = [known[entry.name] for entry in listed]
         vocabulary = self._vocabulary(model)
         keys = metadata(model.path, model.config, described)
         keys = {key: value for key, value in keys.items() if key not in vocabulary.keys}
@@ -143,7 +148,9 @@ class GGUF(FormatWriter):
 
     def notes(self, model: Model) -> Sequence[str]:
         """See `FormatWriter.notes`."""
-        return self._vocabulary(model).notes
+        kinds = Counter(w.stored.kind for w in model.tensors.values() if w.stored is not None)
+        stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
+        return [*self._vocabulary(model).notes, *stay]
 
     def _vocabulary(self, model: Model) -> _Vocabulary:
         """What is known of the tokenizer; read once for a model's notes and its files."""
@@ -155,7 +162,9 @@ class GGUF(FormatWriter):
 
 def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
     """Refuse weights that are stored quantised, and dtypes that no program computes with."""
-    if wanted.stored is not None or (wanted.dtype.kind != "float" and wanted.quant is None):
+    if _stored_kind(wanted) is not None:
+        return
+    if wanted.dtype.kind != "float" and wanted.quant is None:
         raise CheckpointError(
             wanted.info.shard,
             "its weights are quantised already, and not as they would be in GGUF",
@@ -175,9 +184,18 @@ def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
         )
 
 
-def _asked_kind(wanted: Wanted) -> TensorType:
-    """The type that was asked for; of vectors, which have their own, any."""
-    return TENSOR_TYPE_OF.get((wanted.quant or wanted.dtype.code).upper(), TENSOR_TYPE_OF["F32"])
+def _given(name: str, wanted: Wanted) -> Given:
+    kind = _stored_kind(wanted)
+    if wanted.stored is not None and kind is not None:
+        return Given(name, wanted.stored.shape, kind, stays=True)
+    # of vectors, which have their own type, any will do
+    asked = TENSOR_TYPE_OF.get((wanted.quant or wanted.dtype.code).upper(), TENSOR_TYPE_OF["F32"])
+    return Given(name, wanted.shape, asked)
+
+
+def _stored_kind(wanted: Wanted) -> TensorType | None:
+    """The type of blocks that stay as they are stored; None where GGUF has no such blocks."""
+    return TENSOR_TYPE_OF.get(wanted.stored.kind.upper()) if wanted.stored is not None else None
 
 
 def _wanted(wanted: Wanted, each: Placed) -> Wanted:
@@ -187,19 +205,13 @@ def _wanted(wanted: Wanted, each: Placed) -> Wanted:
         made = wanted.source.transposed(*wanted.shape)
     elif each.order is not None:
         made = wanted.source.turned(each.order.groups, each.order.outer, each.order.inner)
+    if _stored_kind(wanted) is not None:
+        return replace(wanted, name=entry.name, made=made)
     quant = entry.kind.name.lower() if entry.kind.numel > 1 else None
     if quant is not None and isinstance(wanted.info, Packed):
         made = made or wanted.source  # dequantised to F32, and quantised again
     dtype = BY_CODE[entry.kind.code] if quant is None else F16
     return Wanted(entry.name, wanted.info, dtype, entry.shape, quant, made)
-
-
-def _kind(entry: Entry) -> TensorType:
-    return TENSOR_TYPE_OF[(entry.coding.format if entry.coding else entry.dtype.code).upper()]
-
-
-def _shape(entry: Entry) -> tuple[int, ...]:
-    return entry.shape if entry.coding is None else entry.coding.shape
 
 
 def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
