@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 from streamload._system import trim_heap
+from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, F16, F32
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.formats.gguf_bytes import (
@@ -117,6 +118,8 @@ class GGUF(FormatWriter):
         for name, wanted in kept.items():
             if architecture.to_gguf(name) is not None:
                 _check_kind(model, name, wanted)
+        if not kept:
+            model.refuse("no tensor of it is written as GGUF")
         given = [_given(name, wanted) for name, wanted in kept.items()]
         return placed(model.path, model.config, architecture, given)
 
@@ -144,6 +147,8 @@ class GGUF(FormatWriter):
             head = header(said, count, [each for _, each in mine])
             out.append(laid_out(path, head, [e for e, _ in mine], ALIGNMENT, pads_end=True))
         self._made = None  # the header has a copy, of MBs
+        del raw, said, head, vocabulary
+        trim_heap()
         return out
 
     def notes(self, model: Model) -> Sequence[str]:
@@ -165,13 +170,12 @@ def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
     if _stored_kind(wanted) is not None:
         return
     if wanted.dtype.kind != "float" and wanted.quant is None:
-        raise CheckpointError(
-            wanted.info.shard,
+        model.refuse(
             "its weights are quantised already, and not as they would be in GGUF",
             'dtype="float16" (--dtype float16), which dequantises them, or first '
             f"streamload convert {model.path} plain/ --dtype float16",
             wanted.info.dtype.name,
-            tensor=name,
+            name,
         )
     if wanted.quant is None and wanted.dtype.code not in _DTYPES and len(wanted.shape) > 1:
         names = ", ".join(BY_CODE[code].name for code in _DTYPES)
@@ -215,25 +219,24 @@ def _wanted(wanted: Wanted, each: Placed) -> Wanted:
 
 
 def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
-    architecture = architecture_of(model.path, model.config)
     rows = [each.entry.shape[0] for each in found if each.entry.name == EMBEDDING]
     count = rows[0] if rows else model.config.get("vocab_size")
-    where = f"{model.path}/{_TOKENIZER}"
     if type(count) is not int:
-        raise CheckpointError(model.path, "nothing says how many tokens there are", "an embedding")
+        model.refuse("nothing says how many tokens there are", "an embedding, or vocab_size")
+    folder = _folder(model)
     if _TOKENIZER not in model.beside:
         other = next((name for name in _OTHERS if name in model.beside), None)
         if other is not None:
-            raise CheckpointError(
-                model.path,
-                "its tokenizer cannot be read; write tokenizer.json beside it: "
-                f'transformers.AutoTokenizer.from_pretrained("{model.path}")'
-                f'.save_pretrained("{model.path}")',
+            model.refuse(
+                "its tokenizer is read from tokenizer.json alone; this writes it: "
+                f'transformers.AutoTokenizer.from_pretrained("{folder}")'
+                f'.save_pretrained("{folder}")',
                 _TOKENIZER,
                 other,
             )
         note = "there is no tokenizer.json: what runs the file takes and gives numbers of tokens"
-        return _Vocabulary.of(no_vocabulary(count, architecture.name), [note])
+        name = architecture_of(model.path, model.config).name
+        return _Vocabulary.of(no_vocabulary(count, name), [note])
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
         if name in model.beside:
@@ -241,18 +244,25 @@ def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
     if _TEMPLATE in model.beside:
         settings["chat_template"] = model.beside[_TEMPLATE]().decode("utf-8", "replace")
     tokenizer = _object(model, _TOKENIZER, parse_tokenizer)
-    return _Vocabulary.of(*to_gguf(where, tokenizer, settings, model.config, count))
+    return _Vocabulary.of(*to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count))
+
+
+def _folder(model: Model) -> Location:
+    """Where the files beside a model are."""
+    path = model.path
+    return path.parent if path.name.endswith((".safetensors", ".json", ".gguf")) else path
 
 
 def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
+    """What a file beside a model says; raises CheckpointError where that is no object of JSON."""
     try:
         found = parse(model.beside[name]())
     except CheckpointError:  # a ValueError, too
         raise
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{model.path}/{name}", "is not JSON", found=str(error)) from error
+        raise CheckpointError(_folder(model) / name, "is not JSON", found=str(error)) from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{model.path}/{name}", "is not an object of JSON", "{...}")
+        raise CheckpointError(_folder(model) / name, "is not an object of JSON", "{...}")
     return found
 
 
