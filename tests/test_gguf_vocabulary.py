@@ -104,6 +104,37 @@ def test_sentencepiece_there_and_back(tmp_path: Path) -> None:
     _check_same(source, second, samples)
 
 
+@pytest.mark.slow
+def test_a_vocabulary_of_sentencepiece_itself(tmp_path: Path) -> None:
+    """What transformers makes of its model becomes scores that cut text as it does."""
+    pieces = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    samples = texts(("",))
+    (tmp_path / "text").write_text("\n".join(text.replace("\n", " ") for text in samples))
+    pieces.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=700,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    transformers.LlamaTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    tokenizer = parse_tokenizer((tmp_path / "tokenizer.json").read_bytes())
+    metadata, (note,) = to_gguf(NAME, tokenizer, {}, {}, 700)
+    assert "before a space" in note
+    back = from_gguf("x", metadata)["tokenizer.json"]
+    read = tokenizers.Tokenizer.from_str(json.dumps(back))
+    model = pieces.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in samples:
+        assert read.encode(text, add_special_tokens=False).ids == model.encode(text), text
+
+
 def test_the_embedding_may_have_more_rows() -> None:
     """Rows without a token are filled; where there are fewer, the error says what to write."""
     tokenizer = byte_level("qwen2")
