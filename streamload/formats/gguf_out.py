@@ -66,7 +66,7 @@ _OTHERS = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model", "tikt
 
 
 @dataclass(frozen=True, slots=True)
-class _Vocabulary:
+class _Tokenizer:
     """The metadata of a tokenizer as bytes: as values they take five times the memory."""
 
     raw: bytes
@@ -74,7 +74,7 @@ class _Vocabulary:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any], notes: Sequence[str]) -> _Vocabulary:
+    def of(cls, metadata: Mapping[str, Any], notes: Sequence[str]) -> _Tokenizer:
         return cls(metadata_bytes(metadata), frozenset(metadata), tuple(notes))
 
 
@@ -86,7 +86,7 @@ class GGUF(FormatWriter):
     takes_blocks = True
 
     def __init__(self) -> None:
-        self._made: tuple[weakref.ref[Model], _Vocabulary] | None = None
+        self._made: tuple[weakref.ref[Model], _Tokenizer] | None = None
 
     def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
         """See `FormatWriter.asked`: "*" stands for all matrices."""
@@ -157,10 +157,10 @@ class GGUF(FormatWriter):
         stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
         return [*self._vocabulary(model).notes, *stay]
 
-    def _vocabulary(self, model: Model) -> _Vocabulary:
+    def _vocabulary(self, model: Model) -> _Tokenizer:
         """What is known of the tokenizer; read once for a model's notes and its files."""
         if self._made is None or self._made[0]() is not model:
-            self._made = weakref.ref(model), _read_vocabulary(model, self._placed(model))
+            self._made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
             trim_heap()  # tens of MB of small objects are gone
         return self._made[1]
 
@@ -218,7 +218,7 @@ def _wanted(wanted: Wanted, each: Placed) -> Wanted:
     return Wanted(entry.name, wanted.info, dtype, entry.shape, quant, made)
 
 
-def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
+def _read_tokenizer(model: Model, found: Sequence[Placed]) -> _Tokenizer:
     rows = [each.entry.shape[0] for each in found if each.entry.name == EMBEDDING]
     count = rows[0] if rows else model.config.get("vocab_size")
     if type(count) is not int:
@@ -236,7 +236,7 @@ def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
             )
         note = "there is no tokenizer.json: what runs the file takes and gives numbers of tokens"
         name = architecture_of(model.path, model.config).name
-        return _Vocabulary.of(no_vocabulary(count, name), [note])
+        return _Tokenizer.of(no_vocabulary(count, name), [note])
     settings: dict[str, Any] = {}
     for name in _SETTINGS:
         if name in model.beside:
@@ -244,7 +244,7 @@ def _read_vocabulary(model: Model, found: Sequence[Placed]) -> _Vocabulary:
     if _TEMPLATE in model.beside:
         settings["chat_template"] = model.beside[_TEMPLATE]().decode("utf-8", "replace")
     tokenizer = _object(model, _TOKENIZER, parse_tokenizer)
-    return _Vocabulary.of(*to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count))
+    return _Tokenizer.of(*to_gguf(folder / _TOKENIZER, tokenizer, settings, model.config, count))
 
 
 def _folder(model: Model) -> Location:
