@@ -152,4 +152,7 @@ WRITTEN = {
     "safetensors": Written(make_llama, {"dtype": "float16"}),
     "llm.c": Written(partial(make_gpt2, dtype=F32), {"to": "llm.c"}),
     "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
+    "gguf": Written(make_llama, {"to": "gguf", "dtype": "float16"}),
+    "gguf-q8_0": Written(make_llama, {"to": "gguf", "quant": "q8_0"}),
+    "gguf-q4_0": Written(make_llama, {"to": "gguf", "quant": "q4_0"}),
 }

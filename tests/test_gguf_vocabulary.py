@@ -11,7 +11,7 @@ from vocabularies import SPECIAL, byte_level, sentencepiece_metadata, texts
 
 from streamload.errors import CheckpointError
 from streamload.formats.gguf_vocabulary import PRE_TOKENIZERS, TokenType, from_gguf
-from streamload.formats.gguf_vocabulary_out import no_vocabulary, to_gguf
+from streamload.formats.gguf_vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -104,6 +104,37 @@ def test_sentencepiece_there_and_back(tmp_path: Path) -> None:
     _check_same(source, second, samples)
 
 
+@pytest.mark.slow
+def test_a_vocabulary_of_sentencepiece_itself(tmp_path: Path) -> None:
+    """What transformers makes of its model becomes scores that cut text as it does."""
+    pieces = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    samples = texts(("",))
+    (tmp_path / "text").write_text("\n".join(text.replace("\n", " ") for text in samples))
+    pieces.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=700,
+        model_type="bpe",
+        byte_fallback=True,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        minloglevel=2,
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    transformers.LlamaTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    tokenizer = parse_tokenizer((tmp_path / "tokenizer.json").read_bytes())
+    metadata, (note,) = to_gguf(NAME, tokenizer, {}, {}, 700)
+    assert "before a space" in note
+    back = from_gguf("x", metadata)["tokenizer.json"]
+    read = tokenizers.Tokenizer.from_str(json.dumps(back))
+    model = pieces.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in samples:
+        assert read.encode(text, add_special_tokens=False).ids == model.encode(text), text
+
+
 def test_the_embedding_may_have_more_rows() -> None:
     """Rows without a token are filled; where there are fewer, the error says what to write."""
     tokenizer = byte_level("qwen2")
@@ -114,6 +145,15 @@ def test_the_embedding_may_have_more_rows() -> None:
     assert len(from_gguf("x", metadata)["tokenizer.json"]["model"]["vocab"]) == rows
     with pytest.raises(CheckpointError, match=r"resize_token_embeddings\(len\(tokenizer\)\)"):
         to_gguf(NAME, tokenizer, SETTINGS, {}, rows - 1)
+
+
+def test_an_id_is_of_one_token() -> None:
+    """Two tokens of one id, and one token of two, are refused."""
+    tokenizer = byte_level("qwen2")
+    for content, number in (("new", 300), (SPECIAL[1], 900)):
+        tokenizer["added_tokens"][0] |= {"content": content, "id": number}
+        with pytest.raises(CheckpointError, match="two tokens have one id, or one has two"):
+            to_gguf(NAME, tokenizer, SETTINGS, {}, 1000)
 
 
 def test_special_tokens_are_found_where_they_are_said() -> None:
@@ -145,6 +185,31 @@ def test_several_chat_templates() -> None:
     assert metadata["tokenizer.chat_templates"] == ["tool_use"]
     assert metadata["tokenizer.chat_template.tool_use"] == "t"
     assert from_gguf("x", metadata)["tokenizer_config.json"]["chat_template"] == named
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_merges_are_read_as_one_string_each(indent: int | None) -> None:
+    """However the file is written, what it says is the same; other text may look like merges."""
+    tokenizer = byte_level("qwen2")
+    tokenizer["x"] = 'a "merges": [1'
+    tokenizer["model"]["vocab"]["merges"] = 5000
+    read = parse_tokenizer(json.dumps(tokenizer, indent=indent).encode())
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    assert read["model"].pop("merges") == merges
+    assert read["model"].items() <= tokenizer["model"].items()
+    assert read["x"] == tokenizer["x"]
+    tokenizer["model"]["merges"] = merges
+    assert parse_tokenizer(json.dumps(tokenizer, indent=indent).encode()) == tokenizer
+    assert parse_tokenizer(b'{"model": {}}') == {"model": {}}
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"\xff", b'{"merges": [', b'{"merges": [1]}', b'{"merges": []}', b"[" * 200]
+)
+def test_what_is_no_tokenizer_is_not_read(raw: bytes) -> None:
+    """Whatever is in the file, it is a ValueError."""
+    with pytest.raises(ValueError):
+        parse_tokenizer(raw)
 
 
 def _changed(pre: str = "qwen2", **parts: Any) -> dict[str, Any]:
@@ -193,7 +258,10 @@ REFUSED = {
         _changed(model={"byte_fallback": True}, normalizer=None, pre_tokenizer=None),
         "spaces as SentencePiece",
     ),
-    "json": ({"model": {"type": "BPE", "vocab": [1]}}, "is not the JSON of a tokenizer"),
+    "json": (
+        {"model": {"type": "BPE", "vocab": {}}, "added_tokens": [1]},
+        "is not the JSON of a tokenizer",
+    ),
     "nothing": ({}, "is not the JSON of a tokenizer"),
 }
 

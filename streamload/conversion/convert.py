@@ -440,6 +440,8 @@ class _Conversion:
             writer.run(tell)
         self._check_source()
         self._sums |= writer.sums
+        for file in self._plan.files:
+            disk.extend(self.destination.out / file.path, file.nbytes)
         return writer.read_nbytes
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
@@ -462,7 +464,6 @@ class _Conversion:
         out = self.destination.out
         sums: dict[str, str] = {}
         for file in self._plan.files:
-            disk.extend(out / file.path, file.nbytes)
             if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
                 found = self._sums.get(file.path)
                 sums[file.path] = found or disk.file_sum(out / file.path, file.nbytes)

@@ -14,8 +14,10 @@ It never normalises to NFC, which the models of Qwen do: text in NFC is cut the 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -32,11 +34,44 @@ from streamload.formats.gguf_vocabulary import (
     TokenType,
     missing_byte,
 )
+from streamload.nesting import check_nesting
 
 # Another way to write the endings of English, which llama.cpp itself uses.
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _EITHER_CASE = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+# No text in a string reads so: its quotes have backslashes.
+_MERGES = re.compile(r'"merges"\s*:\s*\[\s*')
+_GAP = re.compile(r"[\s,]*")
 _INSTEAD = "without tokenizer.json in its folder, the model is written without a vocabulary"
+
+
+def parse_tokenizer(raw: bytes) -> dict[str, Any]:
+    """tokenizer.json, with each merge as one string: pairs take four times the memory.
+
+    Raises:
+        ValueError: it is not JSON, or not a tokenizer's.
+    """
+    check_nesting(raw)
+    text = raw.decode()
+    del raw  # whatever is not needed goes: there are tens of MB of it
+    found = _MERGES.search(text)
+    if found is None:
+        whole: dict[str, Any] = json.loads(text)
+        return whole
+    decoder, merges, at = json.JSONDecoder(), [], found.end()
+    try:
+        while text[at] != "]":
+            merge, at = decoder.raw_decode(text, at)
+            merges.append(merge if " " in "".join(merge) else " ".join(_pair(merge)))
+            at = _GAP.match(text, at).end()  # type: ignore[union-attr]
+        before, after = text[: found.end()], text[at:]
+        del text, found
+        before += after
+        whole = json.loads(before)
+        whole["model"]["merges"] = merges
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"no merges of tokens: {error}") from error
+    return whole
 
 
 def no_vocabulary(rows: int, architecture: str) -> dict[str, Any]:
@@ -91,7 +126,7 @@ class _Vocabulary:
             raise self._refusal("its model is not one that llama.cpp has", "BPE", kind)
         self._vocab: dict[str, int] = self._model["vocab"]
         self._added = self._added_tokens()
-        self._ids = {**self._vocab, **{each["content"]: i for i, each in self._added.items()}}
+        self._added_ids = {each["content"]: i for i, each in self._added.items()}
 
     def _refusal(self, problem: str, expected: object, found: object = None) -> CheckpointError:
         """The error for a vocabulary that llama.cpp has no word for."""
@@ -113,6 +148,9 @@ class _Vocabulary:
         for each in added.values():  # a token with a role is special whatever is said of it
             each["special"] = each.get("special", False) or each["content"] in more
         return added
+
+    def _id(self, token: str | None) -> int | None:
+        return self._added_ids.get(token or "", self._vocab.get(token or ""))
 
     def _named(self, name: str) -> str | None:
         return _content(self._settings.get(f"{name}_token"))
@@ -142,8 +180,8 @@ class _Vocabulary:
         """All tokens in the order of their ids, and their types."""
         tokens: list[str | None] = [None] * self._rows
         types = np.full(self._rows, TokenType.NORMAL, np.int32)
-        contents = {i: each["content"] for i, each in self._added.items()}
-        for number, token in (*((i, t) for t, i in self._vocab.items()), *contents.items()):
+        added = ((each["content"], number) for number, each in self._added.items())
+        for token, number in chain(self._vocab.items(), added):
             if not 0 <= number < self._rows:
                 raise CheckpointError(
                     self._path,
@@ -152,6 +190,10 @@ class _Vocabulary:
                     f"ids below {self._rows}",
                     number,
                 )
+            if tokens[number] not in (None, token) or self._id(token) != number:
+                raise self._refusal(
+                    "two tokens have one id, or one has two", "one id each", repr(token)
+                )
             tokens[number] = token
         for number, each in self._added.items():
             types[number] = TokenType.CONTROL if each["special"] else TokenType.USER_DEFINED
@@ -159,23 +201,21 @@ class _Vocabulary:
             for token, number in self._vocab.items():
                 if BYTE.fullmatch(token):
                     types[number] = TokenType.BYTE
-            unknown = self._ids.get(self._model.get("unk_token") or "")
+            unknown = self._id(self._model.get("unk_token"))
             if unknown is not None:
                 types[unknown] = TokenType.UNKNOWN
         for number, token in enumerate(tokens):
             if token is None:
                 tokens[number], types[number] = f"[PAD{number}]", TokenType.UNUSED
-        if len(set(tokens)) < len(tokens):
-            raise self._refusal("two ids are the same token", f"{len(tokens)} different tokens")
         return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
 
     def _special_ids(self) -> dict[str, Any]:
         """The tokens with roles, and which of them go around text."""
         out: dict[str, Any] = {}
         for name, key in SPECIAL.items():
-            number = self._ids.get(self._named(name) or "")
+            stated = self._config.get(f"{name}_token_id")
+            number: Any = self._id(self._named(name))
             if number is None:
-                stated = self._config.get(f"{name}_token_id")
                 number = stated[0] if isinstance(stated, list) and stated else stated
             if type(number) is int and 0 <= number < self._rows:
                 out[f"tokenizer.ggml.{key}_token_id"] = number
@@ -191,7 +231,7 @@ class _Vocabulary:
         flags = [f"add_{name}_token" for name in ("bos", "eos")]
         if any(flag in self._settings for flag in flags):  # then the template does not count
             wanted = [
-                self._ids.get(self._named(name) or "") if self._settings.get(flag) else None
+                self._id(self._named(name)) if self._settings.get(flag) else None
                 for name, flag in zip(("bos", "eos"), flags, strict=True)
             ]
             return wanted[0], wanted[1]
@@ -210,7 +250,7 @@ class _Vocabulary:
                 "one before and one after at most",
                 names or [each.get("type") for each in templates],
             )
-        first, last = (self._ids[each[0]] if each else None for each in (before, after))
+        first, last = (self._id(each[0]) if each else None for each in (before, after))
         return first, last
 
     def _chat_templates(self) -> dict[str, Any]:
@@ -232,10 +272,12 @@ class _Vocabulary:
         if normalizer.get("type", "NFC") != "NFC":
             raise self._refusal("its text is normalised", "NFC or nothing", normalizer["type"])
         name = self._pre_tokenizer()
-        merges = [_pair(merge) for merge in self._model["merges"]]
+        merges = [m if isinstance(m, str) else " ".join(m) for m in self._model["merges"]]
+        if (odd := next((m for m in merges if m.count(" ") != 1), None)) is not None:
+            raise self._refusal("a merge is no two tokens", "no space in them", repr(odd))
         if bool(self._model.get("ignore_merges")) != (name == WHOLE_WORDS):
             ordinary = (t for t, i in self._vocab.items() if i not in self._added)
-            other = _not_merged(ordinary, {pair: rank for rank, pair in enumerate(merges)})
+            other = _not_merged(ordinary, {_pair(merge): rank for rank, merge in enumerate(merges)})
             if other is not None:
                 way = "takes words that are tokens as they are" if name == WHOLE_WORDS else "merges"
                 raise self._refusal(
@@ -247,7 +289,7 @@ class _Vocabulary:
         return {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": name,
-            "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+            "tokenizer.ggml.merges": merges,
         }
 
     def _pre_tokenizer(self) -> str:

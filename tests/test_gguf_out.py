@@ -1,0 +1,327 @@
+"""`convert(to="gguf")`: files that equal gguf-py's, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversions import quiet
+from gguf_models import (
+    CONFIGS,
+    LLAMA3_ROPE,
+    made_by_gguf_py,
+    read_by_gguf_py,
+    tokenizer_of,
+    write_model,
+)
+from safetensors_files import write_safetensors
+
+from streamload.cli import main
+from streamload.dtypes import BF16
+from streamload.errors import CheckpointError, StreamloadError, UnsupportedCastError
+from streamload.formats.base import readers
+from streamload.formats.gguf_vocabulary import from_gguf
+from streamload.quant.base import FORMATS
+
+gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "F32": {"dtype": "float32"},
+    "F16": {"dtype": "float16"},
+    "BF16": {"dtype": "bfloat16"},
+    "Q8_0": {"quant": "q8_0"},
+    "Q4_0": {"quant": "q4_0"},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_equal_gguf_pys(family: str, kind: str, tmp_path: Path) -> None:
+    """Names, types, shapes and bytes are those of gguf-py's tables and its quantiser."""
+    source = write_model(tmp_path / "in", family)
+    quiet(source, tmp_path / "out", to="gguf", verify=True, **KINDS[kind])
+    fields, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    factors = tensors.pop("rope_freqs.weight", None)
+    assert (factors is not None) == (family == "llama")
+    assert tensors == made_by_gguf_py(source, kind)
+    assert fields["general.file_type"] == gguf.LlamaFileType[_file_type(kind)]
+    assert fields["general.architecture"] == {"mistral": "llama"}.get(family, family)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.gguf",
+        "streamload.json",
+    ]
+
+
+def _file_type(kind: str) -> str:
+    return "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_matrices_stay_as_they_are(dtype: str, tmp_path: Path) -> None:
+    """Without dtype and quant, matrices keep their dtype, and vectors are F32."""
+    source = write_model(tmp_path / "in", "qwen2", dtype=dtype)
+    quiet(source, tmp_path / "out", to="gguf")
+    _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert tensors == made_by_gguf_py(source, None)
+    assert tensors["blk.0.attn_q.bias"][0] == "F32"
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_rows_that_are_no_whole_blocks_become_f16(kind: str, tmp_path: Path) -> None:
+    """Where 32 does not divide the width, the matrix is F16."""
+    source = write_model(tmp_path / "in", "llama", intermediate_size=80)
+    quiet(source, tmp_path / "out", to="gguf", **KINDS[kind])
+    _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    del tensors["rope_freqs.weight"]
+    assert tensors["blk.1.ffn_down.weight"][0] == "F16"
+    assert tensors == made_by_gguf_py(source, kind)
+
+
+def test_patterns_choose_what_is_quantised(tmp_path: Path) -> None:
+    """The pattern "*" stands for all matrices; those before it decide first."""
+    source = write_model(tmp_path / "in", "llama")
+    rules = {"lm_head.weight": None, "*.mlp.*": "q4_0", "*": "q8_0"}
+    quiet(source, tmp_path / "out", to="gguf", quant=rules)
+    _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert tensors["output.weight"][0] == "BF16"
+    assert tensors["blk.0.ffn_up.weight"] == made_by_gguf_py(source, "Q4_0")["blk.0.ffn_up.weight"]
+    assert tensors["token_embd.weight"] == made_by_gguf_py(source, "Q8_0")["token_embd.weight"]
+
+
+def test_scaled_rotary_embeddings_are_a_tensor(tmp_path: Path) -> None:
+    """Llama 3's factors are what transformers divides the frequencies by."""
+    source = write_model(tmp_path / "in", "llama")
+    quiet(source, tmp_path / "out", to="gguf")
+    fields, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    kind, shape, data = tensors["rope_freqs.weight"]
+    assert (kind, shape) == ("F32", (8,))
+    frequencies = LLAMA3_ROPE["rope_theta"] ** (-np.arange(8) / 8)  # type: ignore[operator]
+    context = LLAMA3_ROPE["original_max_position_embeddings"]
+    waves = 2 * np.pi / frequencies
+    smooth = np.clip((context / waves - 1) / 3, 0, 1)
+    expected = frequencies / ((1 - smooth) * frequencies / 8 + smooth * frequencies)
+    assert np.allclose(np.frombuffer(data, np.float32), expected, rtol=1e-6)
+    assert "llama.rope.scaling.type" not in fields
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_vocabulary_is_in_the_metadata(family: str, tmp_path: Path) -> None:
+    """The tokens fill the embedding's rows, and make the same tokenizer again."""
+    source = write_model(tmp_path / "in", family)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    quiet(source, tmp_path / "out", to="gguf")
+    fields, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert len(fields["tokenizer.ggml.tokens"]) == tensors["token_embd.weight"][1][0]
+    assert fields["tokenizer.chat_template"] == "{{ messages }}"
+    files = from_gguf("x", fields)
+    tokenizer, settings = tokenizer_of(family)
+    assert files["tokenizer.json"]["model"]["vocab"] == tokenizer["model"]["vocab"] | {
+        each["content"]: each["id"] for each in tokenizer["added_tokens"]
+    }
+    assert files["tokenizer_config.json"]["eos_token"] == settings["eos_token"]
+
+
+@pytest.mark.parametrize("size", ["60kB", "20kB", "1kB"])
+def test_files_are_split_by_size(size: str, tmp_path: Path) -> None:
+    """The set has the same tensors, each in one file, and its first file the metadata."""
+    source = write_model(tmp_path / "in", "qwen3")
+    report = quiet(source, tmp_path / "out", to="gguf", quant="q8_0", max_shard_size=size)
+    files = sorted((tmp_path / "out").glob("*.gguf"))
+    count = len(files)
+    assert count > 1
+    assert [path.name for path in files] == [
+        f"model-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)
+    ]
+    found: dict[str, Any] = {}
+    for number, path in enumerate(files):
+        fields, tensors = read_by_gguf_py(path)
+        assert fields["split.no"] == number
+        assert fields["split.count"] == count
+        assert fields["split.tensors.count"] == sum(len(f.tensors) for f in report.plan.files)
+        assert ("general.architecture" in fields) == (number == 0)
+        limit = {"60kB": 60_000, "20kB": 20_000, "1kB": 1_000}[size]
+        assert path.stat().st_size <= limit or len(tensors) == 1
+        found |= tensors
+    assert found == made_by_gguf_py(source, "Q8_0")
+
+
+def test_conversions_are_resumed(tmp_path: Path) -> None:
+    """What is finished is not done again; a finished file is left alone, and read back."""
+    source = write_model(tmp_path / "in", "llama")
+    quiet(source, tmp_path / "a", to="gguf", quant="q4_0")
+    quiet(source, tmp_path / "b", to="gguf", quant="q4_0")
+    first = (tmp_path / "a/model.gguf").read_bytes()
+    assert (tmp_path / "b/model.gguf").read_bytes() == first
+    report = quiet(source, tmp_path / "a", to="gguf", quant="q4_0", resume=True, verify=True)
+    assert report.resumed == sum(len(file.tensors) for file in report.plan.files)
+    assert not report.read_nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("arguments", [{}, {"quant": "q8_0"}])
+def test_quantised_weights_are_dequantised(
+    family: str, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    """With a dtype, as the error without one says: as in two calls, in whatever order rows lie."""
+    source = write_model(tmp_path / "in", family)
+    quiet(source, tmp_path / "nf4", quant="nf4")
+    with pytest.raises(CheckpointError, match=r"quantised already.*--dtype float16"):
+        quiet(tmp_path / "nf4", tmp_path / "a", to="gguf", **arguments)
+    quiet(tmp_path / "nf4", tmp_path / "a", to="gguf", dtype="float32", **arguments)
+    quiet(tmp_path / "nf4", tmp_path / "plain", dtype="float32")
+    quiet(tmp_path / "plain", tmp_path / "b", to="gguf", **arguments)
+    assert (tmp_path / "a/model.gguf").read_bytes() == (tmp_path / "b/model.gguf").read_bytes()
+
+
+@pytest.mark.skipif("gguf" not in readers(), reason="GGUF is not read here")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
+    """From a GGUF file of blocks comes the same again, to the last key."""
+    context = {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 8192}}
+    source = write_model(tmp_path / "in", family, **(context if family == "llama" else {}))
+    quiet(source, tmp_path / "a", to="gguf", quant="q4_0")
+    report = quiet(tmp_path / "a", tmp_path / "b", to="gguf", verify=True)
+    assert "stay as they are stored: q4_0" in report.plan.notes[0]
+    found, again = (read_by_gguf_py(tmp_path / each / "model.gguf") for each in "ab")
+    assert again == found
+    quiet(tmp_path / "a", tmp_path / "c", to="gguf", dtype="float16")
+    assert read_by_gguf_py(tmp_path / "c/model.gguf")[1]["token_embd.weight"][0] == "F16"
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``streamload convert SOURCE DESTINATION --to gguf --quant q8_0``."""
+    source = write_model(tmp_path / "in", "gpt2", tokenizer=False)
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "gguf", "--quant", "q8_0"]
+    monkeypatch.setattr(sys, "argv", ["streamload", *arguments])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert not done.value.code
+    assert "there is no tokenizer.json" in capsys.readouterr().out
+    fields, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert fields["tokenizer.ggml.model"] == "no_vocab"
+    assert fields["gpt2.vocab_size"] == tensors["token_embd.weight"][1][0]
+    assert tensors == made_by_gguf_py(source, "Q8_0")
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
+def test_quantising_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
+    """The kernel of the pass against gguf-py's numpy, each on one thread, from bfloat16."""
+    shape = (1024, 2048)
+    values = np.random.default_rng(0).normal(size=shape).astype(BF16.numpy)
+    weight = FORMATS[quant].of(shape, BF16)
+    data = memoryview(values.view(np.uint8).reshape(-1))
+    out = memoryview(bytearray(weight.parts[0].nbytes))
+    kind = gguf.GGMLQuantizationType[quant.upper()]
+    weight.encoder(BF16).encode(data, out, 0)  # it is compiled
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for _ in range(5):
+        begun = time.thread_time()
+        weight.encoder(BF16).encode(data, out, 0)
+        seconds["ours"].append(time.thread_time() - begun)
+        begun = time.thread_time()
+        theirs = gguf.quants.quantize(values.astype(np.float32), kind)
+        seconds["theirs"].append(time.thread_time() - begun)
+    assert bytes(out) == theirs.tobytes()
+    assert 5 * statistics.median(seconds["ours"]) < statistics.median(seconds["theirs"]), seconds
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _source(folder: Path, **changes: Any) -> Path:
+    return write_model(folder, "llama", **changes)
+
+
+def _with_a_tensor(folder: Path, name: str, code: str = "F32") -> Path:
+    source = _source(folder)
+    write_safetensors(folder / "model.safetensors", {name: (code, (2, 2), bytes(16))})
+    return source
+
+
+def _other_tokenizer(folder: Path) -> Path:
+    source = _source(folder, tokenizer=False)
+    (source / "tokenizer.model").write_bytes(b"x")
+    return source
+
+
+def _broken_tokenizer(folder: Path) -> Path:
+    source = _source(folder)
+    (source / "tokenizer.json").write_text("{")
+    return source
+
+
+def _without_config(folder: Path) -> Path:
+    source = _source(folder)
+    (source / "config.json").unlink()
+    return source
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "family": (
+        lambda p: _source(p, architectures=["X"], model_type="llama4_text"),
+        {},
+        "llama, mistral, qwen2, qwen3, gpt2.*found 'llama4_text'",
+    ),
+    "config": (_without_config, {}, "found no config.json"),
+    "experts": (lambda p: _source(p, num_experts=8), {}, r"\(MoE\).*convert_hf_to_gguf.py does"),
+    "name": (
+        lambda p: _with_a_tensor(p, "model.vision.weight"),
+        {},
+        r'exclude=\["model.vision.weight"\] \(--exclude\)',
+    ),
+    "quantised": (
+        lambda p: _with_a_tensor(p, "model.layers.0.mlp.up_proj.qweight", "I32"),
+        {},
+        r"quantised already.*--dtype float16.*streamload convert \S+in plain/ --dtype float16",
+    ),
+    "tokenizer": (
+        _other_tokenizer,
+        {},
+        r"AutoTokenizer.from_pretrained\(.*save_pretrained.*found tokenizer.model",
+    ),
+    "json": (_broken_tokenizer, {}, "tokenizer.json: is not JSON"),
+    "quant": (_source, {"quant": "nf4"}, "q8_0 or q4_0, not 'nf4'"),
+    "pattern": (_source, {"quant": {"*mlp*": "int8"}}, "q8_0 or q4_0, not 'int8'"),
+    "dtype": (_source, {"dtype": "float64"}, "float32, float16, bfloat16.*--dtype float16"),
+    "setting": (lambda p: _source(p, rms_norm_eps=None), {}, "rms_norm_eps is missing"),
+    "rope": (
+        lambda p: _source(p, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+        {},
+        "no scaling 'longrope'",
+    ),
+    "rows": (lambda p: _source(p, vocab_size=64), {}, "resize_token_embeddings"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_gguf_cannot_take_is_one_error(case: str, tmp_path: Path) -> None:
+    """It says what to write instead, and nothing is written."""
+    make, arguments, said = REFUSED[case]
+    source = make(tmp_path / "in")
+    with pytest.raises((StreamloadError, ValueError), match=said) as raised:
+        quiet(source, tmp_path / "out", to="gguf", **arguments)
+    assert not (tmp_path / "out").exists()
+    if isinstance(raised.value, (CheckpointError, UnsupportedCastError)):
+        assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+
+
+def test_what_is_left_out_is_not_refused(tmp_path: Path) -> None:
+    """``exclude`` takes tensors out that GGUF has no name for, as the error says."""
+    source = write_model(tmp_path / "in", "gpt2")
+    config = json.loads((source / "config.json").read_text())
+    shapes = {"wte.weight": (config["vocab_size"], 64), "vision.weight": (2, 64)}
+    data = {n: ("F32", s, bytes(4 * s[0] * s[1])) for n, s in shapes.items()}
+    write_safetensors(source / "model.safetensors", data)
+    quiet(source, tmp_path / "out", to="gguf", exclude=["vision.weight"])
+    _, tensors = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert list(tensors) == ["token_embd.weight"]
