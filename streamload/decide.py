@@ -15,6 +15,7 @@ from typing import Any, Unpack, get_args
 from streamload._pages import reusable_nbytes
 from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
@@ -144,13 +145,7 @@ class Options:
             change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes),
         )
         staged = not any(spec.host_visible for spec in specs)
-        choices = [
-            # only whole slots: see `choose_reader` for what it costs elsewhere
-            choose_reader(
-                header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=staged
-            )
-            for header in checkpoint.shards
-        ]
+        choices = [self._choice(header, staged=staged) for header in checkpoint.shards]
         made = make(**self._reading(checkpoint, specs, choices))
         if free is None:
             return made
@@ -187,6 +182,16 @@ class Options:
             "chunk_nbytes": self.knobs.chunk_nbytes or most_nbytes,
             "threads": self.knobs.threads or threads,
         }
+
+    def _choice(self, header: Header, *, staged: bool) -> ReaderChoice:
+        """How a file is read; what has strides is put together in memory."""
+        if header.views and not isinstance(header.path, Url):
+            return ReaderChoice("pread", "some of its tensors are views with strides")
+        knobs = self.knobs
+        # only whole slots: see `choose_reader` for what it costs elsewhere
+        return choose_reader(
+            header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=staged
+        )
 
     def _is_mappable(self, path: Location) -> bool:
         """Whether views on a file may stay when the load is done."""

@@ -44,7 +44,7 @@ Opener = Callable[[Header, ResolvedKind], Reader]
 
 def open_shard(header: Header, kind: ReaderKind | ResolvedKind = "pread") -> Reader:
     """Open a shard's file by itself; see `open_reader`."""
-    return open_reader(header.path, header.file_nbytes, kind, header.state)
+    return open_reader(header.path, header.file_nbytes, kind, header.state, header.views)
 
 
 def map_shard(header: Header) -> mmap.mmap:

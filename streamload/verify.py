@@ -332,7 +332,7 @@ def _gathered(
 def _open(shard: Location, checkpoint: Checkpoint) -> Iterator[_Read]:
     """Reads of a file, which raise CheckpointError when it has changed."""
     header = checkpoint.headers[shard]
-    if isinstance(shard, Path):
+    if isinstance(shard, Path) and not header.views:
         with open_regular(shard) as file:
             guard = Guard(file, shard, header.state, refusal="none is needed")
 

@@ -51,7 +51,7 @@ LAYERS = (
     ("formats.gguf_names", "formats.gguf_vocabulary"),
     ("formats.gguf_bytes", "formats.gguf_vocabulary_out"),
     ("formats.gguf_model",),
-    ("checkpoint.wire",),
+    ("checkpoint.strided", "checkpoint.wire"),
     ("checkpoint.remote",),
     ("formats.base",),
     ("formats.gguf",),

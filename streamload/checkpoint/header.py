@@ -98,6 +98,33 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class View:
+    """A tensor whose elements do not lie one after the other in their file.
+
+    It has a place after the file's end, where they follow each other; see
+    `streamload.checkpoint.strided`.
+
+    Attributes:
+        start: first byte of that place.
+        at: the file byte at which its first element lies.
+        itemsize: bytes of an element.
+        shape: its shape; no length is 0.
+        strides: bytes from one index to the next one, along each axis; 0 or more.
+    """
+
+    start: int
+    at: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Last byte of its place, exclusive."""
+        return self.start + self.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """How the blocks of a quantised weight are stored, where its file says so.
 
@@ -142,6 +169,8 @@ class Header:
         config: what it says of the model, as ``config.json`` has it; read-only.
         stored: by tensor, how a quantised weight is stored; read-only.
         turns: by tensor, how its rows lie; read-only.
+        views: tensors whose elements are not together in the file, by their first bytes, all after
+            its end.
     """
 
     path: Location
@@ -154,6 +183,12 @@ class Header:
     config: Mapping[str, Any] = field(default_factory=_empty, repr=False)
     stored: Mapping[str, Stored] = field(default_factory=_empty, repr=False)
     turns: Mapping[str, Turn] = field(default_factory=_empty, repr=False)
+    views: tuple[View, ...] = field(default=(), repr=False)
+
+    @property
+    def reach_nbytes(self) -> int:
+        """The last byte that a tensor has, exclusive, of the file or of the views after it."""
+        return self.views[-1].stop if self.views else self.file_nbytes
 
     def __post_init__(self) -> None:
         for name in _MAPPINGS:

@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -35,9 +35,10 @@ from streamload._system import (
 )
 from streamload.checkpoint.base import Reader as Reader
 from streamload.checkpoint.guard import FileState, Guard, take_lease
-from streamload.checkpoint.header import open_regular, unreadable
+from streamload.checkpoint.header import View, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
 from streamload.checkpoint.remote import HttpReader
+from streamload.checkpoint.strided import StridedReader
 from streamload.checkpoint.url import Location, Url
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.units import round_up
@@ -108,6 +109,7 @@ def open_reader(
     file_nbytes: int,
     kind: ReaderKind | ResolvedKind = "auto",
     state: FileState | None = None,
+    views: Sequence[View] = (),
 ) -> Reader:
     """Open a shard.
 
@@ -117,6 +119,7 @@ def open_reader(
         kind: how to read it; "auto" is `resolve_reader`. What would be mapped is read by pread
             where others cannot be kept from truncating it, and `Reader.fallback` says why.
         state: what the file was when its header was read, from its `Header`; None: not known.
+        views: tensors that come after the end of the file, from its `Header`.
 
     Raises:
         FileChangedError: it is another file since then, or was changed.
@@ -127,6 +130,8 @@ def open_reader(
         CheckpointError: it cannot be opened or mapped.
         ValueError: there is no such kind, or not for such a shard.
     """
+    if views:
+        return StridedReader(open_reader(shard, file_nbytes, kind, state), views)
     resolved = resolve_reader(shard, kind)
     if isinstance(shard, Url):
         return HttpReader(shard, file_nbytes)

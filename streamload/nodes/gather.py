@@ -8,13 +8,14 @@ room when this rank has taken all that it needs of it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Self
 
 from streamload.checkpoint.base import Reader
@@ -42,7 +43,7 @@ Ranges = Sequence[tuple[int, int]]  # first byte and end, ascending, disjoint
 
 def held_nbytes(checkpoint: Checkpoint, ranks: int, block_nbytes: int = BLOCK_NBYTES) -> int:
     """Host memory that a gathered load takes, beside what it takes otherwise."""
-    longest = max((h.file_nbytes - h.data_start for h in checkpoint.shards), default=0)
+    longest = max((h.reach_nbytes - h.data_start for h in checkpoint.shards), default=0)
     return BLOCKS * min(_most(ranks, block_nbytes), -(-longest // ranks) * ranks)
 
 
@@ -57,7 +58,7 @@ def shared_ranges(
     """File ranges that are read from front to back, once, whoever loads these placements.
 
     Those of whole tensors. Rows that are put in another order, or taken from several tensors, are
-    read where they lie.
+    read where they lie, and so are tensors that share bytes.
     """
     uses: dict[str, int] = {}
     plain: list[str] = []
@@ -72,7 +73,15 @@ def shared_ranges(
         info = checkpoint.tensors[name]
         if uses[name] == 1 and info.nbytes:
             found[info.shard].append((info.start, info.stop))
-    return {shard: _joined(sorted(ranges)) for shard, ranges in found.items()}
+    return {shard: _joined(_apart(sorted(ranges))) for shard, ranges in found.items()}
+
+
+def _apart(ranges: Ranges) -> list[tuple[int, int]]:
+    """Those that share no byte with another one."""
+    ends = list(accumulate((stop for _, stop in ranges), max, initial=0))
+    nexts = [*(start for start, _ in ranges[1:]), sys.maxsize]
+    rows = zip(ranges, ends, nexts, strict=False)
+    return [(start, stop) for (start, stop), end, after in rows if end <= start and stop <= after]
 
 
 def _joined(ranges: Ranges) -> list[tuple[int, int]]:
@@ -347,7 +356,7 @@ class GatheredReader(Reader):
     _how = "by several ranks together"
 
     def __init__(self, gatherer: Gatherer, header: Header, kind: ResolvedKind) -> None:
-        super().__init__(header.path, header.file_nbytes)
+        super().__init__(header.path, header.reach_nbytes)
         self._gatherer = gatherer
         self._beside = open_shard(header, kind)
 

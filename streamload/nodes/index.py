@@ -26,6 +26,7 @@ from streamload.checkpoint.header import (
     Stored,
     TensorInfo,
     Turn,
+    View,
     open_regular,
     unreadable,
 )
@@ -72,6 +73,7 @@ def _other_than_safetensors(header: Header) -> dict[str, Any]:
         "starts": [info.start for info in header.tensors],
         "stored": {name: astuple(one) for name, one in header.stored.items()},
         "turns": dict(header.turns),
+        "views": [astuple(view) for view in header.views],
     }
 
 
@@ -168,6 +170,7 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         shard.get("format", SAFETENSORS),
         stored={name: Stored(*_tuples(one)) for name, one in shard.get("stored", {}).items()},
         turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
+        views=tuple(View(*_tuples(one)) for one in shard.get("views", [])),
     )
 
 

@@ -276,6 +276,8 @@ def _mapped(
             why = f"{spec.name} does not compute on mapped files"
         elif not mappable[shards[at]]:
             why = "the file is not on this machine"
+        elif info.stop > checkpoint.shards[shards[at]].file_nbytes:
+            why = "its elements do not follow each other in the file"
         elif rows[at]:
             why = "its values change on the way"
         elif wants.codings[at] is not None:

@@ -155,7 +155,7 @@ def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterato
     for shard in dict.fromkeys(info.shard for info in infos):
         header = headers[shard]
         kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
-        with open_reader(shard, header.file_nbytes, kind, header.state) as reader:
+        with open_reader(shard, header.file_nbytes, kind, header.state, header.views) as reader:
             for info in infos:
                 if info.shard == shard:
                     data = bytearray(info.nbytes)
