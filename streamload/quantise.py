@@ -146,7 +146,8 @@ class QuantPolicy:
             attempt: plans with a policy.
         """
         for name in _TRIED:
-            with suppress(PlanInfeasibleError, UnsupportedCastError, ValueError):
+            # MemoryError: it does not fit, or its statistics alone do not
+            with suppress(MemoryError, UnsupportedCastError, ValueError):
                 devices = attempt(cls.parse(name)).devices
                 need = [format_bytes(d.needed_nbytes + d.reserve_nbytes, up=True) for d in devices]
                 if len(need) > 1:
