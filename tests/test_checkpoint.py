@@ -180,7 +180,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     ("files", "found"),
     [
         ((), "an empty folder"),
-        (("config.json", "pytorch_model.bin"), "pytorch_model.bin, config.json"),
+        (("config.json", "tf_model.h5"), "tf_model.h5, config.json"),
         (("README.md", "llama.onnx"), "llama.onnx, README.md"),
         (tuple("abcdefghijk"), "a, b, c, d, e, f, g, h and 3 more"),
     ],

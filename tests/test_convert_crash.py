@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
@@ -195,6 +196,27 @@ def test_killed_while_it_quantises(start: Start, tmp_path: Path, kills: int) -> 
     whole = files_of(tmp_path / "first")
     for i in range(kills):
         kill_and_resume(start, path, tmp_path / f"out{i}", whole, chance, longest_s, options)
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(30, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_killed_while_it_reads_views(start: Start, tmp_path: Path, kills: int) -> None:
+    """A file of torch.save, of tensors that share storages and of transposes, as any other."""
+    torch = needs.module("torch")
+    path = tmp_path / "in" / "pytorch_model.bin"
+    path.parent.mkdir()
+    (path.parent / "config.json").write_text("{}")
+    wide = torch.randn(1500, 2000).bfloat16()
+    plain = {f"layers.{i}": torch.randn(500, 1000).bfloat16() for i in range(10)}
+    torch.save({**plain, "wide": wide, "turned": wide.t(), "some": wide[::3, 100:900]}, path)
+    options: dict[str, object] = {"dtype": "float16", "max_shard_size": "5MB"}
+    chance = random.Random(9)
+    longest_s = duration(start, path.parent, tmp_path / "first", options)
+    whole = files_of(tmp_path / "first")
+    for i in range(kills):
+        out = tmp_path / f"out{i}"
+        kill_and_resume(start, path.parent, out, whole, chance, longest_s, options)
 
 
 def test_a_weight_is_whole_in_the_journal_or_begun_again(tmp_path: Path) -> None:

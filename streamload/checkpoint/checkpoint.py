@@ -35,7 +35,7 @@ from streamload.checkpoint.header import (
 )
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.formats.base import FormatReader, default_reader, read_header, readers
+from streamload.formats.base import FormatReader, default_reader, keyed, read_header, readers
 from streamload.nesting import parse_json
 
 _SUFFIX = ".safetensors"
@@ -125,22 +125,28 @@ def opened(path: CheckpointLike) -> Checkpoint:
     return open_checkpoint(path)
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, variant: str | None = None, key: str | None = None
+) -> Checkpoint:
     """Open a checkpoint: read and validate all of its headers.
 
     Args:
-        path: a ``.safetensors`` file; a folder; an index (``*.safetensors.index.json``); or, where
+        path: a file; a folder; an index (``*.safetensors.index.json``); or, where
             nothing of that name exists, ``org/name`` or ``org/name@revision`` in the local Hugging
             Face cache (``HF_HUB_CACHE``, ``HF_HOME``, ``XDG_CACHE_HOME``). Or the URL
             (``http://``, ``https://``) of a file, of an index (it ends with ``.json``) or of a
             folder (it ends with ``/``); the extra ``remote`` reads those. ``~`` is the home folder.
         variant: of a folder, the files that have this in their names: "fp16" for
             ``model.fp16.safetensors``. None: those without, where it holds the same tensors twice.
+        key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
+            "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
+            the only one that holds tensors by name.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
     ``*.safetensors`` except hidden ones and, beside others, ``consolidated*``. A server does not
-    list its folders: of those at a URL only the first two are found.
+    list its folders: of those at a URL only the first two are found. A folder without safetensors
+    files may hold ``pytorch_model.bin``, its index and its files, or ``*.pth`` and the like.
 
     A ``.gguf`` file is a checkpoint, too, and any file of a set of them stands for all. Its tensors
     have the names of Hugging Face, and its metadata take the place of ``config.json``.
@@ -154,23 +160,24 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
         HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree.
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read.
+        ValueError: a key is given, and files of this format have none.
     """
     found, folder = locate(path)
     with remote.connections():
         if found == folder:
             if isinstance(found, Url):
-                return _open_remote_folder(found, variant)
-            return _open_folder(found, variant)
+                return _open_remote_folder(found, variant, key)
+            return _open_folder(found, variant, key)
         if variant is not None and not variants.is_of(found.name, variant):
             raise ShardNotFoundError(
                 found, f"is not of variant {variant!r}", "a folder, or a file of that", found.name
             )
         if found.name.endswith(".json"):
             config = _read_config(folder)
-            reader = _reader_of_index(found.name)
+            reader = keyed(_reader_of_index(found.name), key)
             weight_map = _read_weight_map(found, reader)
             return from_headers(found, _indexed(found, weight_map, reader), config)
-        headers = _with_siblings(read_header(found), folder)
+        headers = _with_siblings(read_header(found, key=key), folder)
         if not (config := dict(_own_config(headers))):
             # it may belong to something else than a single file beside it
             with suppress(CheckpointError):
@@ -217,15 +224,16 @@ def _with_siblings(header: Header, folder: Location) -> list[Header]:
     return [header, *_headers(header.path, folder, others, reader)]
 
 
-def _open_remote_folder(folder: Url, variant: str | None) -> Checkpoint:
+def _open_remote_folder(folder: Url, variant: str | None, key: str | None) -> Checkpoint:
     default = default_reader()
     try:
         headers = _remote_headers(folder, default, variant)
+        keyed(default, key)
     except ShardNotFoundError as error:
         for reader in readers().values():
             if reader is not default and reader.single:
                 with suppress(ShardNotFoundError):
-                    headers = _remote_headers(folder, reader, variant)
+                    headers = _remote_headers(folder, keyed(reader, key), variant)
                     break
         else:
             raise error
@@ -301,13 +309,13 @@ def _exists(path: Path) -> bool:
         raise unreadable(path, error) from error
 
 
-def _open_folder(folder: Path, variant: str | None) -> Checkpoint:
+def _open_folder(folder: Path, variant: str | None, key: str | None) -> Checkpoint:
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except OSError as error:
         raise unreadable(folder, error) from error
     config = _read_config(folder)
-    reader = _reader_of_folder(names, variant)
+    reader = keyed(_reader_of_folder(names, variant), key)
     single, index = (variants.varied(name, variant) for name in (reader.single, reader.index))
     if index and index in names:
         weight_map = _read_weight_map(folder / index, reader)

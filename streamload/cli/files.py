@@ -61,6 +61,7 @@ def verify(
         ),
     ] = None,
     variant: flags.VariantOption = None,
+    key: flags.KeyOption = None,
     dtype: BecameOption = None,
     quant: QuantisedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
@@ -74,7 +75,7 @@ def verify(
 
     Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
     """
-    checkpoint = flags.read_path(path, variant)
+    checkpoint = flags.read_path(path, variant, key)
     progress: Progress = False if no_progress else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
@@ -147,6 +148,7 @@ def convert(
         str, typer.Argument(metavar="DESTINATION", help="A folder; made where there is none.")
     ],
     variant: flags.VariantOption = None,
+    key: flags.KeyOption = None,
     to: Annotated[
         str, flags.option("NAME", "The format of the files: safetensors, llm.c and others.")
     ] = "safetensors",
@@ -232,7 +234,7 @@ def convert(
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
     report = convert_checkpoint(
-        flags.read_path(path, variant),
+        flags.read_path(path, variant, key),
         destination,
         to=to,
         runtime=runtime,

@@ -33,8 +33,8 @@ PathArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A .safetensors file, a folder, an index.json, the URL of one of these (of a folder: "
-        "ending in /), or org/name in the local Hugging Face cache.",
+        help="A file (.safetensors, .pth, .bin, .pt), a folder, an index.json, the URL of one of "
+        "these (of a folder: ending in /), or org/name in the local Hugging Face cache.",
     ),
 ]
 VariantOption = Annotated[
@@ -43,6 +43,14 @@ VariantOption = Annotated[
         "NAME",
         "Of a folder, the files with this in their names: fp16 for model.fp16.safetensors. "
         "Default: those without.",
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    option(
+        "KEY",
+        "Of a file that torch.save wrote, the dict whose tensors are meant: state_dict, or "
+        "ema.state_dict for one inside another. Default: the only one.",
     ),
 ]
 OutOfRangeOption = Annotated[
@@ -174,9 +182,11 @@ def refuse_without_offload(given: Mapping[str, object]) -> None:
         raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
 
 
-def read_path(path: str, variant: str | None) -> CheckpointLike:
-    """The checkpoint of ``PATH``: of a folder, the variant that is asked for."""
-    return path if variant is None else open_checkpoint(path, variant=variant)
+def read_path(path: str, variant: str | None, key: str | None) -> CheckpointLike:
+    """The checkpoint of ``PATH``, of the variant and the key that are asked for."""
+    if variant is None and key is None:
+        return path
+    return open_checkpoint(path, variant=variant, key=key)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:

@@ -34,13 +34,14 @@ from streamload.units import format_bytes, format_table, parse_bytes
 def inspect(
     path: flags.PathArgument,
     variant: flags.VariantOption = None,
+    key: flags.KeyOption = None,
     as_json: flags.JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds. Reads headers only.
 
     And of quantised weights the few bytes that hold their shapes; the tensors of each are one line.
     """
-    checkpoint = open_checkpoint(path, variant=variant)
+    checkpoint = open_checkpoint(path, variant=variant, key=key)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
     quantised = groups(checkpoint) if remote else read_states(checkpoint)
     if as_json:
@@ -122,6 +123,7 @@ def plan(
     path: flags.PathArgument,
     *,
     variant: flags.VariantOption = None,
+    key: flags.KeyOption = None,
     nodes: Annotated[
         str | None,
         flags.option(
@@ -169,7 +171,7 @@ def plan(
         if layers or host:
             raise typer.BadParameter("--layers and --host are for one device, without --nodes")
         over_nodes = split_offload(
-            flags.read_path(path, variant),
+            flags.read_path(path, variant, key),
             nodes=several,
             tokens=tokens,
             stay=stay or (),
@@ -183,7 +185,7 @@ def plan(
         from streamload.offloading.entrance import plan_offload  # few need it
 
         found = plan_offload(
-            flags.read_path(path, variant),
+            flags.read_path(path, variant, key),
             tokens=tokens,
             stay=stay or (),
             layers=layers or (),
@@ -202,7 +204,7 @@ def plan(
     for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
     flags.refuse_without_offload(for_offload)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
-    checkpoint = flags.read_path(path, variant)
+    checkpoint = flags.read_path(path, variant, key)
     if over is not None:
         made = split(checkpoint, nodes=over, **asked)
     else:
@@ -243,6 +245,7 @@ def load(
     path: flags.PathArgument,
     *,
     variant: flags.VariantOption = None,
+    key: flags.KeyOption = None,
     verify: Annotated[
         bool,
         flags.switch(
@@ -276,6 +279,10 @@ def load(
             raise ValueError("over nodes, weights are loaded to memory: leave --residence away")
         if variant is not None:
             raise ValueError("over nodes, PATH is a variant's file or index: leave --variant away")
+        if key is not None:
+            raise ValueError(
+                "over nodes, PATH has one dict of tensors: convert it with --key first"
+            )
         from streamload import distributed  # its engines are not always installed
 
         report = distributed.load_state_dict(
@@ -288,7 +295,7 @@ def load(
         )
         silent = launch.rank > 0
     else:
-        checkpoint = flags.read_path(path, variant)
+        checkpoint = flags.read_path(path, variant, key)
         report = load_state_dict(None, checkpoint, **asked)
     problems: list[str] = []
     if verify:

@@ -11,6 +11,7 @@ Hugging Face has them, safetensors dtypes, shapes and file ranges, and besides:
   dequantises them is a layout of `streamload.quant.dequant`;
 - rows that lie in another order than models have them, or a matrix that lies as its transpose,
   are in `Header.turns`;
+- tensors whose elements do not lie one after the other are in `Header.views`;
 - what takes the place of ``config.json`` is in `Header.config`, and other files that safetensors
   would have beside it (``tokenizer.json``) are made by `FormatReader.documents` where `convert`
   asks for them.
@@ -100,6 +101,14 @@ class FormatReader(Protocol):
         """
         raise NotImplementedError
 
+    def keyed(self, key: str) -> FormatReader:
+        """The reader of one of several dicts of tensors in a file; see `open_checkpoint`.
+
+        Raises:
+            ValueError: files of this format have no such keys.
+        """
+        raise ValueError(f"key={key!r} is for files that torch.save writes, not for {self.name}")
+
     def weights(self, names: Sequence[str]) -> Sequence[str]:
         """Of the names of a folder's files of this format, those that hold weights."""
         return names
@@ -170,6 +179,7 @@ def read_header(
     patience: remote.Patience | None = None,
     *,
     reader: FormatReader | None = None,
+    key: str | None = None,
 ) -> Header:
     """Read the header of a file of any format. No byte of the data is read.
 
@@ -177,6 +187,7 @@ def read_header(
         path: the file, or its URL.
         patience: how long a server is waited for.
         reader: of its format; None where the file is to be looked at.
+        key: as in `open_checkpoint`.
 
     Returns:
         The header; its path is the URL with the file's version, as readers want it.
@@ -187,14 +198,20 @@ def read_header(
         ShardNotFoundError: there is no such file, or a server does not say whether there is.
         FileChangedError: it was changed meanwhile.
         CheckpointError: it is not a regular file, cannot be read, or only as a whole.
+        ValueError: a key is given, and files of its format have none.
     """
     if isinstance(path, Url):
         with remote.connections():
             asked = remote.RemoteFile(path, patience)
-            return (reader or reader_of(asked)).read_header(asked)
+            return keyed(reader or reader_of(asked), key).read_header(asked)
     with open_file(Path(path)) as file:
-        header = (reader or reader_of(file)).read_header(file)
+        header = keyed(reader or reader_of(file), key).read_header(file)
     return replace(header, state=file.state)
+
+
+def keyed(reader: FormatReader, key: str | None) -> FormatReader:
+    """A reader, or the one that takes the dict of that key; raises as `FormatReader.keyed`."""
+    return reader if key is None else reader.keyed(key)
 
 
 class LocalFile:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ class FileViews:
             self._entered.setdefault(layer, []).append(entered.pop_all())
 
     def _held_back(self, shard: Location) -> Reader:
-        reader = open_shard(self._checkpoint.headers[shard], "mmap")
+        # what is mapped lies in the file itself
+        reader = open_shard(replace(self._checkpoint.headers[shard], views=()), "mmap")
         if not reader.mapped:  # a file that is cut short under a map ends the process
             reader.close()
             raise CheckpointError(shard, f"cannot be computed on: {reader.fallback}")

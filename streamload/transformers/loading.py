@@ -70,9 +70,9 @@ def from_pretrained(
     kernels, compressed-tensors), a module dequantises its own weight when it is computed with.
 
     Args:
-        path: a folder with ``config.json`` and safetensors files, one of those files, an index, or
-            ``org/name`` in the local Hugging Face cache. Or the folder of an adapter: its base is
-            streamed, and peft adds the adapter to it.
+        path: a folder with ``config.json`` and safetensors files (or those that torch.save writes),
+            one of those files, an index, or ``org/name`` in the local Hugging Face cache. Or
+            the folder of an adapter: its base is streamed, and peft adds the adapter to it.
         budget: most bytes on each device, as in `streamload.load_state_dict`. What the checkpoint
             does not hold counts too: missing parameters, those of other shapes, and buffers that
             transformers computes (as many bytes stay free on each of several devices).

@@ -1,0 +1,245 @@
+"""Files of torch.save: which of their tensors are meant, and which files are refused by name."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+from safetensors_files import write_safetensors
+from torch_files import archive, pickle_of, state_dict, storage, tensor, write
+
+import streamload
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.cli import main
+from streamload.errors import HeaderError, PlanInfeasibleError
+
+torch = needs.module("torch")
+
+
+def filled(*shape: int) -> Any:
+    """Numbers that tell every element from its neighbours."""
+    return torch.arange(1.0, int(np.prod(shape)) + 1).reshape(shape)
+
+
+def refused(path: Path, **arguments: Any) -> HeaderError:
+    """The error of opening a file."""
+    with pytest.raises(HeaderError) as raised:
+        open_checkpoint(path, **arguments)
+    return raised.value
+
+
+# --- which dict -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module", "params_ema"])
+def test_the_only_dict_of_tensors_is_found(tmp_path: Path, key: str) -> None:
+    """Whatever it is called, and whatever else there is."""
+    path = tmp_path / "model.pth"
+    torch.save({"epoch": 3, key: {"weight": filled(2)}, "hyper": {"lr": [1.0]}}, path)
+    assert [*open_checkpoint(path).tensors] == ["weight"]
+
+
+def test_several_dicts_need_a_key(tmp_path: Path) -> None:
+    """The error says what there is, and how one is chosen; each can be."""
+    path = tmp_path / "model.pth"
+    value = {
+        "step": filled(1),
+        "model": {"a": filled(2), "b": filled(3)},
+        "ema": {"inner": {"a": filled(4)}, "decay": 0.5},
+    }
+    torch.save(value, path)
+    error = refused(path)
+    assert error.problem == "holds several dicts of tensors"
+    assert error.found == "'model' (2 tensors), '.' (1 tensor), 'ema.inner' (1 tensor)"
+    assert error.expected == "open_checkpoint(path, key='model'), or --key model"
+    for key, names in (("model", {"a", "b"}), (".", {"step"}), ("ema.inner", {"a"})):
+        assert set(open_checkpoint(path, key=key).tensors) == names
+    assert refused(path, key="ema").problem == "key 'ema' holds no tensors by name"
+    found = {"a": torch.zeros(4)}
+    chosen = open_checkpoint(path, key="ema.inner")
+    streamload.load_state_dict(found, chosen, device="cpu", progress=False)
+    assert torch.equal(found["a"], filled(4))
+
+
+def test_a_key_is_for_such_files_only(tmp_path: Path) -> None:
+    """A safetensors file has no keys."""
+    write_safetensors(tmp_path / "model.safetensors", {"a": ("BF16", (2,), bytes(4))})
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(ValueError, match="is for files that torch"):
+            open_checkpoint(path, key="model")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (lambda: filled(3), "one tensor without a name"),
+        (lambda: [filled(3)], "list"),
+        (lambda: {"epoch": 1}, "dict"),
+        (lambda: {0: filled(3)}, "dict"),
+    ],
+)
+def test_no_tensors_by_name(tmp_path: Path, value: Any, found: str) -> None:
+    """A file without a dict of tensors is no checkpoint."""
+    path = tmp_path / "model.pth"
+    torch.save(value(), path)
+    error = refused(path)
+    assert (error.problem, error.found) == ("holds no tensors by name", found)
+    assert error.expected == 'torch.save(model.state_dict(), "model.pth")'
+
+
+# --- refused by name ------------------------------------------------------------------------------
+
+
+def _tar() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as made:
+        for name in ("storages", "tensors", "pickle"):
+            info = tarfile.TarInfo(name)
+            info.size = 3
+            made.addfile(info, io.BytesIO(b"abc"))
+    return out.getvalue()
+
+
+def _saved(value: Any, **arguments: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, **arguments)
+    return out.getvalue()
+
+
+def _scripted() -> bytes:
+    out = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), out)
+    return out.getvalue()
+
+
+def _of_big_endian() -> bytes:
+    return archive(state_dict(a=tensor())).replace(b"little", b"biggie")
+
+
+def _compressed() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("archive/data.pkl", state_dict(a=tensor()))
+        made.writestr("archive/data/0", bytes(16))
+    return out.getvalue()
+
+
+def _npz() -> bytes:
+    out = io.BytesIO()
+    np.savez(out, a=np.zeros(3))
+    return out.getvalue()
+
+
+SAVE = 'torch.save(model.state_dict(), "model.pth")'
+AGAIN = 'torch.save(torch.load("model.pth", weights_only=True), "model.pth")'
+OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
+    "legacy": (
+        lambda: _saved({"a": filled(2)}, _use_new_zipfile_serialization=False),
+        "is of torch.save before version 1.6, no zip archive",
+        AGAIN,
+    ),
+    "tar": (_tar, "is a tar archive, of torch.save before version 0.1.10", AGAIN),
+    "module": (
+        lambda: _saved(torch.nn.Sequential(torch.nn.Linear(2, 2))),
+        "is a pickled module, of torch.nn.modules.container.Sequential: no code is run to open a "
+        "file",
+        SAVE,
+    ),
+    "TorchScript": (
+        _scripted,
+        "is a TorchScript archive: code and tensors",
+        'torch.save(torch.jit.load("model.pth").state_dict(), "model.pth")',
+    ),
+    "pickle": (lambda: b"\x80\x04}.", "is a pickle, which could run anything", SAVE),
+    "big-endian": (_of_big_endian, "is of a machine with another byte order", f"little: {AGAIN}"),
+    "compressed": (
+        _compressed,
+        "its entry data.pkl is compressed",
+        "entries as torch.save stores them, or zip -0",
+    ),
+    "GGUF": (lambda: b"GGUF" + bytes(99), "is not of torch.save", "a zip archive, as torch.save"),
+    "web page": (lambda: b"<!DOCTYPE html>", "is not of torch.save", "a zip archive"),
+    "npz": (
+        _npz,
+        "is a zip archive, but not of torch.save",
+        "one entry data.pkl in one folder",
+    ),
+    "nothing": (lambda: b"", "is not of torch.save", "a zip archive, as torch.save writes"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("form", OTHERS)
+def test_other_forms_are_refused_by_name(tmp_path: Path, form: str) -> None:
+    """The error says what the file is, and what to write instead."""
+    made, problem, expected = OTHERS[form]
+    path = write(tmp_path / "model.pth", made())
+    error = refused(path)
+    assert error.problem == problem
+    assert str(error.expected).startswith(expected)
+
+
+UNREADABLE: Mapping[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: filled(2, 2).to_sparse(), "it is sparse"),
+    "conjugated": (lambda: (filled(2) + 1j).conj(), "it is a view that is conjugated or negated"),
+    "meta": (
+        lambda: torch.empty(3, device="meta"),
+        "it is on the meta device, and has no values",
+    ),
+    "complex128": (lambda: torch.zeros(2, dtype=torch.complex128), "unknown dtype"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_tensors_that_are_not_read(tmp_path: Path, kind: str) -> None:
+    """They are named, and do not matter where they are not asked for."""
+    made, why = UNREADABLE[kind]
+    path = tmp_path / "model.pth"
+    torch.save({"good": filled(2), "other": made()}, path)
+    error = refused(path)
+    assert error.tensor == "other"
+    assert why in error.problem
+    torch.save({"model": {"good": filled(2)}, "beside": {"other": made()}}, path)
+    assert [*open_checkpoint(path, key="model").tensors] == ["good"]
+
+
+def test_what_is_expanded_takes_no_memory_to_open(tmp_path: Path) -> None:
+    """One element that stands for a trillion opens at once, and is refused by the plan."""
+    path = tmp_path / "model.pth"
+    torch.save({"large": torch.zeros(1).expand(10**6, 10**6)}, path)
+    assert open_checkpoint(path).nbytes == 4 * 10**12
+    with pytest.raises(PlanInfeasibleError):
+        streamload.load_state_dict(None, path, device="host", progress=False)
+
+
+def test_plain_values_of_python_2(tmp_path: Path) -> None:
+    """Strings without a prefix, as Python 2 wrote them, are names as well."""
+    name = b"S'weight'\n"
+    short = b"U\x04bias"
+    body = b"(d" + name + tensor() + b"s" + short + tensor((2,), of=storage("0", 4)) + b"s"
+    path = write(tmp_path / "model.pth", archive(pickle_of(body)))
+    assert [*open_checkpoint(path).tensors] == ["bias", "weight"]
+
+
+def test_inspect_and_key_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--key` chooses; without it the error is one line."""
+    path = str(tmp_path / "model.pth")
+    torch.save({"model": {"a": filled(2).t()}, "ema": {"b": filled(2, 3).t()}}, path)
+    for arguments, code in ((["inspect", path], 1), (["inspect", path, "--key", "ema"], 0)):
+        monkeypatch.setattr("sys.argv", ["streamload", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+        said = capsys.readouterr()
+        assert ("--key model" in said.err) == bool(code)
+    assert re.search(r"b +float32 +3 x 2", said.out)

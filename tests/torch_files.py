@@ -1,0 +1,76 @@
+"""Files that torch.save writes, or could be taken for it: pickles and archives by hand."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def integer(number: int) -> bytes:
+    """The opcode that pushes an integer."""
+    raw = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def text(value: str) -> bytes:
+    """The opcode that pushes a string."""
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def tuple_of(*items: bytes) -> bytes:
+    """Opcodes of a tuple."""
+    return b"(" + b"".join(items) + b"t"
+
+
+def storage(key: str = "0", numel: int = 4, kind: str = "FloatStorage") -> bytes:
+    """Opcodes of a storage: its persistent id."""
+    named = f"ctorch\n{kind}\n".encode()
+    return tuple_of(text("storage"), named, text(key), text("cpu"), integer(numel)) + b"Q"
+
+
+def tensor(
+    shape: tuple[int, ...] = (4,),
+    strides: tuple[int, ...] = (1,),
+    offset: int = 0,
+    of: bytes = b"",
+) -> bytes:
+    """Opcodes of a tensor."""
+    numbers = (tuple_of(*map(integer, each)) for each in (shape, strides))
+    hooks = b"ccollections\nOrderedDict\n)R"
+    arguments = tuple_of(of or storage(), integer(offset), *numbers, b"\x89", hooks)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R"
+
+
+def pickle_of(body: bytes) -> bytes:
+    """A pickle of one object."""
+    return b"\x80\x02" + body + b"."
+
+
+def state_dict(**tensors: bytes) -> bytes:
+    """A pickle of tensors by name."""
+    pairs = b"".join(text(name) + value for name, value in tensors.items())
+    return pickle_of(b"}(" + pairs + b"u")
+
+
+def archive(
+    pickle: bytes, storages: Mapping[str, bytes] | None = None, prefix: str = "archive"
+) -> bytes:
+    """An archive as torch writes it, of entries that are stored."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as made:
+        made.writestr(f"{prefix}/data.pkl", pickle)
+        made.writestr(f"{prefix}/byteorder", b"little")
+        for key, data in ({"0": bytes(16)} if storages is None else storages).items():
+            made.writestr(f"{prefix}/data/{key}", data)
+        made.writestr(f"{prefix}/version", b"3\n")
+    return out.getvalue()
+
+
+def write(path: Path, data: bytes) -> Path:
+    """Write a file; gives its path."""
+    path.write_bytes(data)
+    return path
