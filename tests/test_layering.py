@@ -57,6 +57,7 @@ LAYERS = (
     ("formats.gguf", "formats.torch_objects", "formats.zip_entries"),
     ("formats.torch_pickle",),
     ("formats.torch_zip",),
+    ("checkpoint.likeness",),
     ("checkpoint.checkpoint",),
     ("checkpoint.page_cache",),
     ("checkpoint.readers",),

@@ -33,6 +33,7 @@ from streamload.checkpoint.header import (
     read_up_to,
     unreadable,
 )
+from streamload.checkpoint.likeness import shaped_like
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.formats.base import FormatReader, default_reader, keyed, read_header, readers
@@ -126,7 +127,11 @@ def opened(path: CheckpointLike) -> Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], *, variant: str | None = None, key: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    key: str | None = None,
+    like: CheckpointLike | None = None,
 ) -> Checkpoint:
     """Open a checkpoint: read and validate all of its headers.
 
@@ -141,6 +146,8 @@ def open_checkpoint(
         key: of a file that torch.save wrote, the dict whose tensors are the checkpoint:
             "state_dict", or "ema.state_dict" for one inside another, "." for the outermost. None:
             the only one that holds tensors by name.
+        like: of IREE's parameter archives, which may hold bytes alone, a checkpoint whose tensors
+            of the same names say dtypes and shapes. None: what says neither is one-dimensional U8.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
@@ -159,9 +166,18 @@ def open_checkpoint(
         ShardNotFoundError: nothing is there, or a shard is missing.
         HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree.
         TruncatedFileError: a file is shorter than its header says.
-        CheckpointError: something cannot be read.
-        ValueError: a key is given, and files of this format have none.
+        CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
+        ValueError: a key is given, and files of this format have none; or ``like`` is, and files
+            of this format say dtypes and shapes themselves.
     """
+    checkpoint = _open(path, variant, key)
+    if like is None:
+        return checkpoint
+    shaped = shaped_like(checkpoint.path, checkpoint.shards, opened(like).tensors)
+    return from_headers(checkpoint.path, shaped, checkpoint.config)
+
+
+def _open(path: str | os.PathLike[str], variant: str | None, key: str | None) -> Checkpoint:
     found, folder = locate(path)
     with remote.connections():
         if found == folder:

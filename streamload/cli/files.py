@@ -62,6 +62,7 @@ def verify(
     ] = None,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
+    like: flags.LikeOption = None,
     dtype: BecameOption = None,
     quant: QuantisedOption = None,
     out_of_range: flags.OutOfRangeOption = "inf",
@@ -75,7 +76,7 @@ def verify(
 
     Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
     """
-    checkpoint = flags.read_path(path, variant, key)
+    checkpoint = flags.read_path(path, variant, key, like)
     progress: Progress = False if no_progress else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
@@ -149,6 +150,7 @@ def convert(
     ],
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
+    like: flags.LikeOption = None,
     to: Annotated[
         str, flags.option("NAME", "The format of the files: safetensors, llm.c and others.")
     ] = "safetensors",
@@ -234,7 +236,7 @@ def convert(
     if budget is not None and nodes is None and "," not in budget:
         raise typer.BadParameter("--budget needs --nodes")
     report = convert_checkpoint(
-        flags.read_path(path, variant, key),
+        flags.read_path(path, variant, key, like),
         destination,
         to=to,
         runtime=runtime,

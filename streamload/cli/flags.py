@@ -33,7 +33,7 @@ PathArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A file (.safetensors, .pth, .bin, .pt), a folder, an index.json, the URL of one of "
+        help="A file (.safetensors, .pth, .bin, .pt, .irpa), a folder, an index.json, the URL of one of "
         "these (of a folder: ending in /), or org/name in the local Hugging Face cache.",
     ),
 ]
@@ -51,6 +51,14 @@ KeyOption = Annotated[
         "KEY",
         "Of a file that torch.save wrote, the dict whose tensors are meant: state_dict, or "
         "ema.state_dict for one inside another. Default: the only one.",
+    ),
+]
+LikeOption = Annotated[
+    str | None,
+    option(
+        "PATH",
+        "Of a .irpa file that says no dtypes and shapes, a checkpoint with tensors of the same "
+        "names that does.",
     ),
 ]
 OutOfRangeOption = Annotated[
@@ -182,11 +190,11 @@ def refuse_without_offload(given: Mapping[str, object]) -> None:
         raise typer.BadParameter(f"{' and '.join(names)}: only with --offload")
 
 
-def read_path(path: str, variant: str | None, key: str | None) -> CheckpointLike:
-    """The checkpoint of ``PATH``, of the variant and the key that are asked for."""
-    if variant is None and key is None:
+def read_path(path: str, variant: str | None, key: str | None, like: str | None) -> CheckpointLike:
+    """The checkpoint of ``PATH``: the variant, the key and the shapes that are asked for."""
+    if variant is None and key is None and like is None:
         return path
-    return open_checkpoint(path, variant=variant, key=key)
+    return open_checkpoint(path, variant=variant, key=key, like=like)
 
 
 def read_flags(flags: LoadFlags) -> dict[str, Any]:

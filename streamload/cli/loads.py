@@ -35,13 +35,14 @@ def inspect(
     path: flags.PathArgument,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
+    like: flags.LikeOption = None,
     as_json: flags.JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds. Reads headers only.
 
     And of quantised weights the few bytes that hold their shapes; the tensors of each are one line.
     """
-    checkpoint = open_checkpoint(path, variant=variant, key=key)
+    checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
     quantised = groups(checkpoint) if remote else read_states(checkpoint)
     if as_json:
@@ -124,6 +125,7 @@ def plan(
     *,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
+    like: flags.LikeOption = None,
     nodes: Annotated[
         str | None,
         flags.option(
@@ -171,7 +173,7 @@ def plan(
         if layers or host:
             raise typer.BadParameter("--layers and --host are for one device, without --nodes")
         over_nodes = split_offload(
-            flags.read_path(path, variant, key),
+            flags.read_path(path, variant, key, like),
             nodes=several,
             tokens=tokens,
             stay=stay or (),
@@ -185,7 +187,7 @@ def plan(
         from streamload.offloading.entrance import plan_offload  # few need it
 
         found = plan_offload(
-            flags.read_path(path, variant, key),
+            flags.read_path(path, variant, key, like),
             tokens=tokens,
             stay=stay or (),
             layers=layers or (),
@@ -204,7 +206,7 @@ def plan(
     for_offload = {"tokens": tokens, "rate": rate, "stay": stay, "layers": layers, "host": host}
     flags.refuse_without_offload(for_offload)
     over = flags.read_nodes(nodes, given["budget"], given["device"])
-    checkpoint = flags.read_path(path, variant, key)
+    checkpoint = flags.read_path(path, variant, key, like)
     if over is not None:
         made = split(checkpoint, nodes=over, **asked)
     else:
@@ -246,6 +248,7 @@ def load(
     *,
     variant: flags.VariantOption = None,
     key: flags.KeyOption = None,
+    like: flags.LikeOption = None,
     verify: Annotated[
         bool,
         flags.switch(
@@ -283,6 +286,8 @@ def load(
             raise ValueError(
                 "over nodes, PATH has one dict of tensors: convert it with --key first"
             )
+        if like is not None:
+            raise ValueError("over nodes, PATH says its shapes: convert it with --like first")
         from streamload import distributed  # its engines are not always installed
 
         report = distributed.load_state_dict(
@@ -295,7 +300,7 @@ def load(
         )
         silent = launch.rank > 0
     else:
-        checkpoint = flags.read_path(path, variant, key)
+        checkpoint = flags.read_path(path, variant, key, like)
         report = load_state_dict(None, checkpoint, **asked)
     problems: list[str] = []
     if verify:

@@ -80,12 +80,15 @@ class FormatReader(Protocol):
         suffixes: of its files, in lower case, with the dot.
         single: the name of the file that is the checkpoint of a folder alone; "" for none.
         index: the name of the JSON that names the files of a set, as safetensors has; "" for none.
+        untyped: whether files may hold bytes without a dtype and a shape: `open_checkpoint` gives
+            them those of another checkpoint.
     """
 
     name: str
     suffixes: tuple[str, ...]
     single: str = ""
     index: str = ""
+    untyped: bool = False
 
     def looks(self, head: bytes) -> bool:
         """Whether a file that begins with these bytes, `HEAD_NBYTES` or all, is of this format."""

@@ -1,0 +1,60 @@
+"""Dtypes and shapes for files that hold bytes alone: those of another checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.url import Location
+from streamload.errors import CheckpointError
+from streamload.formats.base import readers
+
+_LISTED = 3  # names shown in a message
+
+
+def shaped_like(
+    path: Location, headers: Sequence[Header], like: Mapping[str, TensorInfo]
+) -> Iterator[Header]:
+    """Give tensors of bytes the dtypes and shapes that those of the same names have elsewhere.
+
+    These are one-dimensional and of U8. Others, and those without a namesake, stay as they are.
+
+    Args:
+        path: the checkpoint, for errors.
+        headers: of its files.
+        like: the other checkpoint's tensors, by name.
+
+    Raises:
+        CheckpointError: a tensor has another length than its namesake, or there is no namesake.
+        ValueError: the files are of formats that say dtypes and shapes.
+    """
+    untyped = [name for name, reader in readers().items() if reader.untyped]
+    if not any(header.format in untyped for header in headers):
+        formats = ", ".join(sorted({header.format for header in headers}))
+        expected = " or ".join(untyped)
+        raise ValueError(f"like= is for files without dtypes ({expected}), and {path} is {formats}")
+    names = [info.name for header in headers for info in header.tensors]
+    if names and like.keys().isdisjoint(names):
+        some, others = (", ".join(islice(each, _LISTED)) for each in (like, names))
+        raise CheckpointError(path, "no tensor has the name of one of like=", some, others)
+    for header in headers:
+        if header.format in untyped:
+            infos = (_shaped(info, like.get(info.name)) for info in header.tensors)
+            header = replace(header, tensors=tuple(infos))
+        yield header
+
+
+def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
+    if other is None or info.dtype.code != "U8" or len(info.shape) != 1:
+        return info
+    if info.nbytes != other.nbytes:
+        raise CheckpointError(
+            info.shard,
+            "its length is not that of its namesake of like=",
+            f"{other.nbytes} bytes, {other.dtype.name} of the shape {list(other.shape)}",
+            f"{info.nbytes} bytes",
+            tensor=info.name,
+        )
+    return replace(info, dtype=other.dtype, shape=other.shape)
