@@ -150,6 +150,7 @@ def make_llama(path: Path, nbytes: int) -> None:
 #: By name; "safetensors" is what others are compared with.
 WRITTEN = {
     "safetensors": Written(make_llama, {"dtype": "float16"}),
+    "irpa": Written(make_llama, {"to": "irpa", "dtype": "float16"}),
     "llm.c": Written(partial(make_gpt2, dtype=F32), {"to": "llm.c"}),
     "llm.c-bf16": Written(make_gpt2, {"to": "llm.c", "dtype": "bfloat16"}),
     "gguf": Written(make_llama, {"to": "gguf", "dtype": "float16"}),

@@ -84,7 +84,7 @@ LAYERS = (
     ("quant.q4_0",),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache"),
     ("formats.writer",),
-    ("formats.gguf_out", "formats.llmc", "formats.safetensors"),
+    ("formats.gguf_out", "formats.irpa", "formats.llmc", "formats.safetensors"),
     ("planning.activations", "planning.cuts", "planning.residency"),
     ("planning.partition",),
     ("planning.plan",),

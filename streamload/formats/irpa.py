@@ -1,0 +1,433 @@
+"""IREE's parameter archives, ``.irpa``: read, and written as IREE itself writes them.
+
+A header of 88 bytes (little-endian, as everything) has magic, version, its own length, the distance
+to the header of another archive in the same file (0 for none), and three segments: entries,
+metadata and storage, each an offset from the header and a length. An entry has its length, a type,
+its name and its metadata as ranges of the metadata segment, and an alignment. Data is a range of
+the storage segment; a splat is a length, and a pattern of 1 to 16 bytes that fills it. Entries
+begin at multiples of 16 bytes, data at multiples of 64, and files end at a multiple of 4096.
+
+Entries have no dtype and no shape. What says them is the entry's metadata, as IREE's own Python
+writes it: ``TENSORv0:`` (earlier ``PYTORCH:``) and a JSON object with ``type`` (``Tensor``),
+``dtype`` (numpy's name) and ``shape``. What is written here has that. Entries without it are
+bytes, one-dimensional U8: `open_checkpoint` gives them the dtypes and shapes of another checkpoint
+(``like=``).
+
+Source: github.com/iree-org/iree, ``runtime/src/iree/schemas/parameter_archive.h`` for the format,
+``runtime/src/iree/io/formats/irpa/irpa_parser.c`` for the rules that files are held to, and
+``iree.runtime.io`` for the metadata of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from streamload.checkpoint.header import (
+    MAX_HEADER_NBYTES,
+    Header,
+    TensorInfo,
+    View,
+    describe,
+    parse_json_object,
+)
+from streamload.checkpoint.url import Location
+from streamload.dtypes import BY_CODE, BY_NAME, DType
+from streamload.errors import HeaderError, TruncatedFileError
+from streamload.formats.base import File, FormatReader, read_exactly, register_reader
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Model,
+    OutFile,
+    Wanted,
+    placed,
+    register_writer,
+)
+from streamload.planning.budget import first_that_fits
+from streamload.units import round_up
+
+_SINGLE = "model.irpa"
+_INDEX = "model.irpa.index.json"
+
+_MAGIC = b"IRPA"
+_PREFIX = struct.Struct("<4sHHQQQ")  # magic, version, its length, the next header, flags
+_SEGMENTS = struct.Struct("<7Q")  # number of entries; offset and length of three segments
+_HEADER_NBYTES = _PREFIX.size + _SEGMENTS.size
+_ENTRY = struct.Struct("<QI6Q")  # length, type, flags, name, metadata, alignment
+_RANGE = struct.Struct("<QQ")
+_SPLAT = struct.Struct("<Q16sB")  # length, pattern, bytes of the pattern
+_DATA_NBYTES = _ENTRY.size + _RANGE.size
+_SPLAT_NBYTES = _ENTRY.size + _SPLAT.size
+_SKIPPED, _IS_SPLAT, _IS_DATA, _IS_EXTERNAL = range(4)
+_PATTERNS = (1, 2, 4, 8, 16)
+
+_ENTRY_ALIGNMENT = 16
+_ALIGNMENT = 64
+_PAGE = 4096
+_MOST_NBYTES = 2**62  # of splats and their places: what an int64 can say
+_MEMORY = 8  # bytes of memory for each byte of a header, when it is read
+_SAYS_TENSOR = (b"TENSORv0:", b"PYTORCH:")
+_U8 = BY_CODE["U8"]
+_Fail = Callable[..., HeaderError]  # of an entry, by its name
+
+
+class Irpa(FormatReader):
+    """Reads parameter archives; see `FormatReader`."""
+
+    name = "irpa"
+    suffixes = (".irpa",)
+    single = _SINGLE
+    index = _INDEX
+    untyped = True
+
+    def looks(self, head: bytes) -> bool:
+        """See `FormatReader.looks`."""
+        return head.startswith(_MAGIC)
+
+    def read_header(self, file: File) -> Header:
+        """See `FormatReader.read_header`."""
+        found = _Contents(file)
+        base = 0
+        while distance := _Archive(found, base).read():
+            base += distance
+        found.infos.sort(key=lambda info: (info.start, info.stop, info.name))
+        return Header(
+            file.path,
+            file.nbytes,
+            min((info.start for info in found.infos), default=0),
+            tuple(found.infos),
+            {},
+            format=self.name,
+            views=tuple(found.views),
+        )
+
+
+class _Contents:
+    """What the archives of a file hold."""
+
+    def __init__(self, file: File) -> None:
+        """Nothing is found yet."""
+        self.file = file
+        self.infos: list[TensorInfo] = []
+        self.views: list[View] = []
+        self._names: set[str] = set()
+        self._after = round_up(file.nbytes, _PAGE) + _PAGE  # where the next splat has its place
+        self._left = min(file.nbytes, MAX_HEADER_NBYTES)
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes of headers: several archives may name the same ones over and over.
+
+        Raises:
+            HeaderError: they are more than the file has.
+            PlanInfeasibleError: free memory has no room for what is made of them.
+        """
+        path, most = self.file.path, min(self.file.nbytes, MAX_HEADER_NBYTES)
+        if nbytes > self._left:
+            found = most - self._left + nbytes
+            raise HeaderError(path, "the headers are too long", f"at most {most} bytes", found)
+        self._left -= nbytes
+        needed_nbytes = _MEMORY * (most - self._left)
+        if needed_nbytes >= 2**20:
+            first_that_fits([(None, needed_nbytes)], [(f"the header of {path}", needed_nbytes)])
+
+    def add(self, name: str, dtype: DType, shape: tuple[int, ...], start: int, stop: int) -> None:
+        """Add a tensor whose bytes lie in the file."""
+        if name in self._names:
+            raise HeaderError(self.file.path, "a name is not unique", "each name once", tensor=name)
+        self._names.add(name)
+        self.infos.append(TensorInfo(name, dtype, shape, self.file.path, start, stop))
+
+    def add_splat(
+        self, name: str, dtype: DType, shape: tuple[int, ...], at: int, pattern: int, nbytes: int
+    ) -> None:
+        """Add a tensor that a pattern fills, of so many bytes at a byte of the file."""
+        if nbytes <= pattern:
+            self.add(name, dtype, shape, at, at + nbytes)
+            return
+        view = View(self._after, at, pattern, (nbytes // pattern,), (0,))
+        if view.stop > _MOST_NBYTES:
+            limit = f"at most {_MOST_NBYTES} bytes of splats"
+            raise HeaderError(self.file.path, "a splat is too long", limit, nbytes, tensor=name)
+        self.add(name, dtype, shape, view.start, view.stop)
+        self.views.append(view)
+        self._after = round_up(view.stop, _ALIGNMENT)
+
+
+class _Archive:
+    """One archive of a file."""
+
+    def __init__(self, contents: _Contents, base: int) -> None:
+        """Nothing is read yet.
+
+        Args:
+            contents: where its tensors go.
+            base: its first byte.
+        """
+        self._contents = contents
+        self._file = contents.file
+        self._base = base
+        self._metadata = b""
+        self._left = 0  # bytes of metadata that no entry has yet
+        self._storage = (0, 0)  # file bytes
+        self._said: dict[tuple[int, int], _Said | None] = {}  # by range: entries may share them
+        self._same: dict[bytes, _Said | None] = {}  # by text: most are like another one
+
+    def read(self) -> int:
+        """Add what it holds; gives the distance to the next archive, 0 for none.
+
+        Raises:
+            HeaderError: it breaks a rule of the format.
+            TruncatedFileError: the file is shorter than it says.
+            PlanInfeasibleError: free memory has no room for its tensors' names and places.
+        """
+        path, base = self._file.path, self._base
+        raw = self._file.read(base, base + _HEADER_NBYTES)
+        if not raw.startswith(_MAGIC):
+            found = describe(raw[: len(_MAGIC)])
+            raise HeaderError(path, f"no parameter archive is at byte {base}", _MAGIC, found)
+        if len(raw) < _HEADER_NBYTES:
+            stop = base + _HEADER_NBYTES
+            raise TruncatedFileError(path, "the header is cut off", stop, self._file.nbytes)
+        distance: int
+        _, major, minor, nbytes, distance, _ = _PREFIX.unpack_from(raw)
+        if (major, minor) != (0, 0):
+            raise HeaderError(path, "unknown version", "0.0", f"{major}.{minor}")
+        if nbytes != _HEADER_NBYTES:
+            raise HeaderError(path, "the header's length is not valid", _HEADER_NBYTES, nbytes)
+        self._contents.take(_HEADER_NBYTES)
+        count, *numbers = _SEGMENTS.unpack_from(raw, _PREFIX.size)
+        entries, metadata, self._storage = (
+            self._segment(what, offset, length)
+            for what, offset, length in zip(
+                ("entries", "metadata", "data"), numbers[::2], numbers[1::2], strict=True
+            )
+        )
+        self._contents.take(entries[1] - entries[0] + metadata[1] - metadata[0])
+        self._metadata = read_exactly(self._file, *metadata, "the metadata")
+        self._left = len(self._metadata)
+        self._read_entries(count, entries[0], read_exactly(self._file, *entries, "the entries"))
+        return distance
+
+    def _segment(self, what: str, offset: int, nbytes: int) -> tuple[int, int]:
+        """The file bytes of a segment."""
+        if not nbytes:
+            return self._base, self._base
+        start, stop = self._base + offset, self._base + offset + nbytes
+        if stop > self._file.nbytes:
+            problem = f"is shorter than its header says: the {what} are cut off"
+            raise TruncatedFileError(self._file.path, problem, stop, self._file.nbytes)
+        return start, stop
+
+    def _read_entries(self, count: int, start: int, table: bytes) -> None:
+        """Add what the entries say; they begin at byte ``start`` of the file."""
+        at = 0
+        for number in range(count):
+            left = len(table) - at
+            nbytes = int.from_bytes(table[at : at + 8], "little")
+            if left < _ENTRY.size or not _ENTRY.size <= nbytes <= left:
+                raise HeaderError(
+                    self._file.path,
+                    f"entry {number} is cut off, or its length is not valid",
+                    f"{count} entries of {_ENTRY.size} bytes or more in {len(table)}",
+                    f"{nbytes} of {max(left, 0)} bytes that are left",
+                )
+            self._read_entry(start + at, table[at : at + nbytes])
+            at = round_up(at + nbytes, _ENTRY_ALIGNMENT)
+
+    def _read_entry(self, start: int, raw: bytes) -> None:
+        """Add what an entry says; it begins at byte ``start`` of the file."""
+        path = self._file.path
+        _, kind, _, *text_at, offset, length, alignment = _ENTRY.unpack_from(raw)
+        if kind == _SKIPPED:
+            return
+        text = self._text(*text_at)
+        try:
+            name = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise HeaderError(path, "a name is not UTF-8", "UTF-8", describe(text)) from error
+        fail = partial(HeaderError, path, tensor=name)
+        if kind == _IS_DATA and len(raw) >= _DATA_NBYTES:
+            first, nbytes = _RANGE.unpack_from(raw, _ENTRY.size)
+            at = self._place(fail, first, nbytes, alignment)
+            layout = self._layout(name, offset, length, nbytes)
+            self._contents.add(name, *layout, at, at + nbytes)
+        elif kind == _IS_SPLAT and len(raw) >= _SPLAT_NBYTES:
+            nbytes, _, pattern = _SPLAT.unpack_from(raw, _ENTRY.size)
+            if pattern not in _PATTERNS or nbytes % pattern:
+                expected = "a pattern of 1, 2, 4, 8 or 16 bytes that divides the length"
+                raise fail("a splat is not valid", expected, f"{pattern} bytes for {nbytes}")
+            at = start + _ENTRY.size + 8
+            layout = self._layout(name, offset, length, nbytes)
+            self._contents.add_splat(name, *layout, at, pattern, nbytes)
+        elif kind == _IS_EXTERNAL:
+            expected = "an archive with all data in it, as iree-convert-parameters writes"
+            raise fail("its data is in another file", expected)
+        else:
+            expected = f"{_DATA_NBYTES} bytes of data or {_SPLAT_NBYTES} of a splat"
+            found = f"{len(raw)} bytes of type {kind}"
+            raise fail("the entry's type or length is not valid", expected, found)
+
+    def _place(self, fail: _Fail, offset: int, nbytes: int, alignment: int) -> int:
+        """The file byte at which an entry's data begins."""
+        first, last = self._storage
+        if not nbytes:
+            return first
+        if offset + nbytes > last - first:
+            expected = f"at most {last - first} bytes"
+            raise fail(
+                "leads out of the archive's data", expected, f"{offset} to {offset + nbytes}"
+            )
+        at = first + offset
+        if alignment & (alignment - 1) or (alignment and at % alignment):
+            raise fail("is not aligned", f"a multiple of a power of two, {alignment}", at)
+        return at
+
+    def _text(self, offset: int, nbytes: int, tensor: str | None = None) -> bytes:
+        """A range of the metadata segment; all of them together are no longer than it is."""
+        if nbytes and (offset + nbytes > len(self._metadata) or nbytes > self._left):
+            raise HeaderError(
+                self._file.path,
+                "names and metadata lead out of the archive's metadata, or overlap there",
+                f"{len(self._metadata)} bytes of metadata",
+                f"{offset} to {offset + nbytes}",
+                tensor=tensor,
+            )
+        self._left -= nbytes
+        return self._metadata[offset : offset + nbytes]
+
+    def _layout(
+        self, name: str, offset: int, length: int, nbytes: int
+    ) -> tuple[DType, tuple[int, ...]]:
+        """The dtype and the shape of an entry of so many bytes, by a range of the metadata."""
+        fail = partial(HeaderError, self._file.path, tensor=name)
+        if (offset, length) not in self._said:
+            raw = self._text(offset, length, name)
+            if raw not in self._same:
+                self._same[raw] = _said(raw, self._file.path, fail)
+            self._said[offset, length] = self._same[raw]
+        said = self._said[offset, length]
+        if said is None:
+            return _U8, (nbytes,)
+        if said.nbits != 8 * nbytes:
+            found = f"{nbytes} bytes"
+            raise fail("the shape and the length do not agree", f"{said.nbits} bits", found)
+        return said.dtype, said.shape
+
+
+class _Said(NamedTuple):
+    """What an entry's metadata say of it."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    nbits: int
+
+
+def _said(metadata: bytes, path: Location, fail: _Fail) -> _Said | None:
+    """What an entry's metadata say; None where that is no dtype that is known here."""
+    prefix = next((each for each in _SAYS_TENSOR if metadata.startswith(each)), None)
+    if prefix is None:
+        return None
+    try:
+        said = parse_json_object(metadata.removeprefix(prefix), path)
+    except HeaderError as error:
+        raise fail("its metadata are not valid", error.expected, error.found) from error
+    code, dims = said.get("dtype"), said.get("shape")
+    dtype = BY_NAME.get(code) if isinstance(code, str) else None
+    if said.get("type") != "Tensor" or dtype is None:
+        return None
+    if type(dims) is not list or any(type(n) is not int or n < 0 for n in dims):
+        raise fail("its shape is not valid", "a list of whole numbers", describe(dims))
+    nbits = dtype.bits
+    for n in dims:
+        nbits *= n
+        if nbits > 8 * _MOST_NBYTES:
+            raise fail("its shape is too large", f"at most {_MOST_NBYTES} bytes", describe(dims))
+    return _Said(dtype, tuple(dims), nbits)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+class IrpaWriter(FormatWriter):
+    """Writes ``model.irpa``, byte for byte as IREE does; see `FormatWriter`.
+
+    Or ``model-00001-of-00002.irpa`` and so on, where files are not to be longer than that; IREE
+    takes several archives for one scope.
+    """
+
+    name = "irpa"
+    max_shard_size = "16TiB"  # it is one file
+    keeps_beside = True
+
+    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+        """All as they are."""
+        return [(wanted,) for wanted in model.tensors.values()]
+
+    def files(
+        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
+    ) -> Sequence[OutFile]:
+        """See `FormatWriter.files`."""
+        shards: list[list[Entry]] = []
+        left = -1
+        for listed in entries:
+            nbytes = sum(map(_most_nbytes, listed))
+            if nbytes > left:
+                shards.append([])
+                left = max_nbytes // _PAGE * _PAGE - _HEADER_NBYTES - _ALIGNMENT
+            shards[-1] += listed
+            left -= nbytes
+        count = len(shards)
+        names = [f"model-{i:05}-of-{count:05}.irpa" for i in range(1, count + 1)]
+        return list(map(_file, names if count > 1 else [_SINGLE], shards))
+
+    def documents(
+        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
+    ) -> Mapping[str, bytes]:
+        """The index of several files, as safetensors have it: IREE does not read it."""
+        if len(files) == 1:
+            return {}
+        weight_map = {t.name: file.path for file in files for t in file.tensors}
+        return {_INDEX: json.dumps({"weight_map": weight_map}, indent=2).encode() + b"\n"}
+
+
+def _metadata(entry: Entry) -> bytes:
+    """What IREE's own Python says of a tensor."""
+    said = {"type": "Tensor", "dtype": entry.dtype.name, "shape": list(entry.shape)}
+    return _SAYS_TENSOR[0] + json.dumps(said).encode()
+
+
+def _most_nbytes(entry: Entry) -> int:
+    """The most bytes that an entry adds to a file."""
+    nbytes = round_up(_DATA_NBYTES, _ENTRY_ALIGNMENT) + round_up(entry.nbytes, _ALIGNMENT)
+    return nbytes + len(entry.name.encode()) + len(_metadata(entry))
+
+
+def _file(path: str, entries: Sequence[Entry]) -> OutFile:
+    """An archive with these entries, in their order."""
+    table, texts, stop = bytearray(), bytearray(), 0
+    for entry in entries:
+        name, said = entry.name.encode(), _metadata(entry)
+        at = round_up(stop, _ALIGNMENT)
+        ranges = len(texts), len(name), len(texts) + len(name), len(said)
+        table += bytes(-len(table) % _ENTRY_ALIGNMENT)
+        table += _ENTRY.pack(_DATA_NBYTES, _IS_DATA, 0, *ranges, _ALIGNMENT)
+        table += _RANGE.pack(at, entry.nbytes)
+        texts += name + said
+        stop = at + entry.nbytes
+    begin = round_up(_HEADER_NBYTES, _ENTRY_ALIGNMENT)
+    storage = round_up(begin + len(table) + len(texts), _ALIGNMENT)
+    segments = begin, len(table), begin + len(table), len(texts), storage, stop
+    header = _PREFIX.pack(_MAGIC, 0, 0, _HEADER_NBYTES, 0, 0)
+    header += _SEGMENTS.pack(len(entries), *segments)
+    header = (header.ljust(begin, b"\0") + table + texts).ljust(storage, b"\0")
+    file = placed(path, header, entries, _ALIGNMENT)
+    return replace(file, nbytes=round_up(file.nbytes, _PAGE))
+
+
+register_reader(Irpa())
+register_writer(IrpaWriter())
