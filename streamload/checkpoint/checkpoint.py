@@ -167,8 +167,7 @@ def open_checkpoint(
         HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree.
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
-        ValueError: a key is given, and files of this format have none; or ``like`` is, and files
-            of this format say dtypes and shapes themselves.
+        ValueError: ``key`` or ``like`` is given, and files of this format have no use for it.
     """
     checkpoint = _open(path, variant, key)
     if like is None:
