@@ -80,7 +80,7 @@ LAYERS = (
     ("quant.dequant_blocks",),
     ("quant.dequant_gguf",),
     ("quant.dequant_gguf_k",),
-    ("quant.q4_0",),
+    ("quant.mlc", "quant.q4_0"),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache"),
     ("formats.writer",),
     ("formats.gguf_out", "formats.llmc", "formats.safetensors"),
