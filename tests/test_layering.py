@@ -83,7 +83,7 @@ LAYERS = (
     ("quant.mlc", "quant.q4_0"),
     ("planning.allocators", "planning.device_plan", "planning.kv_cache"),
     ("formats.writer",),
-    ("formats.gguf_out", "formats.llmc", "formats.safetensors"),
+    ("formats.gguf_out", "formats.llmc", "formats.mlc", "formats.safetensors"),
     ("planning.activations", "planning.cuts", "planning.residency"),
     ("planning.partition",),
     ("planning.plan",),
