@@ -429,6 +429,40 @@ def test_tvms_loaders_open_the_folder(tvm: Any, tmp_path: Path, quant: str) -> N
     tvm.get_global_func("vm.builtin.tensor_cache.clear")()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["q4f16_1", "q3f16_1"])
+def test_codes_are_nearer_than_mlcs(tvm: Any, tmp_path: Path, quant: str) -> None:
+    """MLC's quantiser, all in float16 and compiled by TVM: the same scales, codes but near ties."""
+    te, tirx, bits, group = tvm.te, tvm.tirx, BITS[quant], GROUPS[quant]
+    groups, kind = COLUMNS // group + 1, "float16"
+    most = tirx.const(2 ** (bits - 1) - 1, kind)
+    weight, r = te.placeholder((ROWS, groups * group), kind, "weight"), te.reduce_axis((0, group))
+    largest = te.compute(
+        (ROWS, groups), lambda i, g: te.max(te.abs(weight[i, g * group + r]), axis=r), name="most"
+    )
+    scale = te.compute((ROWS, groups), lambda i, g: largest[i, g] / most, name="scale")
+
+    def code(i: Any, j: Any) -> Any:
+        steps = tirx.round(weight[i, j] / scale[i, j // group] + most)
+        return tirx.min(tirx.max(steps, tirx.const(0, kind)), most * 2)
+
+    codes = te.compute((ROWS, groups * group), code, name="codes")
+    kernel = tvm.compile(te.create_prim_func([weight, scale, codes]), target="llvm")
+    config = LLAMA | {"hidden_size": groups * group, "head_dim": 8, "vocab_size": ROWS}
+    array = write(tmp_path / "in", config)["lm_head.weight"]
+    quiet(tmp_path / "in", tmp_path / "out", to="mlc", quant=quant)
+    words, scales = quantised(quant, "lm_head.weight", read(tmp_path / "out")[1])
+    made = [tvm.runtime.empty(shape, kind) for shape in (scales.shape, array.shape)]
+    kernel(tvm.runtime.tensor(array.astype(np.float16)), *made)
+    theirs = made[1].numpy().astype(np.float32) - (2 ** (bits - 1) - 1)
+    assert np.array_equal(scales, made[0].numpy())
+    mine, steps = dequantised(quant, words, scales, groups * group)
+    errors = [np.abs(each - array) for each in (mine, theirs * steps)]
+    assert (errors[0] <= errors[1]).all()
+    assert np.mean(mine != theirs * steps) < 0.01
+    assert (np.abs(mine - theirs * steps) <= steps * 1.0001).all()
+
+
 def dequantising(tvm: Any, quant: str, columns: int, is_turned: bool) -> Callable[..., Array]:
     """A kernel that TVM compiles from an expression like that of MLC's layers."""
     te, tirx, bits, group = tvm.te, tvm.tirx, BITS[quant], GROUPS[quant]

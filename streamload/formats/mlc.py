@@ -42,6 +42,7 @@ CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
 _CHAT_CONFIG_VERSION = "0.1.0"
 _GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER = "tokenizer.json"
+_STEPS_NBYTES = 2**20  # of tokenizer.json, most that normalizer or decoder take
 _HEAD = "lm_head.weight"
 _TOKENIZER_FILES = (
     *("tokenizer.model", _TOKENIZER, "vocab.json", "merges.txt"),
@@ -473,7 +474,7 @@ def _chat_config(model: Model) -> dict[str, Any]:
         generation[key] = next(values, otherwise)
     info = {}
     if _TOKENIZER in model.beside:
-        info = _tokenizer_info(model.beside[_TOKENIZER]().decode(errors="replace"))
+        info = _tokenizer_info(model.beside[_TOKENIZER]())
     return {
         "version": _CHAT_CONFIG_VERSION,
         "model_type": model.family,
@@ -493,10 +494,10 @@ def _chat_config(model: Model) -> dict[str, Any]:
     }
 
 
-def _tokenizer_info(text: str) -> dict[str, Any]:
+def _tokenizer_info(raw: bytes) -> dict[str, Any]:
     """What MLC detects of a tokenizer.json."""
-    decoders = _steps(text, "decoder", "decoders")
-    normalizers = _steps(text, "normalizer", "normalizers")
+    decoders = _steps(raw, "decoder", "decoders")
+    normalizers = _steps(raw, "normalizer", "normalizers")
     kinds = [each.get("type") for each in decoders]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     prepend = {"type": "Prepend", "prepend": "\u2581"}
@@ -507,11 +508,15 @@ def _tokenizer_info(text: str) -> dict[str, Any]:
     }
 
 
-def _steps(text: str, key: str, several: str) -> list[Mapping[str, Any]]:
-    """The steps that a key of tokenizer.json says; of the whole, objects would take 100 MB."""
-    for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)', text):
+def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
+    """The steps that a key of tokenizer.json says; all that it says would take 100 MB as objects.
+
+    Words of a vocabulary may be called like the key, but they are no objects.
+    """
+    for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
+        text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")
         try:
-            found, _ = json.JSONDecoder().raw_decode(text, at.end())
+            found, _ = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
             continue
         steps = found.get(several) if found.get("type") == "Sequence" else [found]
