@@ -344,9 +344,22 @@ class Writer:
         units = t.coding.unit_numel, t.coding.dst_unit_nbytes
         first = (part.start - t.start) // units[1] * units[0]
         stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
-        data = memoryview(bytearray((stop - first) * dtype.itemsize))
-        self._counted(tensor, gatherer.elements(made, first, stop, data))
-        errors = tensor.encoder.encode(data, out, first)
+        runs = [*gatherer.straight(made, first, stop)]
+        if any(begin % units[0] for begin, *_ in runs):  # a unit is of several pieces
+            runs = [(first, stop, None, 0)]
+        errors, at = _NO_ERRORS, 0
+        for begin, end, info, start in runs:
+            nbytes, to = (end - begin) * dtype.itemsize, out.nbytes
+            if end < stop:
+                to = (end - first) // units[0] * units[1]
+            if info is not None:
+                with read(info)(start, start + nbytes) as view:
+                    errors += tensor.encoder.encode(view, out[at:to], begin)
+            else:
+                data = memoryview(bytearray(nbytes))
+                self._counted(tensor, gatherer.elements(made, begin, end, data))
+                errors += tensor.encoder.encode(data, out[at:to], begin)
+            at = to
         self._check_range(tensor, errors.overflowed)
         return errors
 
