@@ -158,5 +158,4 @@ WRITTEN = {
     "mlc-q4f16_1": Written(make_llama, {"to": "mlc", "quant": "q4f16_1"}),
     "mlc-q4f16_0": Written(make_llama, {"to": "mlc", "quant": "q4f16_0"}),
     "mlc-q3f16_1": Written(make_llama, {"to": "mlc", "quant": "q3f16_1"}),
-    "mlc-q0f16": Written(make_llama, {"to": "mlc", "quant": "q0f16"}),
 }

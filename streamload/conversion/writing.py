@@ -477,7 +477,7 @@ class Writer:
             late = self._behind.popleft() if len(self._behind) > self._way.behind else None
         if late is not None:
             output, start, nbytes = late
-            output.drop(start, nbytes)
+            output.drop(start, nbytes, keeps=self._wants_sums)
 
 
 def weight_of(out: OutTensor) -> object:
