@@ -24,7 +24,14 @@ from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
 from streamload.planning.parts import Coding, RowRange, RowTranspose
 from streamload.planning.plan import Placement, Plan
-from streamload.quant.base import FORMATS, CodedWeight, Encoder, Part, Quantised
+from streamload.quant.base import (
+    ALL_FORMATS,
+    FORMATS,
+    CodedWeight,
+    Encoder,
+    Part,
+    Quantised,
+)
 from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
@@ -58,8 +65,12 @@ class QuantPolicy:
     by_tensor: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, value: QuantArgument) -> QuantPolicy:
+    def parse(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
         """Read the name of a format, or patterns: ``{"*.mlp.*": "nf4", "*norm*": None}``.
+
+        Args:
+            value: what a user wrote.
+            of_files: formats that are known beside those of models.
 
         Raises:
             ValueError: the format is unknown, or the value is neither a name nor patterns.
@@ -71,10 +82,10 @@ class QuantPolicy:
             if not isinstance(pattern, str):
                 raise ValueError(f"a pattern of names is a string, not {pattern!r}")
             is_text = isinstance(name, str)
-            if name is not None and not (is_text and (name == _AUTO or name in FORMATS)):
-                known = ", ".join((*FORMATS, _AUTO))
+            known = *FORMATS, *of_files, _AUTO
+            if name is not None and not (is_text and name in known):
                 hint = did_you_mean(name, FORMATS) if is_text else ""
-                raise ValueError(f"quant is one of {known}, not {name!r}{hint}")
+                raise ValueError(f"quant is one of {', '.join(known)}, not {name!r}{hint}")
         return cls(tuple(rules.items()))
 
     @classmethod
@@ -84,9 +95,9 @@ class QuantPolicy:
         return cls(by_tensor={tensor: coding.format for tensor, coding in coded})
 
     @classmethod
-    def named(cls, value: QuantArgument) -> QuantPolicy:
+    def named(cls, value: QuantArgument, of_files: Sequence[str] = ()) -> QuantPolicy:
         """Do what `parse` does where there is no budget; raises ValueError for "auto", too."""
-        policy = cls.parse(value)
+        policy = cls.parse(value, of_files)
         if policy.is_auto:
             raise ValueError(
                 'quant="auto" takes what fits a budget, and there is none here: name the format, '
@@ -195,7 +206,7 @@ def _of_layers(names: Iterable[str]) -> frozenset[str]:
 @cache
 def coded(coding: Coding, src: DType) -> Quantised:
     """What a weight becomes."""
-    return FORMATS[coding.format].of(coding.shape, src)
+    return ALL_FORMATS[coding.format].of(coding.shape, src)
 
 
 def coded_want(coded: CodedWeight, want: Want) -> Want:
@@ -320,7 +331,7 @@ def _codings(
     name: str, shape: tuple[int, ...], src: DType, *, of_rows: bool, in_order: bool
 ) -> tuple[tuple[Part, Coding], ...]:
     """The parts of a weight, and how each is made: one object for all weights alike."""
-    made = FORMATS[name].of(shape, src)
+    made = ALL_FORMATS[name].of(shape, src)
     coding = Coding(
         *(name, shape, "", made.unit_numel),
         *(src.nbytes(made.unit_numel), made.unit_nbytes, made.statistics_nbytes, of_rows),
@@ -388,7 +399,7 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
         reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
         raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
     try:
-        return FORMATS[name].of(shape, src)
+        return ALL_FORMATS[name].of(shape, src)
     except ValueError as error:
         reason = f"{error}; {instead}"
         raise UnsupportedCastError(

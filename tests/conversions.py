@@ -156,4 +156,7 @@ WRITTEN = {
     "gguf": Written(make_llama, {"to": "gguf", "dtype": "float16"}),
     "gguf-q8_0": Written(make_llama, {"to": "gguf", "quant": "q8_0"}),
     "gguf-q4_0": Written(make_llama, {"to": "gguf", "quant": "q4_0"}),
+    "mlc-q4f16_1": Written(make_llama, {"to": "mlc", "quant": "q4f16_1"}),
+    "mlc-q4f16_0": Written(make_llama, {"to": "mlc", "quant": "q4f16_0"}),
+    "mlc-q3f16_1": Written(make_llama, {"to": "mlc", "quant": "q3f16_1"}),
 }

@@ -423,12 +423,12 @@ class _Conversion:
         """
         found = {file.path: _length(self.destination.out / file.path) for file in self._plan.files}
         lost: set[int] = set()
-        weights: dict[tuple[str, object], set[int]] = {}  # by file and weight
+        weights: dict[tuple[str, object], set[int]] = {}  # by folder and weight
         for i, (_, file, t) in enumerate(self._plan.tensors()):
             if i not in journal.finished or (found[file.path] or 0) < t.stop:
                 lost.add(i)
             if t.coding is not None:
-                weights.setdefault((file.path, weight_of(t)), set()).add(i)
+                weights.setdefault((folder_of(file.path), weight_of(t)), set()).add(i)
         for parts in weights.values():
             if parts & lost:
                 lost |= parts

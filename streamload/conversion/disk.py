@@ -85,12 +85,16 @@ class Output:
                     done += os.pwrite(self._fd, rest, start + done)
             _sync_range(self._fd, start, data.nbytes, _WRITE)
 
-    def drop(self, start: int, nbytes: int) -> None:
-        """Wait for what was written a while ago, and take it out of the page cache."""
+    def drop(self, start: int, nbytes: int, *, keeps: bool = False) -> None:
+        """Wait for what was written a while ago, and take it out of the page cache.
+
+        With ``keeps`` it stays there until the file is closed, for it is read again.
+        """
         with self._lock:
             if self._fd >= 0:  # else it is whole and closed
                 self._bring(lambda: _sync_range(self._fd, start, nbytes, _WRITE_AND_WAIT))
-                _drop_range(self._fd, start, nbytes)
+                if not keeps:
+                    _drop_range(self._fd, start, nbytes)
 
     def sync(self) -> None:
         """Bring all that was written to the disk.

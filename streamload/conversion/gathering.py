@@ -53,6 +53,29 @@ class Gatherer:
         grain = math.lcm(*(_grain(info, width[2]) for info in made.infos))
         return turned(width, self._n, first, stop, out, fill, most, grain)
 
+    def straight(
+        self, made: Made, first: int, stop: int
+    ) -> Iterator[tuple[int, int, TensorInfo | None, int]]:
+        """Elements by the pieces that they are of.
+
+        Yields:
+            The first, the last (exclusive), the tensor in whose file they lie as they are wanted,
+            and the byte there; None for what `elements` has to make.
+        """
+        if made.turn is not None:
+            yield first, stop, None, 0
+            return
+        at = 0
+        for piece in made.pieces:
+            begin, end, info = max(first, at), min(stop, at + piece.numel), piece.info
+            if begin < end:
+                lies = info is not None and not isinstance(info, Packed) and piece.turn is None
+                if info is None or not lies or info.dtype is not self._dtype:
+                    yield begin, end, None, 0
+                else:
+                    yield begin, end, info, info.start + (piece.first + begin - at) * self._n
+            at += piece.numel
+
     def _flat(
         self, pieces: tuple[Piece, ...], first: int, stop: int, out: memoryview
     ) -> CastCounts:
@@ -108,23 +131,25 @@ class Gatherer:
     def _lines(
         self, made: Made, start: int, pitch: int, to: np.ndarray[tuple[int, ...], np.dtype]
     ) -> CastCounts:
-        """Lines of all pieces: at once where they are of one that lies as models have it."""
+        """Lines of all pieces: at once those of one that lies as models have it."""
         lines, numel = len(to), math.prod(to.shape[1:])
-        at = 0
-        for piece in made.pieces:
-            last = start + (lines - 1) * pitch + numel
-            if at <= start and last <= at + piece.numel:
-                info = piece.info
-                if info is None or piece.turn is not None:
-                    break
-                first = piece.first + start - at
-                return read_lines(info, self._make(info), self._read(info), first, pitch, to)
-            at += piece.numel
         counts, line = ZERO, memoryview(bytearray(numel * self._n))
-        for i in range(lines):
-            begin = start + i * pitch
+        pieces, at, done = iter(made.pieces), 0, 0
+        piece = next(pieces)
+        while done < lines:
+            begin = start + done * pitch
+            while begin >= at + piece.numel:
+                at, piece = at + piece.numel, next(pieces)
+            info, first = piece.info, piece.first + begin - at
+            count = min((at + piece.numel - numel - begin) // pitch + 1, lines - done)
+            if count > 0 and info is not None and piece.turn is None:
+                some, read = to[done : done + count], self._read(info)
+                counts += read_lines(info, self._make(info), read, first, pitch, some)
+                done += count
+                continue
             counts += self._flat(made.pieces, begin, begin + numel, line)
-            to[i] = np.frombuffer(line, to.dtype).reshape(to.shape[1:])
+            to[done] = np.frombuffer(line, to.dtype).reshape(to.shape[1:])
+            done += 1
         return counts
 
     def _decoder(self, info: Packed) -> Decoder:

@@ -131,7 +131,7 @@ class ConvertOptions:
             tuple(nodes or ()),
             selection,
             rename,
-            QuantPolicy.named(quant),
+            QuantPolicy.named(quant, writer.quants),
             writer,
             for_runtime,
             tuple(notes),
@@ -365,7 +365,7 @@ def plan_conversion(
         notes += options.notes
         notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options.runtime)
     else:
-        beside = {}
+        beside = {name: file for name, file in beside.items() if name in writer.copied}
     parts, node_plans = _parts(chosen, options, lists)
     files: list[OutFile] = []
     small: list[SmallFile] = []

@@ -16,7 +16,7 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.families import is_conv1d
 from streamload.formats.writer import Entry, Made, Wanted
 from streamload.mapping import Source
-from streamload.quant.base import FORMATS
+from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models
 from streamload.quantise import QuantPolicy, codings_of
@@ -51,7 +51,7 @@ def wanted_of(
         if info.name in chosen.turns and source.transpose is not None:
             made = Made.of(info, source.transpose)
             shape = source.shape or shape
-        turns = format is not None and FORMATS[format].turns_conv1d and len(shape) == 2
+        turns = format is not None and ALL_FORMATS[format].turns_conv1d and len(shape) == 2
         if turns and is_conv1d(chosen.config, info.name):
             made = (made or Made.of(info)).transposed(*shape)
             shape = shape[::-1]

@@ -49,7 +49,9 @@ class Way:
     @property
     def turned_nbytes(self) -> int:
         """Most bytes of a tensor that a thread turns at once: for each, all lines are read."""
-        return max(_TURNED_BLOCKS // self.threads, 1) * self.block_nbytes
+        # a block that is longer, for the sake of a unit, is long enough
+        usual_nbytes = min(self.block_nbytes, BLOCK_NBYTES)
+        return max(_TURNED_BLOCKS // self.threads * usual_nbytes, self.block_nbytes)
 
     @property
     def nbytes(self) -> int:

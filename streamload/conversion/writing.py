@@ -118,7 +118,7 @@ class Writer:
     def _list_unfinished(self, journal: Journal) -> None:
         """Put what is to be written to its files, without the parts beside codes."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
-        beside: dict[tuple[str, object], list[Writing]] = {}  # by file and weight
+        beside: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
         for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
@@ -126,7 +126,7 @@ class Writer:
             file.left_nbytes += t.nbytes
             self._unread.update(_reads(t))
             if t.coding is not None:
-                of_weight = beside.setdefault((file.out.path, weight_of(t)), [])
+                of_weight = beside.setdefault((folder_of(file.out.path), weight_of(t)), [])
                 if t.is_beside:
                     of_weight.append(tensor)
                     continue
@@ -344,9 +344,22 @@ class Writer:
         units = t.coding.unit_numel, t.coding.dst_unit_nbytes
         first = (part.start - t.start) // units[1] * units[0]
         stop = min(-(-(part.stop - t.start) // units[1]) * units[0], made.numel)
-        data = memoryview(bytearray((stop - first) * dtype.itemsize))
-        self._counted(tensor, gatherer.elements(made, first, stop, data))
-        errors = tensor.encoder.encode(data, out, first)
+        runs = [*gatherer.straight(made, first, stop)]
+        if any(begin % units[0] for begin, *_ in runs):  # a unit is of several pieces
+            runs = [(first, stop, None, 0)]
+        errors, at = _NO_ERRORS, 0
+        for begin, end, info, start in runs:
+            nbytes, to = (end - begin) * dtype.itemsize, out.nbytes
+            if end < stop:
+                to = (end - first) // units[0] * units[1]
+            if info is not None:
+                with read(info)(start, start + nbytes) as view:
+                    errors += tensor.encoder.encode(view, out[at:to], begin)
+            else:
+                data = memoryview(bytearray(nbytes))
+                self._counted(tensor, gatherer.elements(made, begin, end, data))
+                errors += tensor.encoder.encode(data, out[at:to], begin)
+            at = to
         self._check_range(tensor, errors.overflowed)
         return errors
 
@@ -423,14 +436,16 @@ class Writer:
             # all of a weight at once: the journal has all of it, or begins it again
             self._written += done + beside
             block.file.left_nbytes -= sum(stop - start for start, stop in block.runs)
-            block.file.left_nbytes -= sum(tensor.out.nbytes for tensor in beside)
-            is_whole = not block.file.left_nbytes
-        if is_whole:
+            for tensor in beside:  # these may be in other files
+                tensor.file.left_nbytes -= tensor.out.nbytes
+            files = dict.fromkeys((block.file, *(tensor.file for tensor in beside)))
+            whole = [file for file in files if not file.left_nbytes]
+        for file in whole:
             if self._wants_sums:
-                path = self._destination.out / block.file.out.path
-                self.sums[block.file.out.path] = file_sum(path, block.file.out.nbytes)
+                path = self._destination.out / file.out.path
+                self.sums[file.out.path] = file_sum(path, file.out.nbytes)
             with self._changed:
-                self._whole.append(block.file)
+                self._whole.append(file)
                 if len(self._whole) == _MOST_WHOLE:
                     self._changed.notify_all()
 
@@ -446,7 +461,7 @@ class Writer:
             part.digest = digest_of([data])
             for first, last in cut(0, data.nbytes, self._way.block_nbytes):
                 with data[first:last] as piece:
-                    self._write(codes.file, out.start + first, piece)
+                    self._write(part.file, out.start + first, piece)
         return codes.beside
 
     def _write(self, file: File, start: int, data: memoryview) -> None:
@@ -462,7 +477,7 @@ class Writer:
             late = self._behind.popleft() if len(self._behind) > self._way.behind else None
         if late is not None:
             output, start, nbytes = late
-            output.drop(start, nbytes)
+            output.drop(start, nbytes, keeps=self._wants_sums)
 
 
 def weight_of(out: OutTensor) -> object:

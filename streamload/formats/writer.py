@@ -350,14 +350,18 @@ class FormatWriter(Protocol):
     Attributes:
         name: of the format, as users write it: ``convert --to NAME``.
         max_shard_size: most bytes of a file where users say nothing.
+        quants: names of formats that only its files have, see `streamload.quant.base.register`.
         keeps_beside: whether the files beside the source (tokenizer, configuration) are copied.
+        copied: without that, the names of those that are.
         wants_sums: whether `documents` needs the md5 sums of the files.
         takes_blocks: whether blocks of GGUF files stay as they are where no dtype is asked for.
     """
 
     name: str
     max_shard_size: str = DEFAULT_SHARD_SIZE
+    quants: tuple[str, ...] = ()
     keeps_beside: bool = False
+    copied: tuple[str, ...] = ()
     wants_sums: bool = False
     takes_blocks: bool = False
 

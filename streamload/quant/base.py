@@ -320,12 +320,20 @@ def stepped(x: Array, steps: int) -> Array:
 
 
 _registered: dict[str, Format] = {}
+_of_files: set[str] = set()
 
 
-def register(*formats: Format) -> None:
-    """Make formats known by their names: a format's file calls it when it is imported."""
+def register(*formats: Format, in_models: bool = True) -> None:
+    """Make formats known by their names: a format's file calls it when it is imported.
+
+    Args:
+        formats: the formats.
+        in_models: whether loads can give them to models; others are made by `convert` alone.
+    """
     for one in formats:
         assert _registered.setdefault(one.name, one) is one, one.name
+        if not in_models:
+            _of_files.add(one.name)
 
 
 @cache
@@ -338,20 +346,28 @@ def _all() -> dict[str, Format]:
 
 
 class _Formats(Mapping[str, Format]):
-    """All formats; the files of this package are imported when one is first looked for."""
+    """Formats; the files of this package are imported when one is first looked for."""
+
+    def __init__(self, *, of_files: bool) -> None:
+        self._includes_files = of_files
 
     def __getitem__(self, name: str) -> Format:
-        return _all()[name]
+        found = _all()[name]  # imports the files, which say what is of files alone
+        if name in _of_files and not self._includes_files:
+            raise KeyError(name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_all())
+        return (name for name in _all() if self._includes_files or name not in _of_files)
 
     def __len__(self) -> int:
-        return len(_all())
+        return sum(1 for _ in self)
 
 
-#: name to format
-FORMATS: Mapping[str, Format] = _Formats()
+#: name to format, of those that models can have
+FORMATS: Mapping[str, Format] = _Formats(of_files=False)
+#: the same with those that only files have
+ALL_FORMATS: Mapping[str, Format] = _Formats(of_files=True)
 
 
 def check_source(name: str, shape: tuple[int, ...], src: DType) -> int:

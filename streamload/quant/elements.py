@@ -172,6 +172,9 @@ def read_lines(
                 some = np.empty((lines, numel + _APART_NBYTES // to.itemsize), to.dtype)[:, :numel]
                 some[...] = found
                 found = some
+            if to.ndim == 3:  # a row at once, not its elements one by one
+                row = f"V{to.shape[-1] * to.itemsize}"
+                to, found = to.view(row), found.view(row)
             to[...] = found.reshape(to.shape)
             del apart, found
             return ZERO

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import CFUNCTYPE, Structure, c_double, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,12 +28,15 @@ from streamload.errors import UnsupportedCastError
 from streamload.quant.base import QuantCounts
 
 #: How codes lie: one in a byte; two in a byte, the first in the high bits ("pairs"); two in a byte,
-#: one of the unit's first half in the low bits ("halves").
-Packing = Literal["bytes", "pairs", "halves"]
+#: one of the unit's first half in the low bits ("halves"); eight of 4 bits, or ten of 3, in a
+#: little-endian uint32, the first in the low bits ("eights", "tens").
+Packing = Literal["bytes", "pairs", "halves", "eights", "tens"]
 
 #: The kernel's name.
 SYMBOL = "quantise"
-_WIDTH = 32  # elements of a step; every block is a multiple
+_WIDTH = 32  # elements of a step; every block is a multiple, but for those of words
+_WORD_NBYTES, _WORDS_WIDTH = 4, 8
+_IN_WORDS: Mapping[Packing, int] = {"eights": 8, "tens": 10}  # codes of a word
 _UNROLLED = 128  # blocks up to here are straight-line code
 # bits of the largest error, the sum of squared errors, the sum of squares
 _SUMS = ("i32", "double", "double")
@@ -235,9 +238,11 @@ class _Writer:
     native_half: bool
     one: Vector = field(init=False)
     wide: Vector = field(init=False)
+    begun: str = field(default="", init=False)  # the word that the last step did not fill
 
     def __post_init__(self) -> None:
-        self.one, self.wide = (Vector(width, self.native_half) for width in (1, _WIDTH))
+        widths = 1, _WORDS_WIDTH if self.recipe.packing in _IN_WORDS else _WIDTH
+        self.one, self.wide = (Vector(width, self.native_half) for width in widths)
         self.one.lines = self.wide.lines
 
     @property
@@ -288,7 +293,7 @@ class _Writer:
         wide, narrow = carried
         if 0 < self.recipe.numel <= _UNROLLED:
             ends = [value for _, value in wide]
-            for at in range(0, self.recipe.numel, _WIDTH):
+            for at in range(0, self.recipe.numel, self.wide.width):
                 ends = list(body(self.wide, str(at), ends))
         else:
             ends = loop(self.one, "0", "%whole", _WIDTH, wide, lambda i, c: body(self.wide, i, c))
@@ -388,7 +393,7 @@ class _Writer:
             most, each = values[v.width]
             x = as_float(v, self.src, clean(v, self.source, self._load(v, source, at), most))
             code, decoded = recipe.encode(v, x, each)
-            self._store(v, v.convert("trunc", "i32", code, "i8"), out, at)
+            self._store(v, code, out, at)
             error = v.op("fsub", "float", x, decoded)
             return [
                 maximum(v, "i32", sums[0], magnitude_bits(v, error)),
@@ -405,6 +410,10 @@ class _Writer:
 
     def _store(self, v: Vector, codes: str, out: str, at: str) -> None:
         packing, width = self.recipe.packing, v.width
+        if packing in _IN_WORDS:
+            self._store_words(v, codes, out, at)
+            return
+        codes = v.convert("trunc", "i32", codes, "i8")
         if packing != "bytes":
             half = width // 2
             firsts = range(0, width, 2) if packing == "pairs" else range(half)
@@ -426,6 +435,23 @@ class _Writer:
         of = "i8" if width == 1 else f"<{width} x i8>"
         v.lines.append(f"store {of} {codes}, ptr {place}, align 1")
 
+    def _store_words(self, v: Vector, codes: str, out: str, at: str) -> None:
+        """Add a step's codes to the words that they are in, and store those that are full."""
+        first, in_word = int(at), _IN_WORDS[self.recipe.packing]
+        indices = range(first, first + v.width)
+        bits = 8 * _WORD_NBYTES // in_word
+        shifted = v.op("shl", "i32", codes, _numbers(bits * (i % in_word) for i in indices))
+        for word in range(first // in_word, indices[-1] // in_word + 1):
+            masks = [-(i // in_word == word) for i in indices]
+            mine = shifted if all(masks) else v.op("and", "i32", shifted, _numbers(masks))
+            if first > word * in_word:
+                mine = v.op("or", "i32", self.begun, mine)
+            self.begun = mine
+            if (word + 1) * in_word <= indices.stop:
+                full = v.emit(v.reduced("or", "i32", mine))
+                place = v.emit(f"getelementptr i8, ptr {out}, i64 {word * _WORD_NBYTES}")
+                v.lines.append(f"store i32 {full}, ptr {place}, align 1")
+
     def _tell(self, ends: list[str]) -> None:
         """Add the sums of all units to the tally."""
         one = self.one
@@ -441,9 +467,14 @@ class _Writer:
             before = one.emit(f"load double, ptr {place}")
             start = one.op("fadd", "double", before, narrow)
             total = one.emit(
-                f"call double @llvm.vector.reduce.fadd.v{_WIDTH}f64(double {start}, {of} {wide})"
+                f"call double @llvm.vector.reduce.fadd.v{self.wide.width}f64"
+                f"(double {start}, {of} {wide})"
             )
             one.lines.append(f"store double {total}, ptr {place}")
+
+
+def _numbers(values: Iterable[int]) -> str:
+    return f"<{', '.join(f'i32 {value}' for value in values)}>"
 
 
 def _count(v: Vector, total: str, mask: str) -> str:
@@ -479,10 +510,14 @@ def kernel_ir(recipe: Recipe, src: DType, *, native_half: bool, architecture: st
     writer = _Writer(recipe, src, native_half)
     enter, leave = ENVIRONMENT.get(architecture, ("", ""))
     numel = str(recipe.numel) if recipe.numel else "%unit"
-    shift = 0 if recipe.packing == "bytes" else 1
+    # codes of so many bytes are in one of so many
+    nbytes, codes = (1, 1 if recipe.packing == "bytes" else 2)
+    if recipe.packing in _IN_WORDS:
+        nbytes, codes = _WORD_NBYTES, _IN_WORDS[recipe.packing]
     sizes = (
         f"%numel = add i64 {numel}, 0",
-        f"%unit.codes = lshr i64 %numel, {shift}",
+        f"%unit.steps = udiv i64 %numel, {codes}",
+        f"%unit.codes = mul i64 %unit.steps, {nbytes}",
         f"%unit.nbytes = add i64 %unit.codes, {recipe.header_nbytes}",
         f"%whole = and i64 %numel, -{_WIDTH}",
     )

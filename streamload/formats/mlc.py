@@ -1,0 +1,527 @@
+"""MLC-LLM's weights: the folder that its compiler, its engines and web-llm read.
+
+``params_shard_0.bin`` and so on hold tensors one after the other, and nothing else; 32 MiB each
+unless a tensor is larger, which has a file of its own. ``tensor-cache.json`` says what is where,
+with the md5 sum of each file. ``mlc-chat-config.json`` says what model it is; the tokenizer lies
+beside it. Names are those of Hugging Face, but for what is put together, rows of one below those
+of the other: query, key and value are ``qkv_proj`` (``c_attn`` of Qwen), gate and up
+``gate_up_proj``. ``--quant`` says what a tensor is: q0f16 and q0f32 have all of one dtype; with the
+others, weights of linear layers and embeddings are ``q_weight`` and ``q_scale``, see
+`streamload.quant.mlc`, and the rest is float16. MLC's own converter stores float32 as bfloat16;
+here it stays what it is.
+
+Source: github.com/mlc-ai/mlc-llm, ``*_model.py`` and ``*_loader.py`` of python/mlc_llm/model
+(names, shapes, fields of the configuration), interface/gen_config.py, interface/convert_weight.py,
+protocol/mlc_chat_config.py, cpp/tokenizers/tokenizers.cc (what tokenizer_info is); and
+python/tvm/contrib/tvmjs.py of github.com/apache/tvm (``dump_tensor_cache``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from streamload.dtypes import F16, F32
+from streamload.formats.writer import (
+    Entry,
+    FormatWriter,
+    Made,
+    Model,
+    OutFile,
+    Wanted,
+    placed,
+    register_writer,
+)
+from streamload.nesting import parse_json
+from streamload.quant.group import Packed
+from streamload.quant.mlc import CODES
+
+CACHE, CHAT_CONFIG = "tensor-cache.json", "mlc-chat-config.json"
+_CHAT_CONFIG_VERSION = "0.1.0"
+_GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER = "tokenizer.json"
+_STEPS_NBYTES = 2**20  # of tokenizer.json, most that normalizer or decoder take
+_HEAD = "lm_head.weight"
+_TOKENIZER_FILES = (
+    *("tokenizer.model", _TOKENIZER, "vocab.json", "merges.txt"),
+    *("added_tokens.json", "tokenizer_config.json"),
+)
+_PLAIN = {"q0f16": F16, "q0f32": F32}
+_QUANTS = ("q4f16_1", "q4f16_0", "q3f16_1")
+_TURNED, _NOT_TURNED, _GROUP = "q4f16_0", "q4f16_1", 32  # embeddings are never stored transposed
+
+#: What every configuration says that no source does.
+_ONE_DEVICE = {"tensor_parallel_shards": 1, "max_batch_size": 128}
+#: What generation_config.json or config.json may say, and what MLC takes where they are silent.
+_GENERATION = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "temperature": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "top_p": 1.0,
+}
+
+
+class _Parameter(NamedTuple):
+    """A tensor of MLC's model.
+
+    Attributes:
+        name: its name there.
+        sources: the tensors whose rows it has, one below the other, and their shapes.
+        is_linear: whether it is the weight of a linear layer.
+        is_embedding: whether it is that of an embedding.
+        is_conv1d: whether the source has the transpose.
+    """
+
+    name: str
+    sources: Mapping[str, tuple[int, ...]]
+    is_linear: bool = False
+    is_embedding: bool = False
+    is_conv1d: bool = False
+
+
+def _linear(name: str, *sources: str, rows: Sequence[int], columns: int) -> _Parameter:
+    shapes = {s: (count, columns) for s, count in zip(sources or (name,), rows, strict=True)}
+    return _Parameter(name, shapes, is_linear=True)
+
+
+def _plain(name: str, *sources: str, numel: Sequence[int]) -> _Parameter:
+    return _Parameter(
+        name, {s: (count,) for s, count in zip(sources or (name,), numel, strict=True)}
+    )
+
+
+def _llama(model: Model) -> Iterator[_Parameter]:
+    """The tensors of Llama, Mistral and Qwen."""
+    n = _llama_numbers(model)
+    width, vocabulary = n["hidden_size"], n["vocab_size"]
+    inner, mixed = n["intermediate_size"], n["num_attention_heads"] * n["head_dim"]
+    shared = n["num_key_value_heads"] * n["head_dim"]
+    rows = (mixed, shared, shared)
+    is_qwen = model.family.startswith("qwen")
+    has_bias = model.family == "qwen2" or (is_qwen and _says(model, "attention_bias"))
+    embedding = "model.embed_tokens.weight"
+    yield _Parameter(embedding, {embedding: (vocabulary, width)}, is_embedding=True)
+    for layer in range(n["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        attention, mlp = f"{start}self_attn.", f"{start}mlp."
+        joined = attention + ("c_attn" if is_qwen else "qkv_proj")
+        parts = [f"{attention}{each}_proj" for each in "qkv"]
+        weights = (f"{part}.weight" for part in parts)
+        yield _linear(f"{joined}.weight", *weights, rows=rows, columns=width)
+        if has_bias:
+            yield _plain(f"{joined}.bias", *(f"{part}.bias" for part in parts), numel=rows)
+        yield _linear(f"{attention}o_proj.weight", rows=[width], columns=mixed)
+        if has_bias and model.family == "qwen3":
+            yield _plain(f"{attention}o_proj.bias", numel=[width])
+        if model.family == "qwen3":
+            for each in "qk":
+                yield _plain(f"{attention}{each}_norm.weight", numel=[n["head_dim"]])
+        parts = [f"{mlp}{each}_proj.weight" for each in ("gate", "up")]
+        yield _linear(f"{mlp}gate_up_proj.weight", *parts, rows=(inner, inner), columns=width)
+        yield _linear(f"{mlp}down_proj.weight", rows=[width], columns=inner)
+        for each in ("input", "post_attention"):
+            yield _plain(f"{start}{each}_layernorm.weight", numel=[width])
+    yield _plain("model.norm.weight", numel=[width])
+    is_tied = _says(model, "tie_word_embeddings")
+    if not is_tied or model.family == "mistral":  # MLC's has no other head
+        source = embedding if is_tied else _HEAD
+        yield _linear(_HEAD, source, rows=[vocabulary], columns=width)
+
+
+def _gpt2(model: Model) -> Iterator[_Parameter]:
+    """The tensors of GPT-2; the source has them without "transformer."."""
+    n = _gpt2_numbers(model)
+    width, inner = n["n_embd"], n["n_inner"]
+    rows = {"wte.weight": n["vocab_size"], "wpe.weight": n["n_positions"]}
+    for name, count in rows.items():
+        yield _Parameter(f"transformer.{name}", {name: (count, width)}, is_embedding=True)
+    layer = {
+        "attn.c_attn": (width, 3 * width),
+        "attn.c_proj": (width, width),
+        "mlp.c_fc": (width, inner),
+        "mlp.c_proj": (inner, width),
+    }
+    norms = [f"h.{i}.{each}" for i in range(n["n_layer"]) for each in ("ln_1", "ln_2")]
+    for i in range(n["n_layer"]):
+        for each, shape in layer.items():
+            name = f"h.{i}.{each}"
+            shapes = {f"{name}.weight": shape}
+            yield _Parameter(f"transformer.{name}.weight", shapes, is_linear=True, is_conv1d=True)
+            yield _plain(f"transformer.{name}.bias", f"{name}.bias", numel=shape[1:])
+    for name in (*norms, "ln_f"):
+        for kind in ("weight", "bias"):
+            yield _plain(f"transformer.{name}.{kind}", f"{name}.{kind}", numel=[width])
+    yield _linear(_HEAD, "wte.weight", rows=[n["vocab_size"]], columns=width)
+
+
+# --- what the configuration says ------------------------------------------------------------------
+
+
+def _number(model: Model, key: str, otherwise: int | None = None) -> int:
+    found = model.config.get(key)
+    found = otherwise if found is None else found
+    if type(found) is not int or not 0 < found < 2**31:
+        model.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
+    return found
+
+
+def _says(model: Model, key: str, otherwise: bool = False) -> bool:
+    """A yes or no of config.json."""
+    return bool(model.config.get(key, otherwise))
+
+
+def _check(model: Model, values: Mapping[str, tuple[object, ...]]) -> None:
+    """Refuse a configuration that MLC has no code for; what it does not say is the first value."""
+    for key, known in values.items():
+        found = model.config.get(key, known[0])
+        if found not in known:
+            expected = " or ".join(map(repr, known))
+            model.refuse(f"MLC's {model.family} has no such {key}", expected, repr(found))
+
+
+def _llama_numbers(model: Model) -> dict[str, int]:
+    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    found = {key: _number(model, key) for key in (*keys, "vocab_size")}
+    heads = found["num_attention_heads"]
+    found["num_key_value_heads"] = _number(model, "num_key_value_heads", heads)
+    found["head_dim"] = _number(model, "head_dim", found["hidden_size"] // heads)
+    return found
+
+
+def _gpt2_numbers(model: Model) -> dict[str, int]:
+    keys = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
+    found = {key: _number(model, key) for key in keys}
+    return {**found, "n_inner": _number(model, "n_inner", 4 * found["n_embd"])}
+
+
+def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
+    """The base of rotary embeddings, and how they are scaled; transformers 5 says both in one."""
+    scaling = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        model.refuse("rope_scaling of config.json is invalid", "an object", repr(scaling))
+    base = model.config.get("rope_theta", scaling.get("rope_theta", 10000))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return base, None
+    if kind != "llama3" or model.family != "llama":
+        model.refuse(f"MLC's {model.family} has no such scaling of rotary embeddings", found=kind)
+    return base, {key: value for key, value in scaling.items() if key != "rope_theta"}
+
+
+def _llama_config(model: Model) -> dict[str, Any]:
+    """The fields that MLC's configuration of Llama, Mistral or Qwen has."""
+    family, (base, scaling) = model.family, _rope(model)
+    window = model.config.get("sliding_window") if family == "mistral" else None
+    context = -1 if window else _number(model, "max_position_embeddings")
+    is_qwen = family.startswith("qwen")
+    found: dict[str, Any] = {
+        **_llama_numbers(model),
+        "rms_norm_eps": model.config.get("rms_norm_eps", 1e-6),
+        "context_window_size": context,
+        "prefill_chunk_size": min(window or context, 2048 if is_qwen else 8192),
+        "rope_theta" if is_qwen else "position_embedding_base": base,
+        **_ONE_DEVICE,
+    }
+    if family == "mistral":
+        return {**found, "sliding_window_size": window or -1, "attention_sink_size": 4}
+    found["tie_word_embeddings"] = _says(model, "tie_word_embeddings")
+    if family == "llama":
+        more = {"pipeline_parallel_stages": 1, "disaggregation": False}
+        return {**found, "rope_scaling": scaling, **more}
+    found |= {"hidden_act": model.config.get("hidden_act", "silu"), "dtype": "float32"}
+    if family == "qwen3":
+        found |= {"attention_bias": _says(model, "attention_bias"), "weight_block_size": None}
+    return found
+
+
+def _gpt2_config(model: Model) -> dict[str, Any]:
+    """The fields that MLC's configuration of GPT-2 has."""
+    found = _gpt2_numbers(model)
+    context = found.pop("n_positions")
+    scales = "scale_attn_by_inverse_layer_idx"
+    return {
+        **found,
+        "head_dim": found["n_embd"] // found["n_head"],
+        "layer_norm_epsilon": model.config.get("layer_norm_epsilon", 1e-5),
+        "context_window_size": context,
+        "prefill_chunk_size": min(context, 8192),
+        scales: _says(model, scales),
+        **_ONE_DEVICE,
+    }
+
+
+class _Family(NamedTuple):
+    """What MLC's models of some families have.
+
+    Attributes:
+        parameters: their tensors.
+        config: the content of ``model_config``.
+        values: what config.json may say where MLC has no code for more.
+        dropped: names of tensors that are not needed.
+        prefix: what names may begin with.
+    """
+
+    parameters: Callable[[Model], Iterator[_Parameter]]
+    config: Callable[[Model], dict[str, Any]]
+    values: Mapping[str, tuple[object, ...]]
+    dropped: re.Pattern[str]
+    prefix: re.Pattern[str]
+
+
+_LLAMA = _Family(
+    _llama,
+    _llama_config,
+    {"hidden_act": ("silu", "swish"), "use_sliding_window": (False, None)},
+    re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight"),
+    re.compile(r"(?!)"),
+)
+_GPT2 = _Family(
+    _gpt2,
+    _gpt2_config,
+    {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "tie_word_embeddings": (True,),
+        "scale_attn_weights": (True,),
+    },
+    re.compile(r"h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"),
+    re.compile(r"transformer\."),
+)
+_FAMILIES = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA), "gpt2": _GPT2}
+
+
+# --- the writer -----------------------------------------------------------------------------------
+
+
+class MLC(FormatWriter):
+    """Writes a folder for MLC-LLM; see `FormatWriter`."""
+
+    name = "mlc"
+    max_shard_size = "32MiB"
+    quants = _QUANTS
+    copied = _TOKENIZER_FILES
+    wants_sums = True
+
+    def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
+        """``quant`` says all: what weights are, and the dtype of the rest."""
+        known = (*_QUANTS, *_PLAIN)
+        if quant not in known:
+            raise ValueError(f"mlc needs quant=, one of {', '.join(known)}, not {quant!r}")
+        if dtype is not None:
+            raise ValueError(f"mlc takes no dtype=: quant={quant!r} says what all tensors are")
+        return (_PLAIN[quant].name, None) if quant in _PLAIN else (F16.name, quant)
+
+    def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
+        """MLC's parameters in the order of the layers."""
+        family = _family(model)
+        _check(model, family.values)
+        by_name = {family.prefix.sub("", name, 1): each for name, each in model.tensors.items()}
+        out = []
+        used: set[str] = set()
+        for each in family.parameters(model):
+            parts = []
+            for name, shape in each.sources.items():
+                wanted = by_name.get(name)
+                if wanted is None:
+                    model.refuse("a tensor is missing", name, "no such tensor")
+                if wanted.shape != shape:
+                    found = list(wanted.shape)
+                    problem = f"its shape is not that of a {model.family} by config.json"
+                    model.refuse(problem, list(shape), found, wanted.name)
+                parts.append(wanted)
+            used.update(each.sources)
+            out.append((_as_read(model, each, parts),))
+        for name in by_name.keys() - used:
+            if not family.dropped.fullmatch(name):
+                model.refuse(f"MLC's {model.family} has no place for it", tensor=by_name[name].name)
+        return out
+
+    def files(
+        self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
+    ) -> Sequence[OutFile]:
+        """One file after the other, each as full as it gets."""
+        lists: list[list[Entry]] = []
+        nbytes = max_nbytes
+        for entry in (entry for listed in entries for entry in listed):
+            nbytes += entry.nbytes
+            if nbytes > max_nbytes:
+                lists.append([])
+                nbytes = entry.nbytes
+            lists[-1].append(entry)
+        return [placed(f"params_shard_{i}.bin", b"", some) for i, some in enumerate(lists)]
+
+    def documents(
+        self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
+    ) -> Mapping[str, bytes]:
+        """What says which model it is, and what says where its tensors are."""
+        made = {CHAT_CONFIG: _chat_config(model), CACHE: _cache(model, files, sums)}
+        return {name: json.dumps(content, indent=2).encode() for name, content in made.items()}
+
+    def notes(self, model: Model) -> Sequence[str]:
+        """What the configuration lacks."""
+        return (
+            f"{CHAT_CONFIG} has no conv_template, for the source does not say it: to chat, give it "
+            "one of MLC's (mlc_llm gen_config --conv-template)",
+        )
+
+
+def _family(model: Model) -> _Family:
+    found = _FAMILIES.get(model.family)
+    if found is None:
+        expected = f"model_type {', '.join(_FAMILIES)} in config.json"
+        model.refuse("there is no way from this family to MLC's", expected, model.family)
+    return found
+
+
+def _quantisation(model: Model) -> str:
+    """What MLC calls it."""
+    return model.quant or next(name for name, dtype in _PLAIN.items() if dtype is model.dtype)
+
+
+def _as_read(model: Model, parameter: _Parameter, parts: Sequence[Wanted]) -> Wanted:
+    """A tensor as MLC reads it: put together, transposed where it is Conv1D's, perhaps quantised.
+
+    What is quantised as it lies has no `Made`: it is read at once. What is dequantised before has
+    one, and so has the second of two tensors that one weight becomes.
+    """
+    first, name = parts[0], parameter.name
+    dtype = F32 if model.dtype is F32 else F16
+    made = parts[0].made if len(parts) == 1 else Made.joined([each.source for each in parts])
+    shape = (sum(each.shape[0] for each in parts), *first.shape[1:])
+    is_turned = model.quant == _TURNED and parameter.is_linear
+    if parameter.is_conv1d:
+        shape = shape[::-1]
+        made = first.source if is_turned else first.source.transposed(*first.shape)
+    if model.quant is None or not (parameter.is_linear or parameter.is_embedding):
+        return Wanted(name, first.info, dtype, shape, made=made)
+    if made is None and (isinstance(first.info, Packed) or _is_shared(parameter)):
+        made = first.source
+    if is_turned:
+        made, shape = _strips(model, parameter, made or first.source, first, shape)
+    quant = _NOT_TURNED if model.quant == _TURNED and not is_turned else model.quant
+    name = name.removesuffix("weight") + CODES
+    return Wanted(name, first.info, dtype, shape, quant, made)
+
+
+def _is_shared(parameter: _Parameter) -> bool:
+    """Whether it is a head that the source has as its embedding."""
+    return parameter.name == _HEAD and _HEAD not in parameter.sources
+
+
+def _strips(
+    model: Model, parameter: _Parameter, made: Made, first: Wanted, shape: tuple[int, ...]
+) -> tuple[Made, tuple[int, ...]]:
+    """A weight as (groups of a row, rows, 32): the order in which it is stored transposed."""
+    rows, columns = shape
+    groups, rest = divmod(columns, _GROUP)
+    if rest:
+        problem = f"{_TURNED} has groups of {_GROUP} elements of a row: write {_NOT_TURNED}"
+        model.refuse(problem, f"rows of a multiple of {_GROUP}", columns, first.name)
+    if parameter.is_conv1d:
+        made = Made.joined([made]).turned(groups, _GROUP, rows)
+    else:
+        made = Made.joined([made]).turned(1, rows, groups)
+    return made, (groups, rows, _GROUP)
+
+
+def _cache(model: Model, files: Sequence[OutFile], sums: Mapping[str, str]) -> dict[str, Any]:
+    """The content of tensor-cache.json."""
+    tensors = [t for file in files for t in file.tensors]
+    nbytes = sum(t.nbytes for t in tensors)
+    elements = sum({info.name: info.numel for t in tensors for info in t.infos}.values())
+    records = [
+        {
+            "dataPath": file.path,
+            "format": "raw-shard",
+            "nbytes": file.nbytes,
+            "records": [
+                {
+                    "name": t.name,
+                    "shape": list(t.shape),
+                    "dtype": t.dtype.name,
+                    "format": "raw",
+                    "nbytes": t.nbytes,
+                    "byteOffset": t.start,
+                }
+                for t in file.tensors
+            ],
+            "md5sum": sums[file.path],
+        }
+        for file in files
+    ]
+    metadata = {
+        "ParamSize": len(tensors),
+        "ParamBytes": float(nbytes),
+        "BitsPerParam": nbytes * 8.0 / elements,
+    }
+    return {"metadata": metadata, "records": records}
+
+
+def _chat_config(model: Model) -> dict[str, Any]:
+    """The content of mlc-chat-config.json, as far as the source tells."""
+    config = _family(model).config(model)
+    said = [model.config]
+    if _GENERATION_CONFIG in model.beside:
+        said.insert(0, parse_json(model.beside[_GENERATION_CONFIG]()))
+    generation = {}
+    for key, otherwise in _GENERATION.items():
+        values = (one[key] for one in said if isinstance(one, Mapping) and one.get(key) is not None)
+        generation[key] = next(values, otherwise)
+    info = {}
+    if _TOKENIZER in model.beside:
+        info = _tokenizer_info(model.beside[_TOKENIZER]())
+    return {
+        "version": _CHAT_CONFIG_VERSION,
+        "model_type": model.family,
+        "quantization": _quantisation(model),
+        "model_config": config,
+        "vocab_size": config["vocab_size"],
+        "context_window_size": config["context_window_size"],
+        "sliding_window_size": config.get("sliding_window_size", -1),
+        "prefill_chunk_size": config["prefill_chunk_size"],
+        "attention_sink_size": config.get("attention_sink_size", -1),
+        "tensor_parallel_shards": 1,
+        "pipeline_parallel_stages": 1,
+        "active_vocab_size": config["vocab_size"],
+        **generation,
+        "tokenizer_files": [name for name in _TOKENIZER_FILES if name in model.beside],
+        "tokenizer_info": info,
+    }
+
+
+def _tokenizer_info(raw: bytes) -> dict[str, Any]:
+    """What MLC detects of a tokenizer.json."""
+    decoders = _steps(raw, "decoder", "decoders")
+    normalizers = _steps(raw, "normalizer", "normalizers")
+    kinds = [each.get("type") for each in decoders]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prepend = {"type": "Prepend", "prepend": "\u2581"}
+    return {
+        "token_postproc_method": "byte_level" if "ByteLevel" in kinds else "byte_fallback",
+        "prepend_space_in_encode": any(prepend.items() <= each.items() for each in normalizers),
+        "strip_space_in_decode": any(strip.items() <= each.items() for each in decoders),
+    }
+
+
+def _steps(raw: bytes, key: str, several: str) -> list[Mapping[str, Any]]:
+    """The steps that a key of tokenizer.json says; all that it says would take 100 MB as objects.
+
+    Words of a vocabulary may be called like the key, but they are no objects.
+    """
+    for at in re.finditer(rf'(?<!\\)"{key}"\s*:\s*(?=\{{)'.encode(), raw):
+        text = raw[at.end() : at.end() + _STEPS_NBYTES].decode(errors="replace")
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            continue
+        steps = found.get(several) if found.get("type") == "Sequence" else [found]
+        return [each for each in steps or () if isinstance(each, Mapping)]
+    return []
+
+
+register_writer(MLC())
