@@ -225,7 +225,7 @@ def _add(
     found = _project(module, states[token], own, up)
     found = module._apply_gate(found) if module.has_gate else module.act_fn(found)
     found = _project(module, found, own, "down_proj")
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # newer transformers
         found = module.post_expert_norm(found)
     found = found * weights[token, place, None]
     out.index_add_(0, token, found.to(out.dtype))
