@@ -165,7 +165,6 @@ OTHERS: Mapping[str, tuple[Callable[[], bytes], str, str]] = {
         "its entry data.pkl is compressed",
         "entries as torch.save stores them, or zip -0",
     ),
-    "GGUF": (lambda: b"GGUF" + bytes(99), "is not of torch.save", "a zip archive, as torch.save"),
     "web page": (lambda: b"<!DOCTYPE html>", "is not of torch.save", "a zip archive"),
     "npz": (
         _npz,

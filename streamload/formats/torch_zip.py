@@ -44,7 +44,6 @@ _LOOKALIKES = {
     b"version ": "a Git LFS pointer, not the file that it stands for",
     b"<!DOCTYP": "a web page",
     b"<!doctyp": "a web page",
-    b"GGUF": "a GGUF file",
     b"\x93NUMPY": "an array of numpy",
     b"\x89HDF": "an HDF5 file",
 }
