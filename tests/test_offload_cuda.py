@@ -25,7 +25,8 @@ from streamload.errors import OffloadError, PlanInfeasibleError  # noqa: E402
 from streamload.transformers import from_pretrained  # noqa: E402
 
 CUDA: dict[str, Any] = {"device": "cuda:0", "dtype": "checkpoint", "progress": False}
-ROUNDED = 2**21  # the allocator's segments
+ROUNDED = 2**21  # a segment of the allocator
+LARGE = 20 * 2**20  # one of those for tensors above 1 MiB
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def test_logits_and_generated_tokens_are_those_of_the_model_loaded(
     asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     asked["attention_mask"] = torch.ones_like(ids)
     first = least(tmp_path)
-    everything = first + sum(p.nbytes for p in resident.parameters()) + ROUNDED
+    everything = first + sum(p.nbytes for p in resident.parameters()) + ROUNDED + LARGE
     streamed = []
     for budget in [first + (everything - first) * n // 9 for n in range(10)]:
         model = from_pretrained(tmp_path, **CUDA, budget=budget, offload=True)
@@ -71,7 +72,7 @@ def test_logits_and_generated_tokens_are_those_of_the_model_loaded(
                 wanted = resident.generate(ids, **asked)
                 assert torch.equal(model.generate(ids, **asked), wanted)
         del model, offloaded
-    assert streamed[0] > 0 or name in ("mixtral", "qwen3-moe")
+    assert streamed[0] > 0 or name == "qwen3-moe"  # experts, and nothing else
     assert streamed[-1] == 0
 
 

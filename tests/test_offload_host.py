@@ -356,20 +356,23 @@ def test_what_does_not_fit_comes_from_the_disk(
         assert (resident > 0.9) is cached
 
 
+@pytest.fixture(scope="module", params=["llama", "t5"])
+def wider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tensors of some megabytes."""
+    path = tmp_path_factory.mktemp("wider") / "model"
+    return models.save(models.built(request.param, times=8), path)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", "CUDA"])
-@pytest.mark.parametrize("tokens", [None, 64])
-def test_what_an_error_says_is_needed_is_accepted(
-    device: str, tokens: int | None, tmp_path: Path
-) -> None:
+def test_what_an_error_says_is_needed_is_accepted(device: str, wider: Path) -> None:
     """With what its allocator rounds small tensors to, and what loading those that stay takes."""
-    for name in ("llama", "gpt2", "mixtral"):
-        models.save(models.built(name), tmp_path / name)
-        asked: dict[str, Any] = {"device": device, "dtype": "float32", "tokens": tokens}
-        with pytest.raises(PlanInfeasibleError) as caught:
-            streamload.plan_offload(tmp_path / name, budget=1000, **asked)
-        needed = caught.value.needed_nbytes
-        plan = streamload.plan_offload(tmp_path / name, budget=needed, **asked)
-        assert plan.needed_nbytes <= needed
+    asked: dict[str, Any] = {"device": device, "dtype": "float32", "tokens": 64}
+    with pytest.raises(PlanInfeasibleError) as caught:
+        streamload.plan_offload(wider, budget=1000, **asked)
+    needed = caught.value.needed_nbytes
+    for more in range(4):  # what a little more lets stay may be rounded to a lot
+        plan = streamload.plan_offload(wider, budget=needed + more * 3 * 10**6, **asked)
+        assert plan.needed_nbytes <= needed + more * 3 * 10**6
         assert plan.load_nbytes <= plan.peak_nbytes
 
 

@@ -283,17 +283,19 @@ def decide(
 
     def made(chunk_nbytes: int | None, room: int) -> OffloadPlan | int:
         """A plan with such chunks for so much room, or the bytes that are missing."""
-        scratch, less, stream = 0, 0, None
+        scratch, limit, stream = 0, room, None
         while True:  # what stays says how much the rest takes, and that what stays
-            found = choose(sizes, max(room - scratch - less, 0))
+            lowest = least(sizes) + scratch
+            found = choose(sizes, max(limit - scratch, 0))
             if found is None:
-                return max(least(sizes) + scratch + less - room, 1)
+                return max(lowest - room, 1)
             if found.streams or found.experts:
                 stream = _streamed(
                     options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes
                 )
                 if stream.devices[0].scratch_nbytes > scratch:
                     scratch = stream.devices[0].scratch_nbytes
+                    limit = min(max(limit, least(sizes) + scratch), room)
                     continue
             else:
                 stream = None
@@ -303,7 +305,9 @@ def decide(
             over = max(found.taken_nbytes + beside, load.peak_nbytes) - room
             if over <= 0:
                 break
-            less += over
+            if limit <= lowest:
+                return over
+            limit = max(limit - over, lowest)  # an allocator may round a little more to a lot
         host = _held(sizes, found, host_nbytes)
         views, unaligned = False, ""
         if stream is not None:
