@@ -43,7 +43,12 @@ from streamload.quant.base import FORMATS
 __all__ = ["start"]  # a fixture
 
 Array = np.ndarray[Any, Any]
-SEVERAL = pytest.mark.parametrize("name", WRITTEN)
+#: Of these others of the same format are tried at once.
+_LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1")
+SEVERAL = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in _LATER)) for name in WRITTEN],
+)
 
 
 # --- what holds for all formats -------------------------------------------------------------------

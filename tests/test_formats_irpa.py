@@ -16,6 +16,7 @@ from conversions import quiet, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from irpa_files import EXTERNAL, SKIPPED, SPLAT, Item, archive, said
+from parameters import few
 from remote_server import serve
 from safetensors_files import write_safetensors
 
@@ -404,7 +405,7 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(content[: draw(st.one_of(st.none(), st.integers(0, len(content))))])
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=few(1500), deadline=None)
 @given(mutated())
 def test_mutated_files(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     """Nothing but our errors comes out; what is valid lies in the file, or is a splat's place."""

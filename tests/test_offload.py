@@ -23,9 +23,16 @@ from streamload.errors import OffloadError, StreamloadError
 from streamload.transformers import from_pretrained
 
 _BUDGETS = 10
+#: What is like others: tried with the slow tests.
+_LATER = ("qwen2", "qwen2 tied", "t5", "albert")
 
 
-@pytest.fixture(scope="module", params=list(models.MODELS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name in _LATER)) for name in models.MODELS
+    ],
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The name of a model, and the folder of its checkpoint."""
     folder = tmp_path_factory.mktemp("offload") / "model"

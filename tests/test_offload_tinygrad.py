@@ -784,7 +784,7 @@ def test_a_model_that_is_larger_than_its_box(cgroup: Boxes, tmp_path: Path) -> N
     assert said["peak_nbytes"] <= said["planned_nbytes"] + 300_000_000
 
 
-@pytest.mark.parametrize("format", ["q8_0", "int8"])
+@pytest.mark.parametrize("format", [pytest.param("q8_0", marks=pytest.mark.slow), "int8"])
 def test_codes_stream_into_layers_that_hold_them(
     device: str, folder: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

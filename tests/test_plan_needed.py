@@ -95,7 +95,9 @@ def check_model(
     load(needed(load))
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize(
+    "first", [0, 100, *(pytest.param(first, marks=pytest.mark.slow) for first in (50, 150))]
+)
 def test_what_is_needed_is_enough(first: int, tmp_path: Path) -> None:
     """Of 200 random plans: by the plan, by its table, and by the error of too small a budget."""
     for seed in range(first, first + 50):
