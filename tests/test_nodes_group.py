@@ -97,7 +97,7 @@ ENGINES: dict[Launcher, str] = {bare: "torch", torchrun: "torch", mpirun: "mpi"}
 @pytest.mark.parametrize(
     ("launcher", "size", "loss"),
     [
-        pytest.param(torchrun, 2, "away", id="torchrun-away"),
+        pytest.param(torchrun, 2, "away", id="torchrun-away", marks=pytest.mark.slow),
         pytest.param(mpirun, 3, "away", id="mpirun-away"),
         pytest.param(mpirun, 2, "none", id="mpirun-none"),
         *(

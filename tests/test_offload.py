@@ -291,6 +291,7 @@ with streamload.offload(model, sys.argv[1], device="cpu", budget=50_000) as offl
 """
 
 
+@pytest.mark.slow
 def test_dynamo_is_not_imported_before_something_is_compiled(tmp_path: Path) -> None:
     """It takes more than a second; what is compiled later goes round the layers all the same."""
     torch.manual_seed(0)

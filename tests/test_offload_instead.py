@@ -29,7 +29,13 @@ def _nbytes(text: str) -> float:
     return float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "bert", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3-moe"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama tied", "gpt2", "bert")),
+    ],
+)
 def test_the_suggested_call_runs_under_random_budgets(name: str, tmp_path: Path) -> None:
     """It is never refused, it takes and reads what it says, and small budgets have none."""
     path = models.save(models.built(name), tmp_path / "model")
