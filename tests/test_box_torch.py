@@ -78,6 +78,7 @@ def _run(
     return cgroup.run(command(job, at_once=True), limit_nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

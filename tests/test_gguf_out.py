@@ -213,6 +213,7 @@ def test_the_command(
     assert tensors == made_by_gguf_py(source, "Q8_0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 def test_quantising_is_five_times_as_fast_as_gguf_pys(quant: str) -> None:
     """The kernel of the pass against gguf-py's numpy, each on one thread, from bfloat16."""

@@ -204,6 +204,7 @@ def test_two_loads_that_fit_one_by_one(cgroup: Boxes, folder: Path, rounds: int)
     assert "MemoryTakenError" in ends
 
 
+@pytest.mark.slow
 def test_a_load_in_a_box_that_just_fits_is_not_stopped(cgroup: Boxes, folder: Path) -> None:
     """Neither its own growth nor the page cache of its file is taken by others."""
     arguments = ["-m", "streamload", "load", folder / "large", "--device", "host", "--no-progress"]

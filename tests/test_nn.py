@@ -21,7 +21,7 @@ from streamload.errors import PlanInfeasibleError
 from streamload.nn import QuantLinear, replace_linears
 from streamload.quant.base import FORMATS
 
-DEVICES = ("CPU", "CL")
+DEVICES = (pytest.param("CPU", marks=pytest.mark.slow), "CL")
 LAYERS = ("int8", "q8_0", "q4_0")
 CODES = {"int8": "I8", "uint8": "U8", "float32": "F32"}
 Array = np.ndarray[Any, Any]

@@ -537,6 +537,7 @@ class Meeting:
         return node, problem
 
 
+@pytest.mark.slow
 def test_who_did_not_come_is_named_by_all() -> None:
     """Not the rank that waits, too; and c10d tells the terminal nothing."""
     with Meeting(3, 2.0) as meeting:

@@ -402,6 +402,7 @@ class Jitted(Block):
         return self.run(x).clone() if x.shape[1] == 1 else self.feed_forward(x)
 
 
+@pytest.mark.slow
 def test_a_layers_own_tinyjit_is_captured_for_each_slot(
     device: str, folder: Path, expected: Any
 ) -> None:
@@ -655,6 +656,7 @@ class Late(Block):
         return run(x)
 
 
+@pytest.mark.slow
 def test_symbolic_shapes_and_precompiled_functions(device: str, folder: Path) -> None:
     """Tokens as a slice with bound variables, as ``tinygrad.llm`` generates."""
     model = Model(block=Late)
@@ -677,6 +679,7 @@ def test_symbolic_shapes_and_precompiled_functions(device: str, folder: Path) ->
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_used_outside_of_a_call_are_named(device: str, folder: Path) -> None:
     """The error says what to write, and that works."""
     model = Model()
@@ -692,6 +695,7 @@ def test_weights_used_outside_of_a_call_are_named(device: str, folder: Path) -> 
         assert model.emb.weight[3].numpy().shape == (DIM,)
 
 
+@pytest.mark.slow
 def test_two_models_stream_at_once(device: str, folder: Path, expected: Any) -> None:
     """Each has slots of its own, and closed they leave nothing behind."""
     gc.collect()

@@ -202,6 +202,7 @@ def by_numpy(x: Array, bits: int, group: int) -> tuple[Array, Array]:
     return np.bitwise_or.reduce(by_word, axis=1), scales
 
 
+@pytest.mark.slow
 @SEVERAL
 @pytest.mark.parametrize("src", SOURCES, ids=str)
 def test_it_is_five_times_as_fast_as_numpy(name: str, src: DType) -> None:
