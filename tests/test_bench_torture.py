@@ -43,7 +43,7 @@ def test_a_run_is_the_same_by_itself() -> None:
     assert drawn == {(device, state) for device in STATES for state in STATES[device]}
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_few_random_loads_end_well(cgroup: Boxes, tmp_path: Path, count: int) -> None:
     """The short form of ``scripts/bench torture``: loaded right, refused or stopped, no more."""
     needs.module("torch")
