@@ -74,7 +74,7 @@ def _loaded_bert(minilm: Path, device: str, dtype: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("dtype", "device"),
     [
-        ("float16", "CL"),
+        pytest.param("float16", "CL", marks=pytest.mark.slow),
         # each takes half a minute of a compiler
         pytest.param("float32", "CPU", marks=pytest.mark.slow),
         pytest.param("float32", "CL", marks=pytest.mark.slow),
