@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,6 +95,7 @@ class FormatReader(Protocol):
         """Whether a file that begins with these bytes, `HEAD_NBYTES` or all, is of this format."""
         return False
 
+    @abstractmethod
     def read_header(self, file: File) -> Header:
         """Read the header of a file. No byte of the data is read.
 
@@ -102,7 +104,6 @@ class FormatReader(Protocol):
             TruncatedFileError: the file is shorter than its header says.
             CheckpointError: it cannot be read.
         """
-        raise NotImplementedError
 
     def keyed(self, key: str) -> FormatReader:
         """The reader of one of several dicts of tensors in a file; see `open_checkpoint`.

@@ -20,6 +20,7 @@ UnsupportedCastError for a dtype, that names the tensor and what to write instea
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -373,6 +374,7 @@ class FormatWriter(Protocol):
         """
         return dtype, quant
 
+    @abstractmethod
     def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
         """What is written, in order; what is in one list stays in one file.
 
@@ -380,8 +382,8 @@ class FormatWriter(Protocol):
             CheckpointError: the format cannot take the model.
             UnsupportedCastError: it cannot take a dtype.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def files(
         self, model: Model, entries: Sequence[Sequence[Entry]], max_nbytes: int
     ) -> Sequence[OutFile]:
@@ -390,7 +392,6 @@ class FormatWriter(Protocol):
         Raises:
             CheckpointError: the format cannot hold them.
         """
-        raise NotImplementedError
 
     def documents(
         self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
