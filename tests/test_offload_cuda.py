@@ -145,7 +145,7 @@ def test_experts_that_the_router_chose(kind: str, form: str, tmp_path: Path) -> 
         **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
         **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"num_experts_per_tok": 2, "num_local_experts": 8, "num_experts": 8},
-        **{"moe_intermediate_size": 128, "pad_token_id": 0, "tie_word_embeddings": False},
+        **{"moe_intermediate_size": 512, "pad_token_id": 0, "tie_word_embeddings": False},
     }
     torch.manual_seed(5)
     model = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**sizes)).bfloat16()
