@@ -77,7 +77,8 @@ def _load(
         ],
         BUDGETS,
         fast=lambda device, state, budget: (
-            (device, state) == ("host", "zeros") or (budget == "stated" and device != "CPU")
+            (device, state) == ("host", "zeros")
+            or (budget == "stated" and state in ("to_empty", "empty") and device != "CPU")
         ),
     ),
 )
@@ -96,9 +97,7 @@ def test_memory_that_is_not_there_is_counted(
     product(
         ["host", "torch", "CL", "CPU"],
         BUDGETS,
-        fast=lambda device, budget: (
-            device == "host" or (device, budget) in {("torch", "none"), ("CL", "percent")}
-        ),
+        fast=lambda device, budget: (device, budget) in {("host", "stated"), ("torch", "none")},
     ),
 )
 def test_memory_that_is_there_is_written_again(
@@ -115,7 +114,7 @@ def test_memory_that_is_there_is_written_again(
     product(
         ["host", "torch"],
         ["float16", "float32"],
-        fast=lambda device, dtype: (device == "torch") == (dtype == "float32"),
+        fast=lambda device, dtype: (device, dtype) == ("torch", "float32"),
     ),
 )
 def test_what_is_replaced_is_given_back_in_time(
@@ -138,7 +137,7 @@ def test_what_is_replaced_is_given_back_in_time(
     product(
         ["host", "torch", "CL", "CPU"],
         ["none", "dict"],
-        fast=lambda device, kind: (device, kind) in {("host", "none"), ("torch", "dict")},
+        fast=lambda device, kind: (device, kind) == ("host", "none"),
     ),
 )
 def test_many_tensors_take_what_was_predicted(
@@ -178,7 +177,7 @@ def test_a_budget_of_exactly_the_peak_is_enough(cgroup: Boxes, folder: Path) -> 
     [
         ("host", "resident", 36_000_000),
         ("host", "resident", 48_000_000),
-        ("CL", "lazy", 30_000_000),
+        pytest.param("CL", "lazy", 30_000_000, marks=pytest.mark.slow),
     ],
 )
 def test_planning_itself_has_room(

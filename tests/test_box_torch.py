@@ -116,9 +116,10 @@ def test_streamload_holds_once_what_transformers_holds_twice(
     assert ours_nbytes < 1.1 * WEIGHTS_NBYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "budget_nbytes"),
-    [pytest.param(META, 10**9, marks=pytest.mark.slow), (f"{META}, no budget", 10**9)],
+    [(META, 10**9), (f"{META}, no budget", 10**9)],
     ids=["a budget beyond the box", "no budget"],
 )
 def test_twice_of_what_is_left_is_refused(

@@ -17,6 +17,7 @@ import pytest
 from bench_parts.section import forget
 from boxes import Boxes
 from conversions import WRITTEN, files_of, quiet
+from parameters import product
 from remote_server import serve
 from safetensors_files import write_safetensors
 from test_convert_crash import Start, duration, kill_and_resume, start
@@ -83,7 +84,7 @@ def test_over_http(tmp_path: Path, name: str) -> None:
     assert local == remote
 
 
-@SEVERAL
+@pytest.mark.parametrize("name", product(WRITTEN, fast=lambda name: name == "mlc-q4f16_1"))
 def test_it_needs_little_memory(cgroup: Boxes, tmp_path: Path, name: str) -> None:
     """A checkpoint larger than the memory that there is, page cache and all, is converted."""
     in_a_box(cgroup, tmp_path, name, 300_000_000, 2**27)

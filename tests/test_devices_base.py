@@ -75,6 +75,7 @@ except streamload.errors.DeviceNotFoundError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_device_whose_compiler_is_missing_is_not_found(
     tmp_path: Path, checkpoint: Path, bare_path: str
 ) -> None:

@@ -264,6 +264,7 @@ def test_what_refers_to_itself(tmp_path: Path) -> None:
     assert [*open_checkpoint(path).tensors] == ["a"]
 
 
+@pytest.mark.slow
 def test_keys_of_any_depth(tmp_path: Path) -> None:
     """Tuples inside tuples as a key: to hash these would end the process."""
     deep = b")" + b"\x85" * 2_000_000

@@ -84,7 +84,7 @@ def test_a_model_is_the_source_in_every_entrance(source: Any, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "kind",
-    product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind in ("Q8_0", "q6_k")),
+    product(["Q8_0", "Q4_1", "MXFP4", "q6_k"], fast=lambda kind: kind == "q6_k"),
 )
 def test_blocks_are_dequantised_in_every_entrance(source: Any, kind: str, tmp_path: Path) -> None:
     """Logits are those of gguf-py's numbers; a conversion gives the same, turned ones too."""

@@ -226,6 +226,7 @@ def test_shapes_that_differ(tmp_path: Path) -> None:
     assert follow(found, model, path).missing == ("classifier.weight", "classifier.bias")
 
 
+@pytest.mark.slow
 def test_shards_are_one_parameter(tmp_path: Path) -> None:
     """Of a model that is sharded, whole shapes are looked for, and each parameter counts once."""
     tinygrad = needs.module("tinygrad")

@@ -61,9 +61,7 @@ def _least_nbytes(path: Path, device: str, reader: str) -> int:
         DEVICES,
         READERS,
         [1, 2],
-        fast=lambda device, reader, threads: (
-            threads == 2 and (reader == "pread") == (device == "CPU")
-        ),
+        fast=lambda device, reader, threads: (device, reader, threads) == ("CL", "mmap", 2),
     ),
 )
 def test_a_load_takes_the_weights_and_little_more(

@@ -179,7 +179,7 @@ class Transformer:
         return self.head(x)
 
 
-@pytest.mark.parametrize("format", ["int8", "q4_0"])
+@pytest.mark.parametrize("format", [pytest.param("int8", marks=pytest.mark.slow), "q4_0"])
 def test_a_model_computes_with_quantised_linears(format: str) -> None:
     """Names, dtypes and shapes are those of the format; logits are those of decoded weights."""
     Tensor.manual_seed(0)

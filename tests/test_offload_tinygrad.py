@@ -17,6 +17,7 @@ import needs
 import numpy as np
 import pytest
 from boxes import Boxes
+from parameters import few
 from safetensors_files import write_safetensors
 
 needs.module("tinygrad")
@@ -212,7 +213,7 @@ def test_every_budget_gives_what_the_resident_model_gives(
     total, streamed = nbytes_of(folder), []
     first = least(Model(), folder, device)
     assert first < total / 3
-    for budget in np.linspace(first, total - 1, 9).astype(int).tolist():
+    for budget in np.linspace(first, total - 1, few(9)).astype(int).tolist():
         model = Model()
         gc.collect()
         before = GlobalCounters.mem_used

@@ -96,7 +96,7 @@ def check_model(
 
 
 @pytest.mark.parametrize(
-    "first", [0, 100, *(pytest.param(first, marks=pytest.mark.slow) for first in (50, 150))]
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (50, 100, 150))]
 )
 def test_what_is_needed_is_enough(first: int, tmp_path: Path) -> None:
     """Of 200 random plans: by the plan, by its table, and by the error of too small a budget."""

@@ -101,6 +101,7 @@ def test_a_thousand_sentences_in_batches(minilm: Path, reference: Any) -> None:
     assert (found * expected).sum(1).min() >= DTYPES["float16"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tied"),
     product(

@@ -266,6 +266,7 @@ print(sum(float(t[::4096].sum()) for t in report.state_dict.values()))
 """
 
 
+@pytest.mark.slow
 def test_more_than_the_box_has(tmp_path: Path, cgroup: Boxes) -> None:
     """A checkpoint that is longer than the box is used there, and refused where it is loaded."""
     folder = tmp_path / "large"

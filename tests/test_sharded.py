@@ -12,6 +12,7 @@ import needs
 import numpy as np
 import pytest
 import sharded_rank
+from parameters import product
 from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +26,9 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-@pytest.mark.parametrize("case", sharded_rank.CASES)
+@pytest.mark.parametrize(
+    "case", product(sharded_rank.CASES, fast=lambda case: case in ("fsdp", "tensors"))
+)
 def test_every_rank_reads_its_own_shard(case: str, tmp_path: Path) -> None:
     """Rows and columns of its own and nothing else; as the full load that is sharded afterwards."""
     needs.module("torch")

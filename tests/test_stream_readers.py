@@ -358,7 +358,9 @@ def test_ranges_of_a_unit() -> None:
     assert list(file_ranges((Chunk(0, 0, 0, 0, ()),))) == []
 
 
-@pytest.mark.parametrize(("limit_mib", "dropping"), [(420, True), (2000, False)])
+@pytest.mark.parametrize(
+    ("limit_mib", "dropping"), [(420, True), pytest.param(2000, False, marks=pytest.mark.slow)]
+)
 def test_memory_that_is_short(cgroup: Boxes, disk: Path, limit_mib: int, dropping: bool) -> None:
     """In a cgroup too small for weights and file, the command drops, and its report says so."""
     path = write(disk / "c", 60 * MIB, 60 * MIB)

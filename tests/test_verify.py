@@ -193,6 +193,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 # --- quantised on the way, and dequantised --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_dequantised_streams(tmp_path: Path) -> None:
     """A weight of 64 MB of elements takes a few blocks; its values and scales stay as stored."""
     sample = dequant_samples.fp8(shape=(4096, 8192))
