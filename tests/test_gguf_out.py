@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conversions import quiet
+from gguf_files import quantised_types, small_model, tensors_of, write
 from gguf_models import (
     CONFIGS,
     LLAMA3_ROPE,
@@ -194,6 +195,25 @@ def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
     assert again == found
     quiet(tmp_path / "a", tmp_path / "c", to="gguf", dtype="float16")
     assert read_by_gguf_py(tmp_path / "c/model.gguf")[1]["token_embd.weight"][0] == "F16"
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "IQ4_XS", "MXFP4"])
+def test_blocks_that_are_never_quantised_here_stay_too(kind: str, tmp_path: Path) -> None:
+    """A file of any blocks that are read is written again, and says which it has most of."""
+    model = small_model("llama", num_hidden_layers=1)
+    tensors = tensors_of(model)
+    numel, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    types = quantised_types(tensors, kind)
+    for name in types:
+        rows, width = tensors[name].shape
+        tensors[name] = rng.integers(0, 256, (rows, width // numel * nbytes), np.uint8)
+    write(tmp_path / "in.gguf", tensors, types, config=model.config)
+    quiet(tmp_path / "in.gguf", tmp_path / "out", to="gguf", verify=True)
+    metadata, found = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert found == read_by_gguf_py(tmp_path / "in.gguf")[1]
+    name = gguf.LlamaFileType(metadata["general.file_type"]).name
+    assert name.startswith(f"MOSTLY_{kind}")
 
 
 def test_the_command(

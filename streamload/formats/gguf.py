@@ -70,14 +70,8 @@ _MOST_NESTED = 4
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
-_MXFP4 = "MXFP4"
 
-#: Kinds of blocks by the names of GGUF's types.
-_KINDS = {
-    kind.name: kind.name.lower() if kind.name != _MXFP4 else "gguf-mxfp4"
-    for kind in TENSOR_TYPES.values()
-}
-_READ = [kind.name for kind in TENSOR_TYPES.values() if kind.code or _KINDS[kind.name] in PACKED]
+_READ = [each.name for each in TENSOR_TYPES.values() if each.code or each.kind in PACKED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +164,7 @@ def _header(
         name = (known and known.to_hugging_face(each.name)) or each.name
         dtype, shape = BY_CODE.get(each.type.code), each.shape
         if dtype is None:
-            stored[name] = Stored(_KINDS[each.type.name], shape, (each.type.numel,), 8)
+            stored[name] = Stored(each.type.kind, shape, (each.type.numel,), 8)
             dtype = BY_CODE["U8"]
             shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
         infos.append(TensorInfo(name, dtype, shape, file.path, each.start, each.stop))

@@ -4,8 +4,8 @@ What becomes of each tensor (its name, the order of its rows, its type), which v
 besides, and the metadata. The types are llama.cpp's own choice for files of one type: vectors, and
 the positions of GPT-2, stay F32; a matrix whose rows are no whole blocks becomes F16.
 
-Sources: docs/gguf.md in github.com/ggml-org/ggml (keys of ``general``); the enum `LlamaFileType` in
-gguf/constants.py of gguf-py 0.19; "Tensor Encoding Schemes" in the wiki of llama.cpp.
+Sources: docs/gguf.md in github.com/ggml-org/ggml (keys of ``general``); "Tensor Encoding Schemes"
+in the wiki of llama.cpp.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from streamload.formats.gguf_names import (
     llama3_factors,
     metadata_of,
 )
-from streamload.formats.gguf_types import TENSOR_TYPE_OF, TensorType
+from streamload.formats.gguf_types import FILE_TYPES, TENSOR_TYPE_OF, TensorType
 from streamload.planning.parts import RowTranspose
 
 _F32, _F16 = TENSOR_TYPE_OF["F32"], TENSOR_TYPE_OF["F16"]
 _POSITIONS = "position_embd.weight"
 _HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
-# By the type of most of a file's bytes, general.file_type.
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # Keys without which llama.cpp opens no file.
 _REQUIRED = (
@@ -217,6 +215,6 @@ def metadata(
         "general.type": "model",
         **({"general.name": name.rpartition("/")[2]} if isinstance(name, str) and name else {}),
         **settings,
-        "general.file_type": _FILE_TYPES[main],
+        "general.file_type": FILE_TYPES[main],
         "general.quantization_version": _QUANTIZATION_VERSION,
     }

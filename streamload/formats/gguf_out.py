@@ -40,7 +40,7 @@ from streamload.formats.gguf_model import (
     rope_freqs,
 )
 from streamload.formats.gguf_names import ROPE_FREQS, is_computed
-from streamload.formats.gguf_types import ALIGNMENT, TENSOR_TYPE_OF, TensorType
+from streamload.formats.gguf_types import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf_vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.writer import (
     Entry,
@@ -199,7 +199,7 @@ def _given(name: str, wanted: Wanted) -> Given:
 
 def _stored_kind(wanted: Wanted) -> TensorType | None:
     """The type of blocks that stay as they are stored; None where GGUF has no such blocks."""
-    return TENSOR_TYPE_OF.get(wanted.stored.kind.upper()) if wanted.stored is not None else None
+    return BLOCKS_OF.get(wanted.stored.kind) if wanted.stored is not None else None
 
 
 def _wanted(wanted: Wanted, each: Placed) -> Wanted:
