@@ -320,6 +320,26 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "no scaling 'longrope'",
     ),
+    "llama3": (
+        lambda p: _source(p, rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        {},
+        "config.json: low_freq_factor is a number above 0, not None",
+    ),
+    "activation": (
+        lambda p: _source(p, hidden_act="gelu"),
+        {},
+        "llama.cpp has no such hidden_act in config.json: expected 'silu' or 'swish', found 'gelu'",
+    ),
+    "gpt2": (
+        lambda p: write_model(p, "gpt2", scale_attn_by_inverse_layer_idx=True),
+        {},
+        "no such scale_attn_by_inverse_layer_idx",
+    ),
+    "rotated": (
+        lambda p: _source(p, partial_rotary_factor=0.5),
+        {},
+        "no such partial_rotary_factor",
+    ),
     "rows": (lambda p: _source(p, vocab_size=64), {}, "resize_token_embeddings"),
 }
 

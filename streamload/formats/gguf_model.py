@@ -11,7 +11,8 @@ in the wiki of llama.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -175,9 +176,18 @@ def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
     return _F16 if shape[-1] % asked.numel else asked
 
 
-def rope_freqs(config: Mapping[str, Any], architecture: Architecture) -> bytes:
-    """The data of the tensor rope_freqs.weight, in float32; b"" where a model needs none."""
-    factors = llama3_factors(config) if architecture.name != "gpt2" else None
+def rope_freqs(
+    path: str | PathLike[str], config: Mapping[str, Any], architecture: Architecture
+) -> bytes:
+    """The data of the tensor rope_freqs.weight, in float32; b"" where a model needs none.
+
+    Raises:
+        CheckpointError: config.json lacks a setting of the scaling, or it is no number.
+    """
+    if architecture.name == "gpt2":
+        return b""
+    with _said_by_config(path):
+        factors = llama3_factors(config)
     return b"" if factors is None else np.array(factors, "<f4").tobytes()
 
 
@@ -196,11 +206,8 @@ def metadata(
     Raises:
         CheckpointError: config.json lacks a setting, or has one that GGUF has no key for.
     """
-    try:
+    with _said_by_config(path):
         settings = metadata_of(config)
-    except (KeyError, TypeError, ValueError) as error:
-        said = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(path, f"config.json: {said}") from error
     architecture = ARCHITECTURES[settings.pop("general.architecture")]
     for key, ours in architecture.settings.items():
         if key.endswith(_REQUIRED) and f"{architecture.name}.{key}" not in settings:
@@ -218,3 +225,12 @@ def metadata(
         "general.file_type": FILE_TYPES[main],
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
+
+
+@contextmanager
+def _said_by_config(path: str | PathLike[str]) -> Iterator[None]:
+    """Name config.json in errors of what it says."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(path, f"config.json: {error}") from error

@@ -102,9 +102,10 @@ class GGUF(FormatWriter):
     def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
         """See `FormatWriter.tensors`."""
         architecture = architecture_of(model.path, model.config)
+        model.check_values("llama.cpp", architecture.values)
         found = self._placed(model)
         out = [[_wanted(model.tensors[each.source], each)] for each in found]
-        data = rope_freqs(model.config, architecture)
+        data = rope_freqs(model.path, model.config, architecture)
         if data:
             infos = [model.tensors[each.source].info for each in found]
             first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
