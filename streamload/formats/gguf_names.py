@@ -260,13 +260,16 @@ def config_of(
         metadata: of the file.
         shapes: of its tensors, by GGUF's names, the last axis that of the rows' elements.
         rope_freqs: the values of the tensor `ROPE_FREQS`, where there is one.
+
+    Raises:
+        ValueError: a setting has not the same value for all layers, which config.json cannot say.
     """
     architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
     if architecture is None:
         return {}
     found: dict[str, Any] = {}
     for key, ours in architecture.settings.items():
-        value = metadata.get(f"{architecture.name}.{key}")
+        value = _of_all_layers(f"{architecture.name}.{key}", metadata)
         if isinstance(value, int | float) and not isinstance(value, bool):
             found.setdefault(ours, shortest(value) if isinstance(value, float) else value)
     window = found.get("sliding_window")
@@ -292,6 +295,17 @@ def config_of(
         **{key: value for key, value in found.items() if value is not None},
         "tie_word_embeddings": "output.weight" not in shapes,
     }
+
+
+def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
+    """A setting, where a file has it once or for each layer; None where it says nothing."""
+    value = metadata.get(key)
+    if not isinstance(value, np.ndarray):
+        return value
+    values = set(value.tolist())
+    if len(values) != 1:
+        raise ValueError(f"{key} {value.tolist()[:8]}")
+    return values.pop()
 
 
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,7 +450,7 @@ def _rope_of(
         scaling: dict[str, Any] = {"rope_type": kind}
         for key, ours in names.items():
             value = metadata.get(f"{name}.rope.scaling.{key}")
-            if value is not None:
+            if isinstance(value, int | float):
                 scaling[ours] = shortest(value) if isinstance(value, float) else value
         factor, times = (scaling.get("factor"), metadata.get(f"{name}.rope.scaling.attn_factor"))
         if kind == "yarn" and isinstance(times, float) and isinstance(factor, float) and factor > 0:
