@@ -275,6 +275,12 @@ def _other_tokenizer(folder: Path) -> Path:
     return source
 
 
+def _named_file(folder: Path) -> Path:
+    source = _other_tokenizer(folder)
+    quiet(source, folder / "irpa", to="irpa")
+    return folder / "irpa" / "model.irpa"
+
+
 def _broken_tokenizer(folder: Path) -> Path:
     source = _source(folder)
     (source / "tokenizer.json").write_text("{")
@@ -309,6 +315,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         _other_tokenizer,
         {},
         r"AutoTokenizer.from_pretrained\(.*save_pretrained.*found tokenizer.model",
+    ),
+    "file": (
+        _named_file,
+        {},
+        r"from_pretrained\(\"\S+in/irpa\"\).save_pretrained\(\"\S+in/irpa\"\)",
     ),
     "json": (_broken_tokenizer, {}, "tokenizer.json: is not JSON"),
     "quant": (_source, {"quant": "nf4"}, "q8_0 or q4_0, not 'nf4'"),

@@ -160,10 +160,12 @@ class GGUF(FormatWriter):
 
     def _vocabulary(self, model: Model) -> _Tokenizer:
         """What is known of the tokenizer; read once for a model's notes and its files."""
-        if self._made is None or self._made[0]() is not model:
-            self._made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
+        made = self._made  # once: another thread may convert another model
+        if made is None or made[0]() is not model:
+            made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
+            self._made = made
             trim_heap()  # tens of MB of small objects are gone
-        return self._made[1]
+        return made[1]
 
 
 def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
@@ -249,9 +251,8 @@ def _read_tokenizer(model: Model, found: Sequence[Placed]) -> _Tokenizer:
 
 
 def _folder(model: Model) -> Location:
-    """Where the files beside a model are."""
-    path = model.path
-    return path.parent if path.name.endswith((".safetensors", ".json", ".gguf")) else path
+    """Where the files beside a model are, which is where its tensors are."""
+    return next(iter(model.tensors.values())).info.shard.parent
 
 
 def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:
