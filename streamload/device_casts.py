@@ -18,7 +18,7 @@ from streamload.errors import AllocationError
 from streamload.planning.plan import STAGING_SLOTS, STATISTIC_NBYTES, Placement, Plan, senders
 from streamload.quant import dequant_ptx, nested_ptx, ptx
 from streamload.quant.base import QuantCounts, Quantised
-from streamload.quant.dequant import Weight
+from streamload.quant.dequant import Weight, values_of
 from streamload.quant.dynamic import MAP_NBYTES, dynamic_map
 from streamload.quant.group import Packed
 from streamload.quant.kernels import Tally
@@ -215,7 +215,7 @@ class DeviceCasts:
         info = self._info(p)
         if info is None:
             return p.src, p.dst, p.coding
-        return dequant_ptx.values_of(info), p.dst, p.turned_there
+        return values_of(info), p.dst, p.turned_there
 
 
 class _Ring:

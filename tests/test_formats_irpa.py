@@ -74,6 +74,7 @@ def test_every_dtype_comes_back(tmp_path: Path) -> None:
     quiet(tmp_path / "out", tmp_path / "back", verify=True)
     assert tensors_of(tmp_path / "out") == tensors_of(tmp_path / "back")
     assert tensors_of(tmp_path / "back") == tensors_of(tmp_path / "in")
+    assert not list((tmp_path / "back").glob("*.irpa"))  # weights are not copied beside weights
 
 
 def test_several_files(tmp_path: Path) -> None:

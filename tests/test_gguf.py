@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -452,6 +453,23 @@ def test_a_conversion_is_a_folder_that_transformers_opens(tmp_path: Path) -> Non
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (28, 29)
     assert streamload.open_checkpoint(tmp_path / "out").metadata["general.name"] == "Small"
+
+
+def test_settings_of_each_layer(tmp_path: Path) -> None:
+    """An array is one setting where all layers have the same, and else an error."""
+    model = small_model("llama")
+    tensors = tensors_of(model)
+    write(tmp_path / "one.gguf", tensors, config=model.config)
+
+    said = model.config.to_dict()
+    for name, counts in (("same", [2, 2]), ("other", [2, 4])):
+        config = SimpleNamespace(**said | {"num_key_value_heads": counts})
+        write(tmp_path / f"{name}.gguf", tensors, config=config)
+    one, same = (streamload.open_checkpoint(tmp_path / f"{each}.gguf") for each in ("one", "same"))
+    assert same.turns == one.turns
+    assert same.config == one.config
+    with pytest.raises(HeaderError, match=r"different settings.*head_count_kv \[2, 4\]"):
+        streamload.open_checkpoint(tmp_path / "other.gguf")
 
 
 def test_names_of_other_architectures_stay(tmp_path: Path) -> None:

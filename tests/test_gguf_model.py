@@ -181,7 +181,7 @@ def test_settings_that_llama_cpp_needs(key: str) -> None:
 def test_scaled_rotary_embeddings() -> None:
     """Llama 3's factors are a tensor; a scaling that GGUF has no key for is refused."""
     llama = architecture_of("m", LLAMA)
-    assert rope_freqs(LLAMA, llama) == b""
+    assert rope_freqs("m", LLAMA, llama) == b""
     scaled: dict[str, Any] = LLAMA | {
         "rope_scaling": {
             "rope_type": "llama3",
@@ -191,7 +191,7 @@ def test_scaled_rotary_embeddings() -> None:
             "original_max_position_embeddings": 64,
         }
     }
-    factors = np.frombuffer(rope_freqs(scaled, llama), np.float32)
+    factors = np.frombuffer(rope_freqs("m", scaled, llama), np.float32)
     assert len(factors) == 8
     assert factors[0] == 1
     assert factors[-1] == 8

@@ -22,6 +22,9 @@ from streamload.planning.parts import RowTranspose
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
 _ROPE = {"rope_theta": 5e5, "factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}
+_YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0} | {
+    "original_max_position_embeddings": 512
+}
 _LLAMA3 = _ROPE | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -86,6 +89,8 @@ def _moved(rows: np.ndarray, order: RowTranspose | None) -> np.ndarray:
         ("llama", {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}),
         ("llama", {"head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("llama", {"rope_parameters": _LLAMA3}),
+        ("llama", {"rope_parameters": _YARN}),
+        ("qwen2", {"rope_parameters": _YARN | {"attention_factor": 1.5, "beta_fast": 24.0}}),
         ("mistral", {"sliding_window": 4096, "rope_theta": 1e6}),
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"tie_word_embeddings": True}),
@@ -115,6 +120,44 @@ def test_settings_go_to_gguf_and_back(model_type: str, more: dict[str, Any]) -> 
         if before.get(key) is not None:
             assert after.get(key) == before[key], key
     assert (after.get("sliding_window") or None) == (before.get("sliding_window") or None)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"attention_factor": 1.5}, {"mscale": 0.5, "mscale_all_dim": 2.0}]
+)
+def test_yarn_scales_rotated_elements_as_transformers_does(more: dict[str, Any]) -> None:
+    """llama.cpp multiplies its own factor, 1 + 0.1 ln(factor), with the one that a file says."""
+    config = _model("llama", rope_parameters=_YARN | more).config
+    _, expected = transformers.modeling_rope_utils._compute_yarn_parameters(config, "cpu")
+    stated = metadata_of(config.to_dict()).get("llama.rope.scaling.attn_factor", 1.0)
+    assert stated * (1 + 0.1 * math.log(4)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        (_ROPE, "high_freq_factor is a number above 0, not None"),
+        (_LLAMA3 | {"factor": "8"}, "factor is a number above 0, not '8'"),
+        (_LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor is less than high_freq_factor"),
+        ({"rope_type": "linear"}, "factor is a number above 0, not None"),
+        (_YARN | {"truncate": False}, "no truncate"),
+        (_LLAMA3 | {"partial_rotary_factor": 0.5}, "no partial_rotary_factor"),
+    ],
+)
+def test_scalings_that_are_invalid(rope: dict[str, Any], said: str) -> None:
+    """A setting that is missing, or that llama.cpp does not compute, is named."""
+    config = _model("llama").config.to_dict() | {"rope_parameters": rope}
+    with pytest.raises(ValueError, match=said):
+        llama3_factors(config)
+        metadata_of(config)
+
+
+@pytest.mark.parametrize("value", [-5, 131072.0, "128", True, 2**32])
+def test_counts_are_whole_numbers(value: object) -> None:
+    """llama.cpp opens no file whose counts have another type."""
+    config = _model("llama").config.to_dict() | {"max_position_embeddings": value}
+    with pytest.raises(ValueError, match="max_position_embeddings is a whole number, not"):
+        metadata_of(config)
 
 
 def test_what_gguf_has_no_key_for_is_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conversions import quiet
+from gguf_files import quantised_types, small_model, tensors_of, write
 from gguf_models import (
     CONFIGS,
     LLAMA3_ROPE,
@@ -196,6 +197,25 @@ def test_blocks_of_gguf_stay_as_they_are(family: str, tmp_path: Path) -> None:
     assert read_by_gguf_py(tmp_path / "c/model.gguf")[1]["token_embd.weight"][0] == "F16"
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q4_K", "IQ4_XS", "MXFP4"])
+def test_blocks_that_are_never_quantised_here_stay_too(kind: str, tmp_path: Path) -> None:
+    """A file of any blocks that are read is written again, and says which it has most of."""
+    model = small_model("llama", num_hidden_layers=1)
+    tensors = tensors_of(model)
+    numel, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(0)
+    types = quantised_types(tensors, kind)
+    for name in types:
+        rows, width = tensors[name].shape
+        tensors[name] = rng.integers(0, 256, (rows, width // numel * nbytes), np.uint8)
+    write(tmp_path / "in.gguf", tensors, types, config=model.config)
+    quiet(tmp_path / "in.gguf", tmp_path / "out", to="gguf", verify=True)
+    metadata, found = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert found == read_by_gguf_py(tmp_path / "in.gguf")[1]
+    name = gguf.LlamaFileType(metadata["general.file_type"]).name
+    assert name.startswith(f"MOSTLY_{kind}")
+
+
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +275,12 @@ def _other_tokenizer(folder: Path) -> Path:
     return source
 
 
+def _named_file(folder: Path) -> Path:
+    source = _other_tokenizer(folder)
+    quiet(source, folder / "irpa", to="irpa")
+    return folder / "irpa" / "model.irpa"
+
+
 def _broken_tokenizer(folder: Path) -> Path:
     source = _source(folder)
     (source / "tokenizer.json").write_text("{")
@@ -290,6 +316,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         r"AutoTokenizer.from_pretrained\(.*save_pretrained.*found tokenizer.model",
     ),
+    "file": (
+        _named_file,
+        {},
+        r"from_pretrained\(\"\S+in/irpa\"\).save_pretrained\(\"\S+in/irpa\"\)",
+    ),
     "json": (_broken_tokenizer, {}, "tokenizer.json: is not JSON"),
     "quant": (_source, {"quant": "nf4"}, "q8_0 or q4_0, not 'nf4'"),
     "pattern": (_source, {"quant": {"*mlp*": "int8"}}, "q8_0 or q4_0, not 'int8'"),
@@ -299,6 +330,26 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         lambda p: _source(p, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
         {},
         "no scaling 'longrope'",
+    ),
+    "llama3": (
+        lambda p: _source(p, rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        {},
+        "config.json: low_freq_factor is a number above 0, not None",
+    ),
+    "activation": (
+        lambda p: _source(p, hidden_act="gelu"),
+        {},
+        "llama.cpp has no such hidden_act in config.json: expected 'silu' or 'swish', found 'gelu'",
+    ),
+    "gpt2": (
+        lambda p: write_model(p, "gpt2", scale_attn_by_inverse_layer_idx=True),
+        {},
+        "no such scale_attn_by_inverse_layer_idx",
+    ),
+    "rotated": (
+        lambda p: _source(p, partial_rotary_factor=0.5),
+        {},
+        "no such partial_rotary_factor",
     ),
     "rows": (lambda p: _source(p, vocab_size=64), {}, "resize_token_embeddings"),
 }

@@ -32,11 +32,11 @@ CONFIG = "config.json"
 MODULES = "modules.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
-# Files beside a checkpoint that are not copied: weights in any format, and their indexes.
+# Files beside a checkpoint that are not copied: indexes, and weights in formats that are not read.
 # fmt: off
-_WEIGHTS = (
-    ".safetensors", ".index.json", ".bin", ".ckpt", ".dduf", ".ggml", ".gguf", ".h5", ".keras",
-    ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth", ".tflite",
+_OTHER_WEIGHTS = (
+    ".index.json", ".dduf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".npz", ".onnx",
+    ".onnx_data", ".ot", ".pb", ".tflite",
 )
 # fmt: on
 #: Longer files are left where they are: vocabularies and tables have tens of MB.
@@ -159,10 +159,16 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
     return found, left
 
 
+def _is_weights(name: str) -> bool:
+    """Whether a file of that name holds weights, in whatever format, or is their index."""
+    suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
+    return name.lower().endswith((*suffixes, *_OTHER_WEIGHTS))
+
+
 def _is_beside(name: str) -> bool:
     """Whether a file or folder of that name may go with tensors: no weights, and not our own."""
     ours = name in (SIDECAR, NODE_PLAN) or name.startswith(".")
-    return not ours and not name.endswith(_WEIGHTS)
+    return not ours and not _is_weights(name)
 
 
 def _module_folders(folder: Location) -> frozenset[str]:
@@ -209,7 +215,7 @@ def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:
         return False
     if any(path.rpartition("/")[2] == SIDECAR for path in lengths):
         return False
-    return holds_weights or not any(path.endswith(_WEIGHTS) for path in lengths)
+    return holds_weights or not any(map(_is_weights, lengths))
 
 
 def _listed(folder: Url) -> dict[str, int] | None:

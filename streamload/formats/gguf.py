@@ -67,17 +67,12 @@ _FIRST_NBYTES = 2**18  # what a server is asked for at first
 _MOST_NBYTES = 2**22  # that are read at once
 _MOST_AXES = 4
 _MOST_NESTED = 4
+_MOST_LAYERS = 2**12  # whose settings are read, where a file has an array of them
 _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
-_MXFP4 = "MXFP4"
 
-#: Kinds of blocks by the names of GGUF's types.
-_KINDS = {
-    kind.name: kind.name.lower() if kind.name != _MXFP4 else "gguf-mxfp4"
-    for kind in TENSOR_TYPES.values()
-}
-_READ = [kind.name for kind in TENSOR_TYPES.values() if kind.code or _KINDS[kind.name] in PACKED]
+_READ = [each.name for each in TENSOR_TYPES.values() if each.code or each.kind in PACKED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +116,11 @@ class GGUF(FormatReader):
                     shapes |= more
         known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
         freqs = () if known is None else _freqs(file, tensors)
+        try:
+            heads = config_of(of_model, shapes)
+        except ValueError as error:
+            problem = "its layers have different settings"
+            raise HeaderError(file.path, problem, "one number for all", str(error)) from error
         config = {} if number else config_of(of_model, shapes, freqs)
         if freqs and not number and "rope_scaling" not in config:
             warnings.warn(
@@ -129,7 +129,6 @@ class GGUF(FormatReader):
                 UserWarning,
                 stacklevel=2,
             )
-        heads = config_of(of_model, shapes)
         return _header(file, known, heads, config, metadata, tensors, data_start)
 
     def siblings(self, header: Header) -> Sequence[str]:
@@ -170,7 +169,7 @@ def _header(
         name = (known and known.to_hugging_face(each.name)) or each.name
         dtype, shape = BY_CODE.get(each.type.code), each.shape
         if dtype is None:
-            stored[name] = Stored(_KINDS[each.type.name], shape, (each.type.numel,), 8)
+            stored[name] = Stored(each.type.kind, shape, (each.type.numel,), 8)
             dtype = BY_CODE["U8"]
             shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
         infos.append(TensorInfo(name, dtype, shape, file.path, each.start, each.stop))
@@ -262,7 +261,7 @@ def _opened(path: Location) -> Iterator[File]:
 
 
 def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
-    """The metadata without its arrays, the tensors, and where the data begins.
+    """The metadata without its long arrays, the tensors, and where the data begins.
 
     Raises:
         HeaderError: the file breaks a rule of the format.
@@ -357,7 +356,8 @@ class _Cursor:
         """What comes before the tensors: the pairs, and how many tensors there are.
 
         Args:
-            arrays: whether arrays are among the pairs; they are passed over else.
+            arrays: whether all arrays are among the pairs; else those of a few numbers are, which
+                may be a setting of each layer.
         """
         magic = self._take(4)
         if magic != MAGIC:
@@ -417,6 +417,7 @@ class _Cursor:
             self.refuse(f"the type of {describe(key)} is not valid", expected, kind)
         inner, count = self._number("I"), self._number("Q")
         if inner in SCALARS:
+            keeps = keeps or (count <= _MOST_LAYERS and not nested)
             raw = self._take(count * struct.calcsize(f"<{SCALARS[inner]}"), keeps=keeps)
             return np.frombuffer(raw, f"<{SCALARS[inner]}") if keeps else None
         least_nbytes = 8 if inner == STRING else 12

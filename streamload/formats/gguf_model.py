@@ -4,14 +4,15 @@ What becomes of each tensor (its name, the order of its rows, its type), which v
 besides, and the metadata. The types are llama.cpp's own choice for files of one type: vectors, and
 the positions of GPT-2, stay F32; a matrix whose rows are no whole blocks becomes F16.
 
-Sources: docs/gguf.md in github.com/ggml-org/ggml (keys of ``general``); the enum `LlamaFileType` in
-gguf/constants.py of gguf-py 0.19; "Tensor Encoding Schemes" in the wiki of llama.cpp.
+Sources: docs/gguf.md in github.com/ggml-org/ggml (keys of ``general``); "Tensor Encoding Schemes"
+in the wiki of llama.cpp.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -28,15 +29,13 @@ from streamload.formats.gguf_names import (
     llama3_factors,
     metadata_of,
 )
-from streamload.formats.gguf_types import TENSOR_TYPE_OF, TensorType
+from streamload.formats.gguf_types import FILE_TYPES, TENSOR_TYPE_OF, TensorType
 from streamload.planning.parts import RowTranspose
 
 _F32, _F16 = TENSOR_TYPE_OF["F32"], TENSOR_TYPE_OF["F16"]
 _POSITIONS = "position_embd.weight"
 _HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
-# By the type of most of a file's bytes, general.file_type.
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
 _QUANTIZATION_VERSION = 2  # of ggml's blocks
 # Keys without which llama.cpp opens no file.
 _REQUIRED = (
@@ -177,9 +176,18 @@ def type_of(name: str, shape: Sequence[int], asked: TensorType) -> TensorType:
     return _F16 if shape[-1] % asked.numel else asked
 
 
-def rope_freqs(config: Mapping[str, Any], architecture: Architecture) -> bytes:
-    """The data of the tensor rope_freqs.weight, in float32; b"" where a model needs none."""
-    factors = llama3_factors(config) if architecture.name != "gpt2" else None
+def rope_freqs(
+    path: str | PathLike[str], config: Mapping[str, Any], architecture: Architecture
+) -> bytes:
+    """The data of the tensor rope_freqs.weight, in float32; b"" where a model needs none.
+
+    Raises:
+        CheckpointError: config.json lacks a setting of the scaling, or it is no number.
+    """
+    if architecture.name == "gpt2":
+        return b""
+    with _said_by_config(path):
+        factors = llama3_factors(config)
     return b"" if factors is None else np.array(factors, "<f4").tobytes()
 
 
@@ -198,11 +206,8 @@ def metadata(
     Raises:
         CheckpointError: config.json lacks a setting, or has one that GGUF has no key for.
     """
-    try:
+    with _said_by_config(path):
         settings = metadata_of(config)
-    except (KeyError, TypeError, ValueError) as error:
-        said = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(path, f"config.json: {said}") from error
     architecture = ARCHITECTURES[settings.pop("general.architecture")]
     for key, ours in architecture.settings.items():
         if key.endswith(_REQUIRED) and f"{architecture.name}.{key}" not in settings:
@@ -217,6 +222,15 @@ def metadata(
         "general.type": "model",
         **({"general.name": name.rpartition("/")[2]} if isinstance(name, str) and name else {}),
         **settings,
-        "general.file_type": _FILE_TYPES[main],
+        "general.file_type": FILE_TYPES[main],
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
+
+
+@contextmanager
+def _said_by_config(path: str | PathLike[str]) -> Iterator[None]:
+    """Name config.json in errors of what it says."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(path, f"config.json: {error}") from error

@@ -11,7 +11,8 @@ Sources: docs/gguf.md in github.com/ggml-org/ggml; the tables ``Keys``, ``MODEL_
 ``TENSOR_NAMES`` in gguf/constants.py and ``TensorNameMap`` in gguf/tensor_mapping.py of gguf-py,
 version 0.19; `GGUF_CONFIG_MAPPING` in transformers/integrations/ggml.py, version 5; Meta's
 ``apply_scaling`` in llama/model.py of Llama 3.1, as transformers has it in
-modeling_rope_utils.py.
+modeling_rope_utils.py; the constructor of ``llama_context`` in llama-context.cpp of llama.cpp (its
+own factor of YaRN).
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Architecture:
         settings: by GGUF's key, less the architecture, that of config.json.
         rotated: modules whose rows are interleaved, and the key of their heads' count.
         transposed: modules whose weights are transposed.
+        values: by key of config.json, what llama.cpp computes; the first is what silence means.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Architecture:
     settings: Mapping[str, str]
     rotated: Mapping[str, str]
     transposed: frozenset[str]
+    values: Mapping[str, tuple[object, ...]]
 
     def to_hugging_face(self, name: str) -> str | None:
         """The name of a tensor of a GGUF file in a checkpoint; None for one that is not known."""
@@ -170,6 +173,7 @@ _LLAMA_SETTINGS = {
     "rope.dimension_count": "head_dim",
     "rope.freq_base": "rope_theta",
 }
+_LLAMA_VALUES = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0, None)}
 _GPT2_SETTINGS = {
     "vocab_size": "vocab_size",
     "context_length": "n_positions",
@@ -178,6 +182,11 @@ _GPT2_SETTINGS = {
     "feed_forward_length": "n_inner",
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_GPT2_VALUES = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
 }
 
 #: By the name that files have.
@@ -193,16 +202,17 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 _LLAMA_SETTINGS,
                 {"blk.{}.attn_q": "num_attention_heads", "blk.{}.attn_k": "num_key_value_heads"},
                 frozenset(),
+                _LLAMA_VALUES,
             ),
             Architecture(
                 "qwen2",
                 {"qwen2": "Qwen2ForCausalLM"},
-                *("model.", _LLAMA_MODULES, _LLAMA_SETTINGS, {}, frozenset()),
+                *("model.", _LLAMA_MODULES, _LLAMA_SETTINGS, {}, frozenset(), _LLAMA_VALUES),
             ),
             Architecture(
                 "qwen3",
                 {"qwen3": "Qwen3ForCausalLM"},
-                *("model.", _QWEN3_MODULES, _LLAMA_SETTINGS, {}, frozenset()),
+                *("model.", _QWEN3_MODULES, _LLAMA_SETTINGS, {}, frozenset(), _LLAMA_VALUES),
             ),
             Architecture(
                 "gpt2",
@@ -212,6 +222,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     f"blk.{{}}.{module}"
                     for module in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
                 ),
+                _GPT2_VALUES,
             ),
         )
     }
@@ -249,13 +260,16 @@ def config_of(
         metadata: of the file.
         shapes: of its tensors, by GGUF's names, the last axis that of the rows' elements.
         rope_freqs: the values of the tensor `ROPE_FREQS`, where there is one.
+
+    Raises:
+        ValueError: a setting has not the same value for all layers, which config.json cannot say.
     """
     architecture = ARCHITECTURES.get(str(metadata.get(ARCHITECTURE)))
     if architecture is None:
         return {}
     found: dict[str, Any] = {}
     for key, ours in architecture.settings.items():
-        value = metadata.get(f"{architecture.name}.{key}")
+        value = _of_all_layers(f"{architecture.name}.{key}", metadata)
         if isinstance(value, int | float) and not isinstance(value, bool):
             found.setdefault(ours, shortest(value) if isinstance(value, float) else value)
     window = found.get("sliding_window")
@@ -283,13 +297,25 @@ def config_of(
     }
 
 
+def _of_all_layers(key: str, metadata: Mapping[str, Any]) -> Any:
+    """A setting, where a file has it once or for each layer; None where it says nothing."""
+    value = metadata.get(key)
+    if not isinstance(value, np.ndarray):
+        return value
+    values = set(value.tolist())
+    if len(values) != 1:
+        raise ValueError(f"{key} {value.tolist()[:8]}")
+    return values.pop()
+
+
 def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The metadata of a GGUF file, from config.json: whole numbers, floats and texts.
 
     The scaling "llama3" of rotary embeddings is no setting there: `llama3_factors` are a tensor.
 
     Raises:
-        ValueError: GGUF has no such architecture, or no such scaling of rotary embeddings.
+        ValueError: GGUF has no such architecture, or no such scaling of rotary embeddings; or a
+            setting is missing or no number.
     """
     model = config.get("model_type")
     architecture = OF_MODEL.get(str(model))
@@ -298,7 +324,7 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = _rope(config)
     given = {**config, "rope_theta": rope.get("rope_theta"), "head_dim": head_size(config)}
     if architecture.name == "gpt2":
-        given["n_inner"] = config.get("n_inner") or 4 * config["n_embd"]
+        given["n_inner"] = config.get("n_inner") or 4 * _count(config, "n_embd")
     elif given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
     if model in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
@@ -306,26 +332,31 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {ARCHITECTURE: architecture.name}
     for key, ours in architecture.settings.items():
         if given.get(ours) is not None:
-            value = given[ours]
-            is_float = key.endswith(("epsilon", "freq_base"))
-            found[f"{architecture.name}.{key}"] = float(value) if is_float else value
+            number = _number if key.endswith(("epsilon", "freq_base")) else _count
+            found[f"{architecture.name}.{key}"] = number(given, ours)
     for key, ours in TOKENS.items():
         value = config.get(ours)
         value = value[0] if isinstance(value, list) and value else value
         if type(value) is int:
             found[key] = value
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    names = _SCALINGS.get(kind)
-    if names is None:
-        raise ValueError(f"GGUF has no scaling {kind!r} of rotary embeddings")
-    if names:
-        found[f"{architecture.name}.rope.scaling.type"] = kind
-    for key, ours in names.items():
-        if rope.get(ours) is not None:
-            is_count = ours == "original_max_position_embeddings"
-            value = int(rope[ours]) if is_count else float(rope[ours])
-            found[f"{architecture.name}.rope.scaling.{key}"] = value
-    return found
+    scaling = _scaling_of(rope, config)
+    return found | {f"{architecture.name}.rope.scaling.{key}": v for key, v in scaling.items()}
+
+
+def _number(given: Mapping[str, Any], key: str) -> float:
+    """A setting that is a number above 0."""
+    value = given.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is a number above 0, not {value!r}")
+    return float(value)
+
+
+def _count(given: Mapping[str, Any], key: str) -> int:
+    """A setting that is a whole number; GGUF has 32 bits for it."""
+    value = given.get(key)
+    if type(value) is not int or not 0 <= value < 2**32:
+        raise ValueError(f"{key} is a whole number, not {value!r}")
+    return value
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
@@ -351,7 +382,6 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "yarn": {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
-        "attn_factor": "attention_factor",
         "yarn_beta_fast": "beta_fast",
         "yarn_beta_slow": "beta_slow",
     },
@@ -367,6 +397,48 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _scaling_of(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """GGUF's keys of a scaling, less their beginning, from what config.json says."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    names = _SCALINGS.get(kind)
+    if names is None:
+        raise ValueError(f"GGUF has no scaling {kind!r} of rotary embeddings")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        raise ValueError("GGUF has no partial_rotary_factor for this architecture")
+    if not names:
+        return {}
+    if kind == "yarn":
+        rope = _whole_yarn(rope, config)
+    found: dict[str, Any] = {"type": kind, "factor": _number(rope, "factor")}
+    for key, ours in names.items():
+        if rope.get(ours) is not None:
+            is_count = ours == "original_max_position_embeddings"
+            found[key] = _count(rope, ours) if is_count else _number(rope, ours)
+    if "attention_factor" in rope:
+        found["attn_factor"] = _number(rope, "attention_factor") / _yarn_factor(found["factor"])
+    return found
+
+
+def _yarn_factor(factor: float) -> float:
+    """What llama.cpp itself multiplies rotated elements by, as YaRN's paper suggests."""
+    return 0.1 * math.log(factor) + 1
+
+
+def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of YaRN with the ones that transformers computes; see `_compute_yarn_parameters`."""
+    if rope.get("truncate") is False:
+        raise ValueError("GGUF has no truncate: llama.cpp rounds YaRN's range (truncate is true)")
+    found = {key: value for key, value in rope.items() if value is not None}
+    if "factor" not in found:
+        context = _count(rope, "original_max_position_embeddings")
+        found["factor"] = _count(config, "max_position_embeddings") / max(context, 1)
+    if "attention_factor" not in found and found.get("mscale") and found.get("mscale_all_dim"):
+        size = math.log(max(_number(found, "factor"), 1))
+        over, under = (_number(found, key) for key in ("mscale", "mscale_all_dim"))
+        found["attention_factor"] = (0.1 * over * size + 1) / (0.1 * under * size + 1)
+    return found
+
+
 def _rope_of(
     name: str, metadata: Mapping[str, Any], found: Mapping[str, Any], freqs: Sequence[float]
 ) -> dict[str, Any]:
@@ -378,8 +450,11 @@ def _rope_of(
         scaling: dict[str, Any] = {"rope_type": kind}
         for key, ours in names.items():
             value = metadata.get(f"{name}.rope.scaling.{key}")
-            if value is not None:
+            if isinstance(value, int | float):
                 scaling[ours] = shortest(value) if isinstance(value, float) else value
+        factor, times = (scaling.get("factor"), metadata.get(f"{name}.rope.scaling.attn_factor"))
+        if kind == "yarn" and isinstance(times, float) and isinstance(factor, float) and factor > 0:
+            scaling["attention_factor"] = float(f"{times * _yarn_factor(factor):.6g}")
         out["rope_scaling"] = scaling
     elif (llama3 := llama3_scaling(freqs, out["rope_theta"])) is not None:
         out["rope_scaling"] = llama3
@@ -390,15 +465,19 @@ def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
     """The values of the tensor `ROPE_FREQS`; None where config.json asks for no such scaling.
 
     Each frequency of a rotary embedding is divided by its factor.
+
+    Raises:
+        ValueError: a setting of the scaling is missing, or no number.
     """
     rope, size = _rope(config), head_size(config)
     if rope.get("rope_type", rope.get("type")) != "llama3" or size is None:
         return None
-    return _factors(
-        *(rope.get("rope_theta") or 10000.0, size // 2, rope["factor"]),
-        *(rope["low_freq_factor"], rope["high_freq_factor"]),
-        rope["original_max_position_embeddings"],
-    )
+    base = 10000.0 if rope["rope_theta"] is None else _number(rope, "rope_theta")
+    low, high = (_number(rope, f"{each}_freq_factor") for each in ("low", "high"))
+    if not low < high:
+        raise ValueError(f"low_freq_factor is less than high_freq_factor, not {low} and {high}")
+    context = _number(rope, "original_max_position_embeddings")
+    return _factors(base, size // 2, _number(rope, "factor"), low, high, context)
 
 
 def _factors(

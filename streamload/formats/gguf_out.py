@@ -40,7 +40,7 @@ from streamload.formats.gguf_model import (
     rope_freqs,
 )
 from streamload.formats.gguf_names import ROPE_FREQS, is_computed
-from streamload.formats.gguf_types import ALIGNMENT, TENSOR_TYPE_OF, TensorType
+from streamload.formats.gguf_types import ALIGNMENT, BLOCKS_OF, TENSOR_TYPE_OF, TensorType
 from streamload.formats.gguf_vocabulary_out import no_vocabulary, parse_tokenizer, to_gguf
 from streamload.formats.writer import (
     Entry,
@@ -102,9 +102,10 @@ class GGUF(FormatWriter):
     def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
         """See `FormatWriter.tensors`."""
         architecture = architecture_of(model.path, model.config)
+        model.check_values("llama.cpp", architecture.values)
         found = self._placed(model)
         out = [[_wanted(model.tensors[each.source], each)] for each in found]
-        data = rope_freqs(model.config, architecture)
+        data = rope_freqs(model.path, model.config, architecture)
         if data:
             infos = [model.tensors[each.source].info for each in found]
             first = next((info for info in infos if info.dtype.kind == "float"), infos[0])
@@ -159,10 +160,12 @@ class GGUF(FormatWriter):
 
     def _vocabulary(self, model: Model) -> _Tokenizer:
         """What is known of the tokenizer; read once for a model's notes and its files."""
-        if self._made is None or self._made[0]() is not model:
-            self._made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
+        made = self._made  # once: another thread may convert another model
+        if made is None or made[0]() is not model:
+            made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
+            self._made = made
             trim_heap()  # tens of MB of small objects are gone
-        return self._made[1]
+        return made[1]
 
 
 def _check_kind(model: Model, name: str, wanted: Wanted) -> None:
@@ -199,7 +202,7 @@ def _given(name: str, wanted: Wanted) -> Given:
 
 def _stored_kind(wanted: Wanted) -> TensorType | None:
     """The type of blocks that stay as they are stored; None where GGUF has no such blocks."""
-    return TENSOR_TYPE_OF.get(wanted.stored.kind.upper()) if wanted.stored is not None else None
+    return BLOCKS_OF.get(wanted.stored.kind) if wanted.stored is not None else None
 
 
 def _wanted(wanted: Wanted, each: Placed) -> Wanted:
@@ -248,9 +251,8 @@ def _read_tokenizer(model: Model, found: Sequence[Placed]) -> _Tokenizer:
 
 
 def _folder(model: Model) -> Location:
-    """Where the files beside a model are."""
-    path = model.path
-    return path.parent if path.name.endswith((".safetensors", ".json", ".gguf")) else path
+    """Where the files beside a model are, which is where its tensors are."""
+    return next(iter(model.tensors.values())).info.shard.parent
 
 
 def _object(model: Model, name: str, parse: Callable[[bytes], Any] = parse_json) -> dict[str, Any]:

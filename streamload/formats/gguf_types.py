@@ -1,7 +1,7 @@
 """GGUF's numbers: types of tensors and of metadata, magic, alignment.
 
-Source: docs/gguf.md in github.com/ggml-org/ggml; the enums `GGMLQuantizationType` and
-`GGUFValueType` and the table `GGML_QUANT_SIZES` in gguf/constants.py of gguf-py, version 0.19.
+Source: docs/gguf.md in github.com/ggml-org/ggml; the enums `GGMLQuantizationType`, `LlamaFileType`
+and `GGUFValueType` and the table `GGML_QUANT_SIZES` in gguf/constants.py of gguf-py, version 0.19.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class TensorType:
     numel: int
     nbytes: int
     code: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Of blocks, their key in `streamload.dtypes.PACKED`, where that has them."""
+        return "gguf-mxfp4" if self.name == "MXFP4" else self.name.lower()
 
 
 _ELEMENTS = (
@@ -82,6 +87,19 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
 #: By name, the same.
 TENSOR_TYPE_OF: Mapping[str, TensorType] = MappingProxyType(
     {kind.name: kind for kind in TENSOR_TYPES.values()}
+)
+#: By `TensorType.kind`, the types of blocks.
+BLOCKS_OF: Mapping[str, TensorType] = MappingProxyType(
+    {kind.kind: kind for kind in TENSOR_TYPES.values() if not kind.code}
+)
+#: By the name of the type that most of a file's bytes have, ``general.file_type``; of types that
+#: llama.cpp mixes with others, the number of its medium mix.
+FILE_TYPES: Mapping[str, int] = MappingProxyType(
+    {
+        **{"F32": 0, "F16": 1, "BF16": 32},
+        **{"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "MXFP4": 38},
+        **{"Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30},
+    }
 )
 
 #: By number, the types of metadata that are single numbers, as `struct` has them.

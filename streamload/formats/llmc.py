@@ -67,7 +67,6 @@ _VALUES = {
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "layer_norm_epsilon": (1e-5,),
-    "n_inner": (None,),
 }
 
 
@@ -145,18 +144,10 @@ def _numbers(model: Model) -> dict[str, int]:
     """What the header says of a model; refuses any but GPT-2."""
     if model.family != "gpt2":
         model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', model.family)
-    for key, values in _VALUES.items():
-        found = model.config.get(key, values[0])
-        if found not in values and not (key == "n_inner" and found == 4 * _number(model, "n_embd")):
-            model.refuse(f"llm.c has no such {key}", " or ".join(map(repr, values)), repr(found))
-    return {key: _number(model, key) for key in _NUMBERS}
-
-
-def _number(model: Model, key: str) -> int:
-    found = model.config.get(key, _NUMBERS[key])
-    if type(found) is not int or not 0 < found < 2**31:
-        model.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
-    return found
+    model.check_values(
+        "llm.c", _VALUES | {"n_inner": (None, 4 * model.number("n_embd", _NUMBERS["n_embd"]))}
+    )
+    return {key: model.number(key, otherwise) for key, otherwise in _NUMBERS.items()}
 
 
 register_writer(LlmC())

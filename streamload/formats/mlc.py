@@ -163,41 +163,24 @@ def _gpt2(model: Model) -> Iterator[_Parameter]:
 # --- what the configuration says ------------------------------------------------------------------
 
 
-def _number(model: Model, key: str, otherwise: int | None = None) -> int:
-    found = model.config.get(key)
-    found = otherwise if found is None else found
-    if type(found) is not int or not 0 < found < 2**31:
-        model.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
-    return found
-
-
 def _says(model: Model, key: str, otherwise: bool = False) -> bool:
     """A yes or no of config.json."""
     return bool(model.config.get(key, otherwise))
 
 
-def _check(model: Model, values: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse a configuration that MLC has no code for; what it does not say is the first value."""
-    for key, known in values.items():
-        found = model.config.get(key, known[0])
-        if found not in known:
-            expected = " or ".join(map(repr, known))
-            model.refuse(f"MLC's {model.family} has no such {key}", expected, repr(found))
-
-
 def _llama_numbers(model: Model) -> dict[str, int]:
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    found = {key: _number(model, key) for key in (*keys, "vocab_size")}
+    found = {key: model.number(key) for key in (*keys, "vocab_size")}
     heads = found["num_attention_heads"]
-    found["num_key_value_heads"] = _number(model, "num_key_value_heads", heads)
-    found["head_dim"] = _number(model, "head_dim", found["hidden_size"] // heads)
+    found["num_key_value_heads"] = model.number("num_key_value_heads", heads)
+    found["head_dim"] = model.number("head_dim", found["hidden_size"] // heads)
     return found
 
 
 def _gpt2_numbers(model: Model) -> dict[str, int]:
     keys = ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
-    found = {key: _number(model, key) for key in keys}
-    return {**found, "n_inner": _number(model, "n_inner", 4 * found["n_embd"])}
+    found = {key: model.number(key) for key in keys}
+    return {**found, "n_inner": model.number("n_inner", 4 * found["n_embd"])}
 
 
 def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
@@ -205,6 +188,8 @@ def _rope(model: Model) -> tuple[float, dict[str, Any] | None]:
     scaling = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         model.refuse("rope_scaling of config.json is invalid", "an object", repr(scaling))
+    if scaling.get("partial_rotary_factor") not in (None, 1):
+        model.refuse("MLC rotates all of a head", "no partial_rotary_factor in config.json")
     base = model.config.get("rope_theta", scaling.get("rope_theta", 10000))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -218,7 +203,7 @@ def _llama_config(model: Model) -> dict[str, Any]:
     """The fields that MLC's configuration of Llama, Mistral or Qwen has."""
     family, (base, scaling) = model.family, _rope(model)
     window = model.config.get("sliding_window") if family == "mistral" else None
-    context = -1 if window else _number(model, "max_position_embeddings")
+    context = -1 if window else model.number("max_position_embeddings")
     is_qwen = family.startswith("qwen")
     found: dict[str, Any] = {
         **_llama_numbers(model),
@@ -277,7 +262,11 @@ class _Family(NamedTuple):
 _LLAMA = _Family(
     _llama,
     _llama_config,
-    {"hidden_act": ("silu", "swish"), "use_sliding_window": (False, None)},
+    {
+        "hidden_act": ("silu", "swish"),
+        "use_sliding_window": (False, None),
+        "partial_rotary_factor": (1.0, None),
+    },
     re.compile(r".*\.rotary_emb\.inv_freq|lm_head\.weight"),
     re.compile(r"(?!)"),
 )
@@ -319,7 +308,7 @@ class MLC(FormatWriter):
     def tensors(self, model: Model) -> Sequence[Sequence[Wanted]]:
         """MLC's parameters in the order of the layers."""
         family = _family(model)
-        _check(model, family.values)
+        model.check_values(f"MLC's {model.family}", family.values)
         by_name = {family.prefix.sub("", name, 1): each for name, each in model.tensors.items()}
         out = []
         used: set[str] = set()

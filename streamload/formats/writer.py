@@ -336,6 +336,34 @@ class Model:
         found = self.config.get("model_type")
         return found if isinstance(found, str) else ""
 
+    def number(self, key: str, otherwise: int | None = None) -> int:
+        """A whole number above 0 that the configuration says, or ``otherwise``.
+
+        Raises:
+            CheckpointError: it says something else, or nothing where nothing is known otherwise.
+        """
+        found = self.config.get(key)
+        found = otherwise if found is None else found
+        if type(found) is not int or not 0 < found < 2**31:
+            self.refuse(f"{key} of config.json is invalid", "a whole number above 0", repr(found))
+        return found
+
+    def check_values(self, runtime: str, values: Mapping[str, tuple[object, ...]]) -> None:
+        """Hold the configuration to what a runtime computes.
+
+        Args:
+            runtime: its name, for the message.
+            values: by key, all that it has code for; the first is what silence means.
+
+        Raises:
+            CheckpointError: a key has another value.
+        """
+        for key, known in values.items():
+            found = self.config.get(key, known[0])
+            if found not in known:
+                expected = " or ".join(map(repr, known))
+                self.refuse(f"{runtime} has no such {key} in config.json", expected, repr(found))
+
     def refuse(
         self, problem: str, expected: object = None, found: object = None, tensor: str | None = None
     ) -> NoReturn:

@@ -1,9 +1,9 @@
 """What every layout offers that is dequantised on the way: values, scales, a decoder, an oracle.
 
-A layout is a file of this package, ``dequant_*.py``, that calls `register`. A weight is values of 4
-or 8 bits in the order of its elements, and for each block of them a float32 scale. An element is
-the product of a value and its scale, rounded once to what is asked for: the product is exact in
-float64.
+A layout is a file of this package, ``dequant_*.py``, that calls `register`. A weight of a
+`ScaledLayout` is values of 4 or 8 bits in the order of its elements, and for each block of them a
+float32 scale. An element is the product of a value and its scale, rounded once to what is asked
+for: the product is exact in float64.
 
 The scales of a weight are read before its values, and all of them are held while these stream.
 
@@ -209,19 +209,31 @@ class _WeightDecoder(Decoder):
 
 
 class Layout(ABC):
-    """How weights of a kind are made of their tensors. Its file says where it is from.
-
-    Attributes:
-        always: what values are, where that is the same for all weights.
-        on_devices: whether kernels of devices dequantise them, too.
-    """
-
-    always: Values
-    on_devices = True
+    """How weights of a kind are made of their tensors. Its file says where it is from."""
 
     def refused(self, group: Group) -> str:
         """Why a weight cannot be dequantised, or ""."""
         return ""
+
+    @abstractmethod
+    def decoder(
+        self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
+    ) -> Decoder:
+        """See `decoder_of`."""
+
+    @abstractmethod
+    def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
+        """Compile the kernel; raises UnsupportedCastError where it cannot be."""
+
+
+class ScaledLayout(Layout):
+    """A layout of values and scales, which are tensors of their own; devices dequantise it, too.
+
+    Attributes:
+        always: what values are, where that is the same for all weights.
+    """
+
+    always: Values
 
     def values(self, group: Group) -> Values:
         """What its values are."""
@@ -238,7 +250,7 @@ class Layout(ABC):
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange
     ) -> Decoder:
-        """See `decoder_of`."""
+        """See `Layout.decoder`."""
         weight = self.weight(info.group, read)
         clamp = out_of_range == "clamp"
         kernel = None
@@ -251,7 +263,7 @@ class Layout(ABC):
         return _WeightDecoder(weight, dst, clamp, kernel)
 
     def compile(self, group: Group, dst: DType, *, clamp: bool) -> None:
-        """Compile the kernel; raises UnsupportedCastError where it cannot be."""
+        """See `Layout.compile`."""
         compile_kernel(self.values(group), dst, clamp=clamp)
 
 
@@ -285,14 +297,16 @@ def scales_nbytes(group: Group) -> int:
     if not others:
         return 0
     layout = layout_of(group.kind)
-    as_stored = layout is not None and not layout.refused(group) and layout.values(group).exponents
+    as_stored = False
+    if isinstance(layout, ScaledLayout) and not layout.refused(group):
+        as_stored = layout.values(group).exponents
     return sum(info.nbytes + (0 if as_stored else 4 * info.numel) for info in others)
 
 
 def there_nbytes(group: Group) -> int:
     """What a device that dequantises a weight holds of it: scales as it reads them; 0 for none."""
     layout = layout_of(group.kind)
-    if layout is None or layout.refused(group) or not layout.on_devices:
+    if not isinstance(layout, ScaledLayout) or layout.refused(group):
         return 0
     others = [info for info in group.members.values() if info is not group.values]
     itemsize = 1 if layout.values(group).exponents else 4
@@ -335,8 +349,23 @@ def decoder_of(
 
 
 def weight_of(info: Packed, read: Read) -> Weight:
-    """Read all of a weight but its values; raises CheckpointError where that is invalid."""
-    return _layout_of(info).weight(info.group, read)
+    """Read all but the values of a weight of a `ScaledLayout`.
+
+    Raises:
+        CheckpointError: what is read is invalid.
+    """
+    return _scaled_layout_of(info).weight(info.group, read)
+
+
+def values_of(info: Packed) -> Values:
+    """What the values of a weight of a `ScaledLayout` are."""
+    return _scaled_layout_of(info).values(info.group)
+
+
+def _scaled_layout_of(info: Packed) -> ScaledLayout:
+    layout = _layout_of(info)
+    assert isinstance(layout, ScaledLayout), info.group.kind
+    return layout
 
 
 def _layout_of(info: Packed) -> Layout:

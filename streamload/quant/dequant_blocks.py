@@ -25,8 +25,7 @@ from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.dtypes import F32, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import Array, Engine
-from streamload.quant.dequant import Decoder, Layout, Read, Weight
-from streamload.quant.dequant_kernels import Values
+from streamload.quant.dequant import Decoder, Layout, Read
 from streamload.quant.group import Group, Packed
 from streamload.quant.kernels import kept_object, loop, splat
 
@@ -52,8 +51,6 @@ class Blocks(Layout):
     numel: int
     nbytes: int
 
-    on_devices = False
-
     @abstractmethod
     def decoded(self, blocks: Bytes) -> Array:
         """The oracle: bytes, a block a row, to float32 elements, a block a row."""
@@ -61,14 +58,6 @@ class Blocks(Layout):
     @abstractmethod
     def instructions(self, b: BlockWriter) -> None:
         """Instructions for a block: `BlockWriter.store` takes all of its elements, in order."""
-
-    def values(self, group: Group) -> Values:
-        """There are none apart from their scales."""
-        raise NotImplementedError(self.name)
-
-    def weight(self, group: Group, read: Read) -> Weight:
-        """There are no scales apart from their values."""
-        raise NotImplementedError(self.name)
 
     def decoder(
         self, info: Packed, dst: DType, read: Read, engine: Engine, out_of_range: OutOfRange

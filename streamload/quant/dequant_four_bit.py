@@ -16,7 +16,7 @@ import numpy as np
 
 from streamload.cast.kernels import Vector
 from streamload.quant.base import Array
-from streamload.quant.dequant import Layout, Read, Weight, check_finite, floats, register
+from streamload.quant.dequant import Read, ScaledLayout, Weight, check_finite, floats, register
 from streamload.quant.dequant_kernels import Pairs
 from streamload.quant.group import Group
 from streamload.quant.kernels import splat
@@ -51,11 +51,11 @@ class _Values(Pairs):
         return found
 
 
-class _Layout(Layout):
+class _Layout(ScaledLayout):
     always = _Values()
 
     def weight(self, group: Group, read: Read) -> Weight:
-        """See `Layout.weight`."""
+        """See `ScaledLayout.weight`."""
         absmax, values = group.members["absmax"], group.members["quant_map"]
         assert group.shape is not None, group.name
         if "nested_absmax" not in group.members:

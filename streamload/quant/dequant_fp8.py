@@ -16,7 +16,7 @@ from streamload.cast.floats import FORMATS
 from streamload.cast.kernels import WIDEN, Vector
 from streamload.dtypes import BY_CODE
 from streamload.quant.base import Array
-from streamload.quant.dequant import Layout, Read, Weight, by_blocks, floats, register
+from streamload.quant.dequant import Read, ScaledLayout, Weight, by_blocks, floats, register
 from streamload.quant.dequant_kernels import Bytes
 from streamload.quant.group import Group
 
@@ -48,7 +48,7 @@ class _Values(Bytes):
         return found
 
 
-class _Layout(Layout):
+class _Layout(ScaledLayout):
     def refused(self, group: Group) -> str:
         """See `Layout.refused`."""
         if group.values.dtype.code not in FORMATS:
@@ -57,11 +57,11 @@ class _Layout(Layout):
         return f"it has {more[0]} beside its scales" if more else ""
 
     def values(self, group: Group) -> _Values:
-        """See `Layout.values`."""
+        """See `ScaledLayout.values`."""
         return _Values(group.values.dtype.code)
 
     def weight(self, group: Group, read: Read) -> Weight:
-        """See `Layout.weight`."""
+        """See `ScaledLayout.weight`."""
         scale = group.members["scale"]
         return by_blocks(group, self.values(group), floats(scale, read(scale)))
 

@@ -17,7 +17,7 @@ import numpy as np
 from streamload.cast.kernels import Vector
 from streamload.errors import CheckpointError
 from streamload.quant.base import Array
-from streamload.quant.dequant import Layout, Read, Weight, by_blocks, floats, register
+from streamload.quant.dequant import Read, ScaledLayout, Weight, by_blocks, floats, register
 from streamload.quant.dequant_kernels import Bytes
 from streamload.quant.group import Group
 from streamload.quant.int8 import BITSANDBYTES_STEP
@@ -40,18 +40,18 @@ class _Values(Bytes):
         return codes.view(np.int8).astype(np.float32)
 
 
-class _Compressed(Layout):
+class _Compressed(ScaledLayout):
     def refused(self, group: Group) -> str:
         """See `Layout.refused`."""
         more = [role for role in ("scale_2", "global_scale", "g_idx") if role in group.members]
         return f"it has {more[0]} beside its scales" if more else ""
 
     def values(self, group: Group) -> _Values:
-        """See `Layout.values`."""
+        """See `ScaledLayout.values`."""
         return _Values(has_zeros="zero_point" in group.members)
 
     def weight(self, group: Group, read: Read) -> Weight:
-        """See `Layout.weight`."""
+        """See `ScaledLayout.weight`."""
         scale, zero = group.members["scale"], group.members.get("zero_point")
         scales = floats(scale, read(scale))
         if zero is None:
@@ -65,11 +65,11 @@ class _Compressed(Layout):
         return by_blocks(group, self.values(group), scales, zeros.astype(np.float32))
 
 
-class _Bitsandbytes(Layout):
+class _Bitsandbytes(ScaledLayout):
     always = _Values()
 
     def weight(self, group: Group, read: Read) -> Weight:
-        """See `Layout.weight`."""
+        """See `ScaledLayout.weight`."""
         form = group.members.get("weight_format")
         if form is not None and any(found := read(form)):
             problem = "the rows of the weight do not follow each other"

@@ -14,7 +14,7 @@ import numpy as np
 
 from streamload.cast.kernels import Vector
 from streamload.quant.base import Array
-from streamload.quant.dequant import Layout, Read, Weight, by_blocks, check_finite, register
+from streamload.quant.dequant import Read, ScaledLayout, Weight, by_blocks, check_finite, register
 from streamload.quant.dequant_kernels import Pairs
 from streamload.quant.group import Group
 
@@ -45,11 +45,11 @@ class _Values(Pairs):
         return found
 
 
-class _Layout(Layout):
+class _Layout(ScaledLayout):
     always = _Values()
 
     def weight(self, group: Group, read: Read) -> Weight:
-        """See `Layout.weight`."""
+        """See `ScaledLayout.weight`."""
         scale = group.members["scale"]
         scales = np.frombuffer(read(scale), np.uint8)
         check_finite(scale, scales != _NAN)

@@ -20,7 +20,7 @@ from streamload.devices.ptx import BLOCK_THREADS, CLEAR, COUNTS, GRID, PRELUDE, 
 from streamload.dtypes import DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import Array
-from streamload.quant.dequant import PLACE_NBYTES, Weight, layout_of
+from streamload.quant.dequant import PLACE_NBYTES, Weight, values_of
 from streamload.quant.dequant_kernels import Values, load, product, scale_of
 from streamload.quant.group import Packed
 from streamload.quant.kernels import loop
@@ -82,13 +82,6 @@ def weight_parts(weight: Weight, turned: tuple[int, int] | None) -> list[Array]:
     place = np.zeros(PLACE_NBYTES // 4, np.uint32)
     place[: len(header)] = header
     return [part for part in (place, scales, weight.zeros, weight.table) if part.size]
-
-
-def values_of(info: Packed) -> Values:
-    """What the values of a weight are."""
-    layout = layout_of(info.group.kind)
-    assert layout is not None, info.group.kind
-    return layout.values(info.group)
 
 
 def packed_ptx(info: Packed, dst: DType, *, clamp: bool, turned: bool) -> str:
