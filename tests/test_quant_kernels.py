@@ -20,7 +20,7 @@ from streamload.cast import llvm
 from streamload.cast.llvm import Target
 from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
 from streamload.quant import kernels
-from streamload.quant.base import FORMATS, SOURCES, Engine, Part, QuantCounts
+from streamload.quant.base import ALL_FORMATS, FORMATS, SOURCES, Engine, Part, QuantCounts
 from streamload.quant.four_bit import FourBit
 from streamload.quant.kernels import compile_kernel, kernel_ir
 
@@ -253,21 +253,28 @@ def test_parts_are_planned_before_a_byte_is_read() -> None:
         ("nf4", (0, 64), F32, "no elements"),
         ("nf4", (4, 64), F64, "not from float64"),
         ("int8", (4, 64), BY_CODE["I8"], "not from int8"),
+        ("q4f16_1", (), F32, "of rows"),
+        ("q4f16_0", (4, 64), F32, r"of \(groups, rows, 32\)"),
+        ("q4f16_0", (4, 64, 16), F32, r"of \(groups, rows, 32\)"),
+        ("q3f16_1", (0, 64), F32, "no elements"),
+        ("q3f16_1", (4, 64), F64, "not from float64"),
+        ("q4f16_1", (4, 64), BY_CODE["I8"], "not from int8"),
     ],
 )
 def test_what_cannot_be(name: str, shape: tuple[int, ...], src: DType, why: str) -> None:
     """A tensor that a format cannot hold is refused with the reason."""
     with pytest.raises(ValueError, match=why):
-        FORMATS[name].of(shape, src)
+        ALL_FORMATS[name].of(shape, src)
 
 
-def test_cuts_inside_units_are_refused() -> None:
+@pytest.mark.parametrize("name", ["nf4", "q3f16_1"])
+def test_cuts_inside_units_are_refused(name: str) -> None:
     """Bytes that are no whole units, or codes of another length, are refused before any is made."""
-    tensor = FORMATS["nf4"].of((3, 64), F16)
+    tensor = ALL_FORMATS[name].of((3, 64), F16)
     encoder = tensor.encoder(F16)
     for nbytes, out_nbytes, first in ((126, 32, 0), (128, 32, 1), (128, 31, 0), (512, 128, 0)):
         out = bytearray(out_nbytes)
-        with pytest.raises(ValueError, match="nf4"):
+        with pytest.raises(ValueError, match=name):
             encoder.encode(memoryview(bytes(b"\1" * nbytes)), memoryview(out), first)
         assert not any(out)
     with pytest.raises(ValueError, match="writable"):

@@ -16,7 +16,7 @@ from test_cast_kernels import BASELINE, SCANNED, on_x86
 from test_quant_kernels import assert_same_counts, encoded
 
 from streamload.cast import llvm
-from streamload.dtypes import BF16, BY_CODE, F16, F32, F64, DType
+from streamload.dtypes import F16, F32, DType
 from streamload.quant import kernels
 from streamload.quant.base import ALL_FORMATS, FORMATS, SOURCES, QuantCounts
 from streamload.quant.kernels import kernel_ir
@@ -235,30 +235,3 @@ def test_only_files_have_them() -> None:
     tensor = ALL_FORMATS["q3f16_1"].of((64, 64), F16)
     assert pickle.loads(pickle.dumps(tensor)) == tensor
     assert [part.name("a.q_weight") for part in tensor.parts] == ["a.q_weight", "a.q_scale"]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "src", "why"),
-    [
-        ("q4f16_1", (), F32, "of rows"),
-        ("q4f16_0", (4, 64), F32, r"of \(groups, rows, 32\)"),
-        ("q4f16_0", (4, 64, 16), F32, r"of \(groups, rows, 32\)"),
-        ("q3f16_1", (0, 64), F32, "no elements"),
-        ("q3f16_1", (4, 64), F64, "not from float64"),
-        ("q4f16_1", (4, 64), BY_CODE["I8"], "not from int8"),
-    ],
-)
-def test_what_cannot_be(name: str, shape: tuple[int, ...], src: DType, why: str) -> None:
-    """A tensor that a format cannot hold is refused with the reason."""
-    with pytest.raises(ValueError, match=why):
-        ALL_FORMATS[name].of(shape, src)
-
-
-def test_cuts_inside_units_are_refused() -> None:
-    """Bytes that are no whole units, or codes of another length."""
-    encoder = ALL_FORMATS["q3f16_1"].of((3, 64), BF16).encoder(BF16)  # a unit is a row
-    for nbytes, out_nbytes, first in ((126, 32, 0), (128, 32, 1), (128, 31, 0), (512, 128, 0)):
-        out = bytearray(out_nbytes)
-        with pytest.raises(ValueError, match="q3f16_1"):
-            encoder.encode(memoryview(bytes(nbytes)), memoryview(out), first)
-        assert not any(out)

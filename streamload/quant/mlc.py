@@ -32,7 +32,7 @@ from streamload.dtypes import BY_CODE, F16, DType
 from streamload.quant.base import Array, Engine, Part, QuantCounts, check_source, register
 from streamload.quant.kernels import Packing, Scalars, minimum
 from streamload.quant.q8_0 import half_scale, stored
-from streamload.quant.units import Encoded, Units
+from streamload.quant.units import Encoded, Units, checked_numel
 
 #: The names of words and of scales, in place of "weight".
 CODES, SCALES = "q_weight", "q_scale"
@@ -269,17 +269,7 @@ class MLCEncoder:
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         """See `Encoder.encode`."""
         tensor, unit = self._tensor, self._tensor.unit_numel
-        numel, odd = divmod(data.nbytes, self._src.itemsize)
-        if odd or first % unit or numel % unit:
-            raise ValueError(
-                f"{tensor.format}: {data.nbytes} bytes of {self._src.name} from element {first} on "
-                f"are not whole units of {unit} elements"
-            )
-        if out.nbytes != tensor.codes_nbytes(numel):
-            raise ValueError(
-                f"{tensor.format}: the codes of {numel} elements take "
-                f"{tensor.codes_nbytes(numel)} bytes, not {out.nbytes}"
-            )
+        numel = checked_numel(tensor, self._src, data, out, first)
         at = first // unit * tensor.unit_groups
         found = np.empty(numel // unit * tensor.unit_groups, _GROUP)
         whole = self._filled(data) if tensor.has_short_groups else data

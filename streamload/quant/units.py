@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -158,6 +158,47 @@ class Units(ABC):
         return UnitEncoder(self, src, kernel)
 
 
+class _CutInUnits(Protocol):
+    """What `checked_numel` has to know of a weight; see `quant.base.Quantised`."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def unit_numel(self) -> int: ...
+
+    def codes_nbytes(self, numel: int) -> int: ...
+
+
+def checked_numel(
+    tensor: _CutInUnits, src: DType, data: memoryview, out: memoryview, first: int
+) -> int:
+    """How many elements `Encoder.encode` is given: whole units, but for the tensor's last one.
+
+    Raises:
+        ValueError: they are no such units, or ``out`` has another length, or cannot be written.
+    """
+    unit, total = tensor.unit_numel, math.prod(tensor.shape)
+    numel, odd = divmod(data.nbytes, src.itemsize)
+    is_last = first + numel == total
+    if odd or first % unit or first + numel > total or (numel % unit and not is_last):
+        raise ValueError(
+            f"{tensor.format}: {data.nbytes} bytes of {src.name} from element {first} on are not "
+            f"whole units of {unit} of {total} elements"
+        )
+    if out.nbytes != tensor.codes_nbytes(numel):
+        raise ValueError(
+            f"{tensor.format}: the codes of {numel} elements take {tensor.codes_nbytes(numel)} "
+            f"bytes, not {out.nbytes}"
+        )
+    if out.readonly or not (out.c_contiguous and data.c_contiguous):
+        raise ValueError("quantising reads contiguous bytes and writes contiguous, writable ones")
+    return numel
+
+
 class UnitEncoder:
     """An `Encoder`: a kernel for whole units, the oracle for a short one and without a kernel."""
 
@@ -168,22 +209,7 @@ class UnitEncoder:
     def encode(self, data: memoryview, out: memoryview, first: int) -> QuantCounts:
         """See `Encoder.encode`."""
         tensor, unit = self._tensor, self._tensor.unit_numel
-        numel, odd = divmod(data.nbytes, self._src.itemsize)
-        is_last = first + numel == tensor.numel
-        if odd or first % unit or first + numel > tensor.numel or (numel % unit and not is_last):
-            raise ValueError(
-                f"{tensor.format}: {data.nbytes} bytes of {self._src.name} from element {first} on "
-                f"are not whole units of {unit} of {tensor.numel} elements"
-            )
-        if out.nbytes != tensor.codes_nbytes(numel):
-            raise ValueError(
-                f"{tensor.format}: the codes of {numel} elements take "
-                f"{tensor.codes_nbytes(numel)} bytes, not {out.nbytes}"
-            )
-        if out.readonly or not (out.c_contiguous and data.c_contiguous):
-            raise ValueError(
-                "quantising reads contiguous bytes and writes contiguous, writable ones"
-            )
+        numel = checked_numel(tensor, self._src, data, out, first)
         source, target = np.frombuffer(data, np.uint8), np.frombuffer(out, np.uint8)
         at = first // unit if tensor.has_statistics else 0
         statistics = self.statistics[at:]
