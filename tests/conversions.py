@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,17 @@ class Gpt2Shape:
     width: int
     layers: int
     positions: int = 64
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Gpt2Shape:
+        """Those that config.json says."""
+        return cls(*(config[key] for key in ("vocab_size", "n_embd", "n_layer", "n_positions")))
+
+    def bare(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes as in the first checkpoints: without a prefix, and with masks."""
+        found = {name.removeprefix("transformer."): n for name, n in self.tensors().items()}
+        mask = (1, 1, self.positions, self.positions)
+        return found | {f"h.{i}.attn.bias": mask for i in range(self.layers)}
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names (transformers') and shapes; matrices are those of Conv1D."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from conversions import Gpt2Shape
 from safetensors_files import write_safetensors
 from vocabularies import SPECIAL, byte_level, sentencepiece_metadata
 
@@ -78,7 +79,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors."""
     if config["model_type"] == "gpt2":
-        return _gpt2_shapes(config)
+        return Gpt2Shape.of(config).bare()
     width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = (config[k] * size for k in ("num_attention_heads", "num_key_value_heads"))
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], width)}
@@ -97,25 +98,6 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     out["model.norm.weight"] = (width,)
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = (config["vocab_size"], width)
-    return out
-
-
-def _gpt2_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    width = config["n_embd"]
-    out: dict[str, tuple[int, ...]] = {
-        "wte.weight": (config["vocab_size"], width),
-        "wpe.weight": (config["n_positions"], width),
-        "ln_f.weight": (width,),
-        "ln_f.bias": (width,),
-    }
-    for i in range(config["n_layer"]):
-        out[f"h.{i}.attn.bias"] = (1, 1, config["n_positions"], config["n_positions"])
-        linear = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
-        linear |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
-        for name, shape in linear.items():
-            out[f"h.{i}.{name}.weight"] = shape
-            out[f"h.{i}.{name}.bias"] = shape[1:]
-        out |= {f"h.{i}.{n}.{p}": (width,) for n in ("ln_1", "ln_2") for p in ("weight", "bias")}
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conversions import quiet, tensors_of
+from conversions import Gpt2Shape, quiet, tensors_of
 from safetensors_files import write_safetensors
 
 from streamload.dtypes import F16
@@ -98,39 +98,13 @@ def logits(header: list[int], p: dict[str, Array], tokens: list[int]) -> Array:
     return found
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a GPT-2 by their names in a checkpoint."""
-    n, layer = config["n_embd"], {}
-    for i in range(config["n_layer"]):
-        layer |= {
-            f"h.{i}.{name}": shape
-            for name, shape in {
-                "ln_1.weight": (n,),
-                "ln_1.bias": (n,),
-                "attn.bias": (1, 1, 48, 48),
-                "attn.c_attn.weight": (n, 3 * n),
-                "attn.c_attn.bias": (3 * n,),
-                "attn.c_proj.weight": (n, n),
-                "attn.c_proj.bias": (n,),
-                "ln_2.weight": (n,),
-                "ln_2.bias": (n,),
-                "mlp.c_fc.weight": (n, 4 * n),
-                "mlp.c_fc.bias": (4 * n,),
-                "mlp.c_proj.weight": (4 * n, n),
-                "mlp.c_proj.bias": (n,),
-            }.items()
-        }
-    wte, wpe = (config["vocab_size"], n), (config["n_positions"], n)
-    return {"wte.weight": wte, "wpe.weight": wpe, **layer, "ln_f.weight": (n,), "ln_f.bias": (n,)}
-
-
 def write(folder: Path, prefix: str = "", **config: Any) -> dict[str, Array]:
     """A random GPT-2 in float32; its values by names without a prefix."""
     rng = np.random.default_rng(0)
     said = CONFIG | config
     arrays = {
         name: (rng.standard_normal(shape) * 0.3).astype(np.float32)
-        for name, shape in shapes(said).items()
+        for name, shape in Gpt2Shape.of(said).bare().items()
     }
     tensors = {prefix + n: ("F32", a.shape, a.tobytes()) for n, a in arrays.items()}
     write_safetensors(folder / "model.safetensors", tensors)
