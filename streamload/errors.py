@@ -467,7 +467,7 @@ class UnsupportedCastError(CastError):
         tensor: str | None = None,
         path: str | PathLike[str] | None = None,
     ) -> None:
-        where = f"{fspath(path)}: " * (path is not None) if path is not None else ""
+        where = f"{fspath(path)}: " if path is not None else ""
         where += f"tensor {tensor!r}: " if tensor is not None else ""
         what = f"cannot cast {src} to {dst}" if src != dst else f"cannot hold {src}"
         super().__init__(
