@@ -27,7 +27,7 @@ from streamload.devices.tinygrad_tensors import ALLOCATORS, TO_TINYGRAD, backend
 from streamload.dtypes import DType
 from streamload.errors import AllocationError, OffloadError
 from streamload.nn import put_into, walk
-from streamload.units import round_up
+from streamload.planning.residency import SlotPlaces
 
 #: The class of TinyJits.
 JIT = type(TinyJit(lambda: None))
@@ -39,23 +39,9 @@ JIT = type(TinyJit(lambda: None))
 class TinygradSlots:
     """Slots of a device side by side, in one piece of memory."""
 
-    def __init__(
-        self,
-        memory: Buffer,
-        starts: Sequence[int],
-        layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]],
-        alignment_nbytes: int,
-    ) -> None:
-        """Take memory.
-
-        Args:
-            memory: bytes of all slots.
-            starts: the first byte of each slot.
-            layers: dtypes and shapes of the placements of each.
-            alignment_nbytes: tensors in a slot begin at multiples of this.
-        """
-        self._memory, self._starts = memory, starts
-        self._layers, self._alignment_nbytes = layers, alignment_nbytes
+    def __init__(self, memory: Buffer, places: SlotPlaces) -> None:
+        """Take the bytes of all slots."""
+        self._memory, self._places = memory, places
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)  # else the device has no views: say so now
 
@@ -68,15 +54,13 @@ class TinygradSlots:
         return next(graphs for made, graphs in self._made.values() if made is buffers)
 
     def _of(self, layer: int, slot: int) -> tuple[list[Buffer], list[UOp]]:
-        kinds = self._layers[layer]
-        key = slot, tuple((dtype.name, shape) for dtype, shape in kinds)
+        key = self._places.alike(layer, slot)
         if key not in self._made:
-            at, buffers = self._starts[slot], []
-            for dtype, shape in kinds:
-                numel = math.prod(shape)
-                buffers.append(view_of(self._memory, at, numel, TO_TINYGRAD[dtype.name]))
-                at += round_up(dtype.nbytes(numel), self._alignment_nbytes)
-            graphs = [over(b, *kind) for b, kind in zip(buffers, kinds, strict=True)]
+            buffers, graphs = [], []
+            for start, _, dtype, shape in self._places.of(layer, slot):
+                kind = TO_TINYGRAD[dtype.name]
+                buffers.append(view_of(self._memory, start, math.prod(shape), kind))
+                graphs.append(over(buffers[-1], dtype, shape))
             self._made[key] = buffers, graphs
         return self._made[key]
 

@@ -16,9 +16,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.devices.slots import Slot
 from streamload.devices.torch_tensors import TO_TORCH
-from streamload.dtypes import DType
 from streamload.errors import OffloadError
-from streamload.units import round_up
+from streamload.planning.residency import SlotPlaces
 
 _LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
 
@@ -111,39 +110,23 @@ def _not_here(what: str, args: Any) -> OffloadError:
 class TorchSlots:
     """Slots of a device side by side, in one piece of memory."""
 
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        starts: Sequence[int],
-        layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]],
-        alignment_nbytes: int,
-    ) -> None:
-        """Take memory.
-
-        Args:
-            memory: a flat uint8 tensor of all slots.
-            starts: the first byte of each slot, a multiple of the alignment.
-            layers: dtypes and shapes of the placements of each.
-            alignment_nbytes: tensors in a slot begin at multiples of this.
-        """
-        self._memory, self._starts, self._layers = memory, starts, layers
-        self._alignment_nbytes = alignment_nbytes
+    def __init__(self, memory: torch.Tensor, places: SlotPlaces) -> None:
+        """Take a flat uint8 tensor of all slots."""
+        self._memory, self._places = memory, places
         self._views: dict[Any, list[torch.Tensor]] = {}
 
     def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
         """Parameters over the slot's memory; the same objects for layers that are alike."""
-        key = slot, tuple((dtype.name, shape) for dtype, shape in self._layers[layer])
+        key = self._places.alike(layer, slot)
         if key not in self._views:
             with torch.inference_mode(False), torch.no_grad():
-                self._views[key] = [*self._made(layer, self._starts[slot])]
+                self._views[key] = [*self._made(layer, slot)]
         return self._views[key]
 
-    def _made(self, layer: int, at: int) -> Iterator[torch.Tensor]:
-        for dtype, shape in self._layers[layer]:
-            nbytes = dtype.nbytes(_numel(shape))
-            flat = self._memory[at : at + nbytes].view(TO_TORCH[dtype.name])
+    def _made(self, layer: int, slot: int) -> Iterator[torch.Tensor]:
+        for start, stop, dtype, shape in self._places.of(layer, slot):
+            flat = self._memory[start:stop].view(TO_TORCH[dtype.name])
             yield self._held(flat.view(shape))
-            at += round_up(nbytes, self._alignment_nbytes)
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a module holds of a tensor in a slot: a storage that tells who refers to it."""

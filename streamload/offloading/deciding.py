@@ -10,7 +10,6 @@ from itertools import accumulate
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
-from streamload.dtypes import DType
 from streamload.errors import PlanInfeasibleError
 from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.sizes import (
@@ -28,6 +27,7 @@ from streamload.planning.planner import CastChoice
 from streamload.planning.residency import (
     LayerSize,
     Residency,
+    SlotPlaces,
     choose,
     held,
     least,
@@ -97,11 +97,13 @@ class OffloadPlan:
         return [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
 
     @property
-    def layer_shapes(self) -> list[list[tuple[DType, tuple[int, ...]]]]:
-        """Dtypes and shapes of the placements of each layer that streams, and of each expert."""
+    def slot_places(self) -> SlotPlaces:
+        """Where what streams lies in the slots: each layer, and each expert."""
         assert self.stream is not None
         kinds = self.stream.placements.kinds
-        return [[(kinds[at].dst, kinds[at].shape) for at in each] for each in self.layer_placements]
+        layers = self.layer_placements
+        shapes = [[(kinds[at].dst, kinds[at].shape) for at in each] for each in layers]
+        return SlotPlaces(self.residency.slot_starts, shapes, SLOT_ALIGNMENT_NBYTES)
 
     @property
     def experts(self) -> list[int]:
@@ -447,19 +449,8 @@ def _streamed(
         knobs = replace(knobs, page_cache="keep" if cached else "drop")
     if chunk_nbytes is not None:
         knobs = replace(knobs, chunk_nbytes=chunk_nbytes)
-    free = replace(
-        options,
-        knobs=knobs,
-        room=replace(options.room, cache=None, reserve_nbytes=0),
-    )
-    endless = replace(
-        spec,
-        budget_nbytes=ENDLESS_NBYTES,
-        free_nbytes=None,
-        host_free_nbytes=None,
-        reserve_nbytes=0,
-    )
-    made = free.plan(checkpoint, mine, [endless], {}, cast)
+    endless = replace(spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
+    made = _planned(replace(options, knobs=knobs), checkpoint, mine, endless, cast)
     names = [[want.name for want in layer] for layer in layers]
     return replace(made, placements=_in_order(made.placements, names))
 
@@ -478,15 +469,23 @@ def _load_of(
     stays = {*found.stays}
     kept = [_new(wants[at], spec.name) for g in groups if g.name in stays for at in g.wants]
     mine = Wants.of(checkpoint, kept)
-    free = replace(options, room=replace(options.room, cache=None, reserve_nbytes=0))
     while True:
-        roomy = replace(spec, budget_nbytes=room_nbytes, free_nbytes=None, reserve_nbytes=0)
+        roomy = replace(spec, budget_nbytes=room_nbytes)
         try:
-            return free.plan(checkpoint, mine, [roomy], {}, cast).devices[0]
+            return _planned(options, checkpoint, mine, roomy, cast).devices[0]
         except PlanInfeasibleError as error:
             if error.needed_nbytes <= room_nbytes:  # it is not the room that is too small
                 raise
             room_nbytes = error.needed_nbytes
+
+
+def _planned(
+    options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, cast: CastChoice
+) -> Plan:
+    """Plan a load within the budget alone: what is free, a cache and a reserve are counted."""
+    alone = replace(options, room=replace(options.room, cache=None, reserve_nbytes=0))
+    free = replace(spec, free_nbytes=None, reserve_nbytes=0)
+    return alone.plan(checkpoint, wants, [free], {}, cast)
 
 
 def _experts(group: Group, wants: Wants, device: str) -> list[list[Want]]:

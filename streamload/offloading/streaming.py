@@ -24,7 +24,6 @@ from streamload.offloading.layers import SlotMemory
 from streamload.offloading.models import device_of
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Rounds
-from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.views import FileViews
 from streamload.options import PlanOptions, Strictness, takes
 from streamload.planning.demand import Wants
@@ -62,9 +61,7 @@ class _Memory:
         """Allocate the slots."""
         module, kind = _SLOTS[self._framework]
         memory = device.allocate(BY_NAME["uint8"], (plan.residency.arena_nbytes,))
-        self.lent = getattr(importlib.import_module(module), kind)(
-            memory, plan.residency.slot_starts, plan.layer_shapes, SLOT_ALIGNMENT_NBYTES
-        )
+        self.lent = getattr(importlib.import_module(module), kind)(memory, plan.slot_places)
         assert self.lent is not None
         return self.lent
 

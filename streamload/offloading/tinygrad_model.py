@@ -27,7 +27,6 @@ from streamload.offloading.adapter import ModelAdapter, Timed
 from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
-from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
 from streamload.planning.demand import Wants
 
 
@@ -104,8 +103,7 @@ class TinygradModel(ModelAdapter):
         found = plan.residency
         memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
         self._device = device
-        where = memory, found.slot_starts, plan.layer_shapes
-        self._slots = TinygradSlots(*where, SLOT_ALIGNMENT_NBYTES)
+        self._slots = TinygradSlots(memory, plan.slot_places)
         return self._slots
 
     def begin_streaming(

@@ -47,7 +47,6 @@ from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
-from streamload.offloading.sizes import SLOT_ALIGNMENT_NBYTES
 from streamload.offloading.views import FileViews
 from streamload.planning.demand import Wants
 
@@ -171,7 +170,7 @@ class TorchModel(ModelAdapter):
         """Allocate the slots."""
         found = plan.residency
         memory = device.allocate(BY_NAME["uint8"], (found.arena_nbytes,))
-        return TorchSlots(memory, found.slot_starts, plan.layer_shapes, SLOT_ALIGNMENT_NBYTES)
+        return TorchSlots(memory, plan.slot_places)
 
     def views(self, plan: OffloadPlan, checkpoint: Checkpoint, device: Device) -> FileViews:
         """Map the files of what streams."""

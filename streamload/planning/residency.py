@@ -8,10 +8,13 @@ that stream, whose transfers hide behind what computes meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
+
+from streamload.dtypes import DType
+from streamload.units import round_up
 
 #: "layer": it streams through a slot where it does not stay. "rows": where it does not stay, the
 #: rows that a pass asks for are read from the file. "experts": where it does not stay, slots of a
@@ -26,6 +29,33 @@ _EXPOSED = 1.5
 _MOST_TRIALS = 4096
 # Smaller than this share of the largest, a layer costs more in waits than it takes.
 _WORTH_STREAMING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """Where the tensors of layers lie in slots side by side.
+
+    Attributes:
+        starts: the first byte of each slot, a multiple of the alignment.
+        layers: dtypes and shapes of the placements of each layer.
+        alignment_nbytes: tensors in a slot begin at multiples of this.
+    """
+
+    starts: Sequence[int]
+    layers: Sequence[Sequence[tuple[DType, tuple[int, ...]]]]
+    alignment_nbytes: int
+
+    def of(self, layer: int, slot: int) -> Iterator[tuple[int, int, DType, tuple[int, ...]]]:
+        """The first byte, the last (exclusive), the dtype and the shape of each tensor."""
+        at = self.starts[slot]
+        for dtype, shape in self.layers[layer]:
+            stop = at + dtype.nbytes(math.prod(shape))
+            yield at, stop, dtype, shape
+            at = round_up(stop, self.alignment_nbytes)
+
+    def alike(self, layer: int, slot: int) -> Hashable:
+        """A key that layers share whose tensors have the same places, dtypes and shapes."""
+        return slot, tuple((dtype.name, shape) for dtype, shape in self.layers[layer])
 
 
 @dataclass(frozen=True, slots=True)
