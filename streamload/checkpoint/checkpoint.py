@@ -33,6 +33,7 @@ from streamload.checkpoint.header import (
     read_up_to,
     unreadable,
 )
+from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.likeness import shaped_like
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
@@ -46,7 +47,6 @@ _LISTED = 8  # names shown in a message
 
 _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
 _ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
-_REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
 _WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".npz", ".onnx")
 
 
@@ -211,7 +211,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
         return url, url.parent if url.name else url
     found = expanded(local(name))
     if not name or not _exists(found):  # the path of no name is the current folder
-        found = _cached_snapshot(name)
+        found = cached_snapshot(name)
     return found, found if found.is_dir() else found.parent
 
 
@@ -575,40 +575,3 @@ def _headers(
     if missing:
         raise _missing(of, missing, len(missing), len(names))
     return headers
-
-
-def _cached_snapshot(name: str) -> Path:
-    """The folder of a repository's snapshot in the Hugging Face cache.
-
-    Source: "Understand caching" in the documentation of huggingface_hub.
-    """
-    match = _REPO.fullmatch(name)
-    if match is None or {".", ".."} & set(re.split("[/@]", name)):
-        raise ShardNotFoundError(name, "no such file or folder")
-    revision = match["revision"] or "main"
-    root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
-    try:
-        commit = (root / "refs" / revision).read_text().strip()
-    except (OSError, ValueError):
-        commit = revision  # a commit needs no ref
-    snapshot = root / "snapshots" / commit
-    if re.fullmatch(r"\w+", commit, re.ASCII) and snapshot.is_dir():
-        return snapshot
-    raise ShardNotFoundError(
-        name,
-        "no such file or folder, and not in the Hugging Face cache",
-        f"{revision} of {root}",
-        "other revisions only" if root.is_dir() else "nothing",
-    )
-
-
-def _hub_cache() -> Path:
-    def variable(name: str) -> str | None:
-        return os.environ.get(name) or None
-
-    folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
-    if folder is None:
-        caches = variable("XDG_CACHE_HOME") or "~/.cache"
-        home = variable("HF_HOME") or os.path.join(caches, "huggingface")
-        folder = os.path.join(home, "hub")
-    return Path(os.path.expandvars(os.path.expanduser(folder)))

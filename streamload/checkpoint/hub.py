@@ -1,0 +1,54 @@
+"""The Hugging Face cache: where the snapshots of repositories are. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from streamload.errors import ShardNotFoundError
+
+_REPO = re.compile(r"(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
+
+
+def cached_snapshot(name: str) -> Path:
+    """The folder of a repository's snapshot in the Hugging Face cache.
+
+    Source: "Understand caching" in the documentation of huggingface_hub.
+
+    Args:
+        name: of the repository, ``owner/name``, perhaps with ``@`` and a branch, tag or commit.
+
+    Raises:
+        ShardNotFoundError: it is no such name, or the cache does not hold it.
+    """
+    match = _REPO.fullmatch(name)
+    if match is None or {".", ".."} & set(re.split("[/@]", name)):
+        raise ShardNotFoundError(name, "no such file or folder")
+    revision = match["revision"] or "main"
+    root = _hub_cache() / f"models--{match['repo'].replace('/', '--')}"
+    try:
+        commit = (root / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):
+        commit = revision  # a commit needs no ref
+    snapshot = root / "snapshots" / commit
+    if re.fullmatch(r"\w+", commit, re.ASCII) and snapshot.is_dir():
+        return snapshot
+    raise ShardNotFoundError(
+        name,
+        "no such file or folder, and not in the Hugging Face cache",
+        f"{revision} of {root}",
+        "other revisions only" if root.is_dir() else "nothing",
+    )
+
+
+def _hub_cache() -> Path:
+    def variable(name: str) -> str | None:
+        return os.environ.get(name) or None
+
+    folder = variable("HF_HUB_CACHE") or variable("HUGGINGFACE_HUB_CACHE")
+    if folder is None:
+        caches = variable("XDG_CACHE_HOME") or "~/.cache"
+        home = variable("HF_HOME") or os.path.join(caches, "huggingface")
+        folder = os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(folder)))
