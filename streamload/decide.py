@@ -29,13 +29,12 @@ from streamload.engine import host_engine
 from streamload.errors import (
     PlanInfeasibleError,
     ResidenceError,
-    StateDictMismatchError,
     Suggestion,
 )
 from streamload.headroom import process_nbytes
 from streamload.lookup import Devices, host_room_nbytes, open_devices
-from streamload.mapping import Found, Source, Unchanged
-from streamload.match import Match, incoherent, want_of
+from streamload.mapping import Found, Source
+from streamload.match import Match, wants_of
 from streamload.match import match as match_parameters
 from streamload.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
 from streamload.planning.budget import Budget, available_cpus, canonical_device
@@ -589,15 +588,3 @@ def on_unstored(unstored: Mapping[str, str], made: Plan) -> list[str]:
         )
         if names
     ]
-
-
-def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
-    """Everything in the checkpoint, as it is there."""
-    if isinstance(fill, Unchanged):
-        return Wants.every(checkpoint)
-    problems = [
-        f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
-    ]
-    if problems:
-        raise StateDictMismatchError(checkpoint.path, problems=problems)
-    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from streamload.decide import Decision, Options, Place, wants_of
+from streamload.decide import Decision, Options, Place
 from streamload.dequantise import all_names, asked, asked_by_model, dequantised, with_blocks
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
@@ -26,7 +26,7 @@ from streamload.interrupt import deferred_interrupt
 from streamload.job import StreamStats
 from streamload.lookup import UNSEEN_GRANULARITY_NBYTES, open_devices, unseen_spec
 from streamload.mapping import Found, sources
-from streamload.match import Match
+from streamload.match import Match, wants_of
 from streamload.options import (
     DEFAULTS,
     NO_TRANSFER,

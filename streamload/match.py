@@ -15,7 +15,7 @@ from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
-from streamload.mapping import Source
+from streamload.mapping import Source, Unchanged
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
@@ -107,6 +107,22 @@ def incoherent(checkpoint: Checkpoint, source: Source) -> str:
             "last two axes are exchanged"
         )
     return ""
+
+
+def wants_of(checkpoint: Checkpoint, fill: Mapping[str, Source]) -> Wants:
+    """Everything in the checkpoint, as it is there.
+
+    Raises:
+        StateDictMismatchError: the rows of a tensor do not fit each other.
+    """
+    if isinstance(fill, Unchanged):
+        return Wants.every(checkpoint)
+    problems = [
+        f"{name}: {why}" for name, source in fill.items() if (why := incoherent(checkpoint, source))
+    ]
+    if problems:
+        raise StateDictMismatchError(checkpoint.path, problems=problems)
+    return Wants.of(checkpoint, [want_of(checkpoint, *each) for each in fill.items()])
 
 
 def _begin_at_bytes(info: TensorInfo, columns: Columns | None) -> bool:

@@ -44,7 +44,7 @@ LAYERS = (
     ("nodes.mpi", "nodes.torch"),
     ("nodes.launch", "nodes.heartbeat"),
     ("nodes.session",),
-    ("checkpoint.url", "checkpoint.variants", "planning.budget"),
+    ("checkpoint.hub", "checkpoint.url", "checkpoint.variants", "planning.budget"),
     ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header", "formats.gguf_types"),
     ("planning.parts",),
@@ -204,7 +204,7 @@ FRAMEWORKS = {
     "httpcore2": ("checkpoint.wire",),
 }
 READ_ENVIRONMENT = (
-    *("checkpoint.checkpoint", "checkpoint.remote"),
+    *("checkpoint.hub", "checkpoint.remote"),
     *("_kept", "devices.names", "devices.probing"),
     *("nodes.launch", "nodes.store", "nodes.torch"),
 )

@@ -19,9 +19,9 @@ from recording import Faults, RecordingDevice, recorded
 from safetensors.numpy import save_file
 
 from streamload.checkpoint.checkpoint import open_checkpoint
-from streamload.decide import wants_of
 from streamload.errors import OffloadError, StreamloadError
 from streamload.mapping import sources
+from streamload.match import wants_of
 from streamload.offloading import rounds as rounds_module
 from streamload.offloading.rounds import Layer, Rounds
 from streamload.planning.demand import DeviceSpec, DTypePolicy

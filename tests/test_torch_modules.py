@@ -784,9 +784,10 @@ def test_a_cuda_device_is_planned_as_one_without_being_there(tmp_path: Path) -> 
 
 def test_threads_are_as_many_as_help(tmp_path: Path) -> None:
     """What the host only reads takes more of them than its casts do; what is asked for is had."""
-    from streamload.decide import Options, wants_of
+    from streamload.decide import Options
     from streamload.lookup import unseen_spec
     from streamload.mapping import sources
+    from streamload.match import wants_of
 
     checkpoint = open_checkpoint(save(nn.Linear(2000, 2000), tmp_path / "m"))
     wants = wants_of(checkpoint, sources(checkpoint, None, None)[0])

@@ -9,13 +9,13 @@ from typing import Any
 from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
-from streamload.decide import wants_of
 from streamload.dequantise import all_dequantised
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.families import is_conv1d
 from streamload.formats.writer import Entry, Made, Wanted
 from streamload.mapping import Source
+from streamload.match import wants_of
 from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models

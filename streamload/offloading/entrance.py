@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from streamload.decide import Decision, Options, Place, wants_of
+from streamload.decide import Decision, Options, Place
 from streamload.devices.base import Device
 from streamload.dtypes import DType
 from streamload.errors import OffloadError, StateDictMismatchError, Suggestion
 from streamload.hints import Wanted, call_of_library
 from streamload.load import described, read_call, run, uncollected
 from streamload.mapping import Found
+from streamload.match import wants_of
 from streamload.nodes.shares import Share
 from streamload.offloading.adapter import ModelAdapter
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of, streamed_from

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.decide import Options, Place, wants_of
+from streamload.decide import Options, Place
 from streamload.errors import PlanInfeasibleError, StreamloadError
 from streamload.mapping import Found
-from streamload.match import Match
+from streamload.match import Match, wants_of
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of
 from streamload.offloading.groups import groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from streamload.decide import Options, wants_of
+from streamload.decide import Options
 from streamload.load import check_nodes, node_specs, read_call, uncollected
+from streamload.match import wants_of
 from streamload.nodes.shares import holds
 from streamload.offloading.deciding import (
     ENDLESS_NBYTES,

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
-from streamload.decide import Place, wants_of
+from streamload.decide import Place
 from streamload.devices.base import Buffer, Device
 from streamload.dtypes import BY_NAME
 from streamload.errors import OffloadError
 from streamload.load import read_call, run, uncollected
+from streamload.match import wants_of
 from streamload.offloading.adapter import Timed
 from streamload.offloading.deciding import OffloadPlan, decide
 from streamload.offloading.entrance import begin, check_asked, load_of_stays
