@@ -353,6 +353,8 @@ def test_the_configuration_of_others(tmp_path: Path) -> None:
     [
         ({"model_type": "phi3"}, {}, r"no way from this family.*llama, mistral.*found phi3"),
         ({"hidden_act": "gelu"}, {}, "MLC's llama has no such hidden_act"),
+        ({"partial_rotary_factor": 0.5}, {}, "MLC's llama has no such partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "rotates all of a head"),
         ({"rope_scaling": {"rope_type": "yarn"}}, {}, r"no such scaling.*yarn"),
         ({"hidden_size": "64"}, {}, "hidden_size of config.json is invalid"),
         ({"num_hidden_layers": 3}, {}, r"missing.*model.layers.2.self_attn.q_proj.weight"),
