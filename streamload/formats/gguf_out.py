@@ -156,6 +156,12 @@ class GGUF(FormatWriter):
         """See `FormatWriter.notes`."""
         kinds = Counter(w.stored.kind for w in model.tensors.values() if w.stored is not None)
         stay = [f"{n} tensors stay as they are stored: {kind}" for kind, n in kinds.items()]
+        window = model.config.get("sliding_window")
+        if window and model.family == "mistral":
+            stay.append(
+                f"llama.cpp lets all tokens attend to each other: it reads no sliding_window "
+                f"({window}) of Mistral"
+            )
         return [*self._vocabulary(model).notes, *stay]
 
     def _vocabulary(self, model: Model) -> _Tokenizer:
