@@ -303,6 +303,27 @@ def test_sets_of_files(tmp_path: Path) -> None:
         streamload.open_checkpoint(files[0])
 
 
+def test_files_that_are_no_set(tmp_path: Path) -> None:
+    """A file without a set, or of another set, in the place of one is an error; no half model."""
+    model = small_model("llama")
+    files = _split(tmp_path, model)
+    alone = tmp_path / files[-1].name
+    tensors = tensors_of(model)
+    write(alone, {"output.weight": tensors["output.weight"]}, config=model.config)
+    of_set = files[-1].rename(tmp_path / "kept")
+    alone.rename(files[-1])
+    with pytest.raises(HeaderError, match=rf"{alone.name}: is a whole.*rename it.*split.count"):
+        streamload.open_checkpoint(files[-1])
+    with pytest.raises(HeaderError, match=r"do not belong together: .*count, 21, found 15 tensors"):
+        streamload.open_checkpoint(files[0])
+    of_set.rename(files[-1])
+    del tensors["output.weight"]
+    write(tmp_path / "small.gguf", tensors, config=model.config, split_max_tensors=7)
+    (tmp_path / files[-1].name).replace(files[-1])
+    with pytest.raises(HeaderError, match=r"do not belong together: .*count, 21, found 20 tensors"):
+        streamload.open_checkpoint(files[0])
+
+
 def test_over_http(tmp_path: Path) -> None:
     """A file and a set of files are read by ranges."""
     model = small_model("llama")

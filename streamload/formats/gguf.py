@@ -105,15 +105,19 @@ class GGUF(FormatReader):
         if type(number) is not int or type(count) is not int:
             found = describe([number, count])
             raise HeaderError(file.path, "split.no and split.count are invalid", "numbers", found)
-        if count > 1:
-            others = _others(file.path, number, count)
-            if number:
-                of_model = _read_other(others[0])[0]
-            else:  # what is said of all depends on which tensors there are
-                for other in others[1:]:
-                    if not (more := _shapes_of(other)):
-                        break  # the file is not there, or invalid: that is found out later
-                    shapes |= more
+        others = _others(file.path, number, count)
+        if number:
+            of_model = _read_other(others[0])[0]
+        elif others:  # what is said of all depends on which tensors there are
+            counts = [len(tensors)]
+            for other in others[1:]:
+                more = _shapes_of(other)
+                if more is None:
+                    break  # the file is not there, or invalid: that is found out later
+                shapes |= more
+                counts.append(len(more))
+            if len(counts) == count:
+                _check_count(file, metadata.get("split.tensors.count"), counts)
         known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
         freqs = () if known is None else _freqs(file, tensors)
         try:
@@ -223,12 +227,18 @@ def _set_of(stem: str, count: int) -> list[str]:
 
 
 def _others(path: Location, number: int, count: int) -> list[Location]:
-    """The files of a set, this one among them.
+    """The files of a set, this one among them; none where it is alone.
 
     Raises:
         HeaderError: the file has not the name that its number calls for.
     """
     match = _MEMBER.fullmatch(path.name)
+    if count <= 1:
+        if match is not None and int(match["total"]) > 1:
+            problem = "is a whole checkpoint, and has the name of one file of a set: rename it"
+            expected = f"split.count {int(match['total'])}"
+            raise HeaderError(path, problem, expected, f"split.count {count}" if count else "none")
+        return []
     if match is None or (int(match["number"]) - 1, int(match["total"])) != (number, count):
         expected = f"a name that ends with -{number + 1:05}-of-{count:05}.gguf"
         raise HeaderError(path, "is one file of a set, and has another name", expected, path.name)
@@ -240,11 +250,19 @@ def _read_other(path: Location) -> tuple[dict[str, Any], list[_Tensor], int]:
         return _read(file)
 
 
-def _shapes_of(path: Location) -> dict[str, tuple[int, ...]]:
-    """The tensors of another file of the set; none where it cannot be read."""
+def _shapes_of(path: Location) -> dict[str, tuple[int, ...]] | None:
+    """The tensors of another file of the set; None where it cannot be read: found out later."""
     with suppress(CheckpointError):
         return {each.name: each.shape for each in _read_other(path)[1]}
-    return {}
+    return None
+
+
+def _check_count(file: File, stated: object, counts: Sequence[int]) -> None:
+    """Refuse a set whose first file says another number of tensors than the files hold."""
+    if stated not in (None, sum(counts)):
+        problem = "the files of its set do not belong together"
+        expected = f"split.tensors.count, {describe(stated)}"
+        raise HeaderError(file.path, problem, expected, f"{sum(counts)} tensors")
 
 
 @contextmanager
