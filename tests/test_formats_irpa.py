@@ -199,11 +199,16 @@ def command(arguments: list[str]) -> None:
 
 def test_like_is_for_bytes_alone(tmp_path: Path) -> None:
     """What an archive says of a tensor itself is true, whatever another checkpoint has."""
-    write_safetensors(tmp_path / "like.safetensors", {n: ("F16", (2, 3), bytes(12)) for n in "vw"})
-    items = [Item(b"v", bytes(12), said("bfloat16", [6])), Item(b"w", bytes(12))]
+    write_safetensors(tmp_path / "like.safetensors", {n: ("F16", (2, 3), bytes(12)) for n in "uvw"})
+    items = [
+        Item(b"u", bytes(12), said("uint8", [12])),
+        Item(b"v", bytes(12), said("bfloat16", [6])),
+        Item(b"w", bytes(12)),
+    ]
     (tmp_path / "a.irpa").write_bytes(archive(items))
     found = streamload.open_checkpoint(tmp_path / "a.irpa", like=tmp_path / "like.safetensors")
     assert [(info.dtype.code, info.shape) for info in found.tensors.values()] == [
+        ("U8", (12,)),
         ("BF16", (6,)),
         ("F16", (2, 3)),
     ]

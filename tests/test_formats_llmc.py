@@ -165,6 +165,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
     ("config", "problem"),
     [
         ({"model_type": "llama"}, "llm.c reads GPT-2 alone.*gpt2.*llama"),
+        ({"model_type": None}, "llm.c reads GPT-2 alone.*found no model_type"),
         ({"n_layer": 4}, r"a tensor is missing.*transformer\.h\.3\.ln_1\.weight"),
         ({"n_layer": 2}, r"h\.2\.ln_1\.weight.*llm.c has no place for it"),
         ({"vocab_size": 300}, r"wte\.weight.*its shape is not GPT-2's.*\[300, 32\].*\[301, 32\]"),

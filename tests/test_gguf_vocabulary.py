@@ -302,11 +302,14 @@ def test_words_that_are_tokens_without_merges_that_make_them() -> None:
 
 
 def test_notes_where_llama_cpp_differs() -> None:
-    """Spaces around special tokens, and Metaspace's first space, are told."""
+    """Spaces around special tokens, tokens in words, and Metaspace's first space, are told."""
     tokenizer = byte_level("qwen2")
     tokenizer["added_tokens"][0]["lstrip"] = True
     (note,) = to_gguf(NAME, tokenizer, SETTINGS, {}, 900)[1]
     assert repr(SPECIAL[0]) in note
+    tokenizer["added_tokens"][0] |= {"lstrip": False, "single_word": True}
+    (note,) = to_gguf(NAME, tokenizer, SETTINGS, {}, 900)[1]
+    assert f"{SPECIAL[0]!r} out of words" in note
     tokenizer = from_gguf("x", sentencepiece_metadata())["tokenizer.json"]
     space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"}
     tokenizer |= {"normalizer": None, "pre_tokenizer": space | {"split": False}}

@@ -171,6 +171,7 @@ class Header:
         turns: by tensor, how its rows lie; read-only.
         views: tensors whose elements are not together in the file, by their first bytes, all after
             its end.
+        untyped: names of tensors of which it says no dtype and no shape: they are bytes.
     """
 
     path: Location
@@ -184,6 +185,7 @@ class Header:
     stored: Mapping[str, Stored] = field(default_factory=_empty, repr=False)
     turns: Mapping[str, Turn] = field(default_factory=_empty, repr=False)
     views: tuple[View, ...] = field(default=(), repr=False)
+    untyped: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
     def reach_nbytes(self) -> int:

@@ -19,7 +19,7 @@ def shaped_like(
 ) -> Iterator[Header]:
     """Give tensors of bytes the dtypes and shapes that those of the same names have elsewhere.
 
-    These are one-dimensional and of U8. Others, and those without a namesake, stay as they are.
+    Those that a header lists as untyped. Others, and those without a namesake, stay as they are.
 
     Args:
         path: the checkpoint, for errors.
@@ -41,13 +41,16 @@ def shaped_like(
         raise CheckpointError(path, "no tensor has the name of one of like=", some, others)
     for header in headers:
         if header.format in untyped:
-            infos = (_shaped(info, like.get(info.name)) for info in header.tensors)
+            infos = (
+                _shaped(info, like.get(info.name)) if info.name in header.untyped else info
+                for info in header.tensors
+            )
             header = replace(header, tensors=tuple(infos))
         yield header
 
 
 def _shaped(info: TensorInfo, other: TensorInfo | None) -> TensorInfo:
-    if other is None or info.dtype.code != "U8" or len(info.shape) != 1:
+    if other is None:
         return info
     if info.nbytes != other.nbytes:
         raise CheckpointError(

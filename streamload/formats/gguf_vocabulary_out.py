@@ -165,6 +165,10 @@ class _Vocabulary:
         if greedy:
             shown = ", ".join(map(repr, greedy[:3]))
             self._notes.append(f"llama.cpp leaves the spaces around {shown}: transformers does not")
+        inside = [a["content"] for a in self._added.values() if a.get("single_word")]
+        if inside:
+            shown = ", ".join(map(repr, inside[:3]))
+            self._notes.append(f"llama.cpp takes {shown} out of words: transformers does not")
         kind = of_kind.pop("tokenizer.ggml.model")
         listed = self._tokens(kind)
         special = self._special_ids()

@@ -104,6 +104,7 @@ class Irpa(FormatReader):
             {},
             format=self.name,
             views=tuple(found.views),
+            untyped=frozenset(found.untyped),
         )
 
 
@@ -115,6 +116,7 @@ class _Contents:
         self.file = file
         self.infos: list[TensorInfo] = []
         self.views: list[View] = []
+        self.untyped: set[str] = set()
         self._names: set[str] = set()
         self._after = round_up(file.nbytes, _PAGE) + _PAGE  # where the next splat has its place
         self._left = min(file.nbytes, MAX_HEADER_NBYTES)
@@ -312,6 +314,7 @@ class _Archive:
             self._said[offset, length] = self._same[raw]
         said = self._said[offset, length]
         if said is None:
+            self._contents.untyped.add(name)
             return _U8, (nbytes,)
         if said.nbits != 8 * nbytes:
             found = f"{nbytes} bytes"
