@@ -219,6 +219,17 @@ def test_what_is_expanded_takes_no_memory_to_open(tmp_path: Path) -> None:
         streamload.load_state_dict(None, path, device="host", progress=False)
 
 
+@pytest.mark.parametrize("key", ["model", "ema", "turned"])
+def test_what_is_chosen_late_in_a_file_takes_no_more_memory(tmp_path: Path, key: str) -> None:
+    """What is said of tensors ends where the first storage begins, whichever are chosen."""
+    one, more = torch.zeros(500, 1000), torch.zeros(500, 1000)
+    torch.save(
+        {"model": {"w": one}, "ema": {"w": more}, "turned": {"w": one.t()}}, tmp_path / "a.pth"
+    )
+    (header,) = streamload.open_checkpoint(tmp_path / "a.pth", key=key).shards
+    assert 0 < header.data_start < 4096
+
+
 def test_plain_values_of_python_2(tmp_path: Path) -> None:
     """Strings without a prefix, as Python 2 wrote them, are names as well."""
     name = b"S'weight'\n"

@@ -115,7 +115,7 @@ class TorchZip(FormatReader):
         return Header(
             file.path,
             file.nbytes,
-            min((info.start for info in infos), default=0),
+            archive.data_start,
             tuple(infos),
             {"format": "pt"},
             format=self.name,
@@ -174,6 +174,12 @@ class _Archive:
                 f"method {entry.method}",
             )
         return entry
+
+    @property
+    def data_start(self) -> int:
+        """The first byte of a storage, whether tensors are chosen that lie there or not."""
+        starts = (e.start for name, e in self.entries.items() if name.startswith("data/"))
+        return min(starts, default=0)
 
     def unpickled(self) -> Any:
         """What ``data.pkl`` describes, read without running it."""
