@@ -154,6 +154,14 @@ def test_files_are_split_by_size(size: str, tmp_path: Path) -> None:
     assert found == made_by_gguf_py(source, "Q8_0")
 
 
+def test_a_window_that_llama_cpp_does_not_read_is_told(tmp_path: Path) -> None:
+    """Mistral's sliding_window stands in the metadata; the report says what becomes of it."""
+    report = quiet(write_model(tmp_path / "in", "mistral"), tmp_path / "out", to="gguf")
+    assert any("no sliding_window (64)" in note for note in report.plan.notes)
+    fields, _ = read_by_gguf_py(tmp_path / "out/model.gguf")
+    assert fields["llama.attention.sliding_window"] == 64
+
+
 def test_conversions_are_resumed(tmp_path: Path) -> None:
     """What is finished is not done again; a finished file is left alone, and read back."""
     source = write_model(tmp_path / "in", "llama")

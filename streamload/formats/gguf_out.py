@@ -159,8 +159,8 @@ class GGUF(FormatWriter):
         window = model.config.get("sliding_window")
         if window and model.family == "mistral":
             stay.append(
-                f"llama.cpp lets all tokens attend to each other: it reads no sliding_window "
-                f"({window}) of Mistral"
+                f"llama.cpp reads no sliding_window ({window}) of Mistral: tokens attend to all "
+                "that come before"
             )
         return [*self._vocabulary(model).notes, *stay]
 
