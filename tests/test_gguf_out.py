@@ -354,6 +354,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "no such scale_attn_by_inverse_layer_idx",
     ),
+    "windows": (
+        lambda p: write_model(p, "qwen2", use_sliding_window=True, max_window_layers=1),
+        {},
+        "config.json: llama.cpp has no windows for Qwen: use_sliding_window is false",
+    ),
     "rotated": (
         lambda p: _source(p, partial_rotary_factor=0.5),
         {},

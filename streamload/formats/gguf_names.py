@@ -327,7 +327,10 @@ def metadata_of(config: Mapping[str, Any]) -> dict[str, Any]:
         given["n_inner"] = config.get("n_inner") or 4 * _count(config, "n_embd")
     elif given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = given.get("num_attention_heads")
-    if model in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+    if model in ("qwen2", "qwen3"):
+        least = config.get("max_window_layers", 28)  # the layers from here on have a window
+        if config.get("use_sliding_window") and least < _count(config, "num_hidden_layers"):
+            raise ValueError("llama.cpp has no windows for Qwen: use_sliding_window is false there")
         given["sliding_window"] = None
     found: dict[str, Any] = {ARCHITECTURE: architecture.name}
     for key, ours in architecture.settings.items():

@@ -143,7 +143,8 @@ def _as_read(name: str, wanted: Wanted) -> Wanted:
 def _numbers(model: Model) -> dict[str, int]:
     """What the header says of a model; refuses any but GPT-2."""
     if model.family != "gpt2":
-        model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', model.family)
+        found = repr(model.family) if model.family else "no model_type"
+        model.refuse("llm.c reads GPT-2 alone", 'model_type "gpt2" in config.json', found)
     model.check_values(
         "llm.c", _VALUES | {"n_inner": (None, 4 * model.number("n_embd", _NUMBERS["n_embd"]))}
     )
