@@ -185,14 +185,15 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         (tuple("abcdefghijk"), "a, b, c, d, e, f, g, h and 3 more"),
     ],
 )
-def test_folder_without_safetensors_says_what_is_there(
+def test_folder_without_weights_says_what_is_there(
     tmp_path: Path, files: tuple[str, ...], found: str
 ) -> None:
     """Weights of other formats are named first."""
     for name in files:
         (tmp_path / name).write_text("{}")
     error = refused(tmp_path, ShardNotFoundError)
-    assert (error.path, error.expected, error.found) == (str(tmp_path), "*.safetensors", found)
+    known = "*.safetensors, *.gguf, *.irpa, *.pth, *.bin, *.pt or *.ckpt"
+    assert (error.path, error.expected, error.found) == (str(tmp_path), known, found)
 
 
 def test_missing_shards_of_an_index_are_all_named(sharded: Path) -> None:

@@ -47,7 +47,7 @@ _LISTED = 8  # names shown in a message
 
 _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
 _ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
-_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".npz", ".onnx")
+_OTHER_WEIGHTS = (".msgpack", ".h5", ".npz", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -427,11 +427,12 @@ def _unindexed(
             _some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
         )
     if not shards:
-        others = sorted(names, key=lambda name: not name.endswith(_WEIGHTS))
+        others = sorted(names, key=lambda name: not name.endswith(_OTHER_WEIGHTS))
+        known = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
         raise ShardNotFoundError(
             folder,
-            "holds no safetensors file",
-            f"*{_SUFFIX}",
+            "holds no file of weights",
+            f"{', '.join(known[:-1])} or {known[-1]}",
             _some(others) if others else "an empty folder",
         )
     sets: dict[tuple[str, str, str], set[int]] = {}
