@@ -27,16 +27,16 @@ from streamload.dtypes import F16, DType
 from streamload.errors import UnsupportedCastError
 from streamload.quant.base import QuantCounts
 
-#: How codes lie: one in a byte; two in a byte, the first in the high bits ("pairs"); two in a byte,
-#: one of the unit's first half in the low bits ("halves"); eight of 4 bits, or ten of 3, in a
-#: little-endian uint32, the first in the low bits ("eights", "tens").
-Packing = Literal["bytes", "pairs", "halves", "eights", "tens"]
+#: How codes lie: one in a byte; two in a byte, the first in the high bits ("pairs") or in the low
+#: ones ("low pairs"); two in a byte, one of the unit's first half in the low bits ("halves"); ten
+#: of 3 bits in a little-endian uint32, the first in the low bits ("tens").
+Packing = Literal["bytes", "pairs", "low pairs", "halves", "tens"]
 
 #: The kernel's name.
 SYMBOL = "quantise"
 _WIDTH = 32  # elements of a step; every block is a multiple, but for those of words
 _WORD_NBYTES, _WORDS_WIDTH = 4, 8
-_IN_WORDS: Mapping[Packing, int] = {"eights": 8, "tens": 10}  # codes of a word
+_IN_WORDS: Mapping[Packing, int] = {"tens": 10}  # codes of a word
 _UNROLLED = 128  # blocks up to here are straight-line code
 # bits of the largest error, the sum of squared errors, the sum of squares
 _SUMS = ("i32", "double", "double")
@@ -416,8 +416,8 @@ class _Writer:
         codes = v.convert("trunc", "i32", codes, "i8")
         if packing != "bytes":
             half = width // 2
-            firsts = range(0, width, 2) if packing == "pairs" else range(half)
-            seconds = range(1, width, 2) if packing == "pairs" else range(half, width)
+            firsts = range(half) if packing == "halves" else range(0, width, 2)
+            seconds = range(half, width) if packing == "halves" else range(1, width, 2)
             low, high = (
                 v.emit(
                     f"shufflevector <{width} x i8> {codes}, <{width} x i8> poison, "

@@ -64,7 +64,7 @@ class _Recipe:
     @property
     def packing(self) -> Packing:
         """See `quant.kernels.Recipe`."""
-        return "eights" if self.bits == 4 else "tens"
+        return "low pairs" if self.bits == 4 else "tens"
 
     def scalars(self, one: Vector, largest: str) -> Scalars:
         d = one.op("fdiv", "float", largest, float(self.most))
