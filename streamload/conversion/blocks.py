@@ -10,6 +10,7 @@ from xxhash import xxh3_128
 from streamload.cast.table import ZERO, CastCounts
 from streamload.conversion.disk import Output
 from streamload.conversion.journal import Finished
+from streamload.conversion.sums import FileSum
 from streamload.formats.writer import OutFile, OutTensor
 from streamload.planning.parts import Coding
 from streamload.quant.base import Encoder, QuantCounts
@@ -24,6 +25,7 @@ class File:
     left_nbytes: int = 0
     tensors: list[Writing] = field(default_factory=list)  # until they are cut into blocks
     output: Output | None = None  # while it is open
+    sum: FileSum | None = None  # where the plan wants it
 
 
 @dataclass(slots=True)

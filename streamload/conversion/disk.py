@@ -85,6 +85,14 @@ class Output:
                     done += os.pwrite(self._fd, rest, start + done)
             _sync_range(self._fd, start, data.nbytes, _WRITE)
 
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Read what was written; what is behind the end is zeros."""
+        done = 0
+        with writing_to(self._name):
+            while count := os.preadv(self._fd, [out[done:]], start + done):
+                done += count
+        out[done:] = bytes(out.nbytes - done)
+
     def drop(self, start: int, nbytes: int, *, keeps: bool = False) -> None:
         """Wait for what was written a while ago, and take it out of the page cache.
 

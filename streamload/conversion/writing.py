@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 from streamload._system import direct_memory
@@ -23,10 +23,11 @@ from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.destination import Destination
-from streamload.conversion.disk import Output, file_sum, writing_to
+from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.gathering import Gatherer
 from streamload.conversion.journal import Finished, Journal
 from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
+from streamload.conversion.sums import FileSum
 from streamload.conversion.way import Way
 from streamload.digests import digest_of, hasher
 from streamload.dtypes import DType
@@ -98,6 +99,8 @@ class Writer:
         self._unread: Counter[Location] = Counter()
         self._written: list[Writing] = []
         self._list_unfinished(journal)
+        if self._wants_sums:
+            self._begin_sums(journal)
         #: Bytes of the source that are to be read, before anything was.
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
@@ -105,9 +108,11 @@ class Writer:
             lambda shard: file_kind(shard, "direct" if way.direct else "auto"),
             cache=page_cache("auto", to_read_nbytes=self.unread_nbytes),
         )
-        self._blocks = self._cut()
+        # the blocks of files that are not all handed out, and of these which thread has which
+        self._cuts = deque(self._cut(file) for file in self._files)
+        self._own: dict[int, Iterator[Block]] = {}
         # file, first byte and length of what the disk is busy with
-        self._behind: deque[tuple[Output, int, int]] = deque()
+        self._behind: deque[tuple[File, Output, int, int]] = deque()
         self._whole: list[File] = []  # with nothing left to be written
         self._changed = threading.Condition()
         self._stopped = False
@@ -136,28 +141,54 @@ class Writer:
                 tensor.digest = hasher().hexdigest()
                 self._written.append(tensor)
 
-    def _cut(self) -> Iterator[Block]:
-        """Cut unfinished tensors and all headers into blocks, in the order of writing."""
-        nbytes = self._way.block_nbytes
+    def _begin_sums(self, journal: Journal) -> None:
+        """Begin the sums of all files, and say what will come of each."""
+        numbers = count()
         for file in self._files:
-            block = Block(file, 0)
-            tensors, file.tensors = file.tensors, []  # they go as they are written
-            ranges = ((t, t.out.start, t.out.stop) for t in tensors)
-            for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
-                own = None if tensor is None else self._cut_alone(tensor)
-                if own is not None:
-                    if block.runs:
-                        yield block
-                    yield from own
-                    block = Block(file, stop // nbytes * nbytes)
-                    continue
-                for first, last in cut(start, stop, nbytes, base=0):
-                    if first >= block.start + nbytes:
-                        yield block
-                        block = Block(file, first // nbytes * nbytes)
-                    block.add(tensor, first, last, nbytes)
-            if block.runs:
-                yield block
+            tensors = [t for t in file.out.tensors if next(numbers) not in journal.finished]
+            coming = [(0, len(file.out.header)), *((t.start, t.stop) for t in tensors)]
+            file.sum = FileSum(file.out.nbytes, coming)
+
+    def _cut(self, file: File) -> Iterator[Block]:
+        """Cut a file's unfinished tensors and its header into blocks, in the order of writing."""
+        nbytes = self._way.block_nbytes
+        block = Block(file, 0)
+        tensors, file.tensors = file.tensors, []  # they go as they are written
+        ranges = ((t, t.out.start, t.out.stop) for t in tensors)
+        for tensor, start, stop in chain([(None, 0, len(file.out.header))], ranges):
+            own = None if tensor is None else self._cut_alone(tensor)
+            if own is not None:
+                if block.runs:
+                    yield block
+                yield from own
+                block = Block(file, stop // nbytes * nbytes)
+                continue
+            for first, last in cut(start, stop, nbytes, base=0):
+                if first >= block.start + nbytes:
+                    yield block
+                    block = Block(file, first // nbytes * nbytes)
+                block.add(tensor, first, last, nbytes)
+        if block.runs:
+            yield block
+
+    def _next_block(self) -> Block | None:
+        """The next block for this thread; the lock is held.
+
+        With sums, a thread has a file for itself while there are enough of them: so its parts come
+        in their order, and are added from memory.
+        """
+        me = threading.get_ident()
+        while self._cuts:
+            blocks = self._own.get(me, self._cuts[0])
+            if self._wants_sums and me not in self._own:
+                taken = self._own.values()
+                blocks = next((one for one in self._cuts if one not in taken), blocks)
+                self._own[me] = blocks
+            if (block := next(blocks, None)) is not None:
+                return block
+            self._cuts.remove(blocks)
+            self._own = {thread: one for thread, one in self._own.items() if one is not blocks}
+        return None
 
     def _cut_alone(self, tensor: Writing) -> Iterator[Block] | None:
         """Blocks of codes, and of what is turned; None where a tensor shares blocks with others."""
@@ -193,15 +224,15 @@ class Writer:
                 destination cannot be written.
             OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
         """
-        count = self._way.threads
+        running = self._way.threads
         threads = [
             threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
-            for i in range(count)
+            for i in range(running)
         ]
         with deferred_interrupt() as interrupt:
             try:
                 tell(0)
-                self._running = count
+                self._running = running
                 for thread in threads:
                     thread.start()
                 while self._running:
@@ -280,7 +311,7 @@ class Writer:
                 with self._changed:
                     while len(self._whole) >= 2 * _MOST_WHOLE and not self._stopped:
                         self._changed.wait()  # for them to be closed
-                    block = next(self._blocks, None)
+                    block = self._next_block()
                 if block is None:
                     return
                 self._fill(block, memory, room)
@@ -441,9 +472,8 @@ class Writer:
             files = dict.fromkeys((block.file, *(tensor.file for tensor in beside)))
             whole = [file for file in files if not file.left_nbytes]
         for file in whole:
-            if self._wants_sums:
-                path = self._destination.out / file.out.path
-                self.sums[file.out.path] = file_sum(path, file.out.nbytes)
+            if file.sum is not None:
+                self.sums[file.out.path] = file.sum.hexdigest()
             with self._changed:
                 self._whole.append(file)
                 if len(self._whole) == _MOST_WHOLE:
@@ -471,13 +501,22 @@ class Writer:
                 file.output = Output(to.out / path, to.path / path)
             output = file.output
         output.write(start, data)
+        if file.sum is not None:
+            file.sum.add(start, data, partial(self._read_back, output))
         # of all files together: small ones may be whole before the disk has any of their bytes
         with self._changed:
-            self._behind.append((output, start, data.nbytes))
+            self._behind.append((file, output, start, data.nbytes))
             late = self._behind.popleft() if len(self._behind) > self._way.behind else None
         if late is not None:
-            output, start, nbytes = late
-            output.drop(start, nbytes, keeps=self._wants_sums)
+            file, output, start, nbytes = late
+            keeps = file.sum is not None and not file.sum.has(start + nbytes)
+            output.drop(start, nbytes, keeps=keeps)
+
+    def _read_back(self, output: Output, start: int, out: memoryview) -> None:
+        """Read what was written, for a sum."""
+        if self._stopped:
+            raise _StoppedError
+        output.read_into(start, out)
 
 
 def weight_of(out: OutTensor) -> object:
