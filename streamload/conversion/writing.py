@@ -97,6 +97,7 @@ class Writer:
             encoder_of(t.coding, t.src)  # it is compiled before anything is under way
         self._files = [File(out, len(out.header)) for out in plan.files]
         self._unread: Counter[Location] = Counter()
+        self._elements = threading.local()
         self._written: list[Writing] = []
         self._list_unfinished(journal)
         if self._wants_sums:
@@ -387,12 +388,20 @@ class Writer:
                 with read(info)(start, start + nbytes) as view:
                     errors += tensor.encoder.encode(view, out[at:to], begin)
             else:
-                data = memoryview(bytearray(nbytes))
+                data = self._put_together(nbytes)
                 self._counted(tensor, gatherer.elements(made, begin, end, data))
                 errors += tensor.encoder.encode(data, out[at:to], begin)
             at = to
         self._check_range(tensor, errors.overflowed)
         return errors
+
+    def _put_together(self, nbytes: int) -> memoryview:
+        """Memory of this thread for elements before they are quantised: the same each time."""
+        held: memoryview | None = getattr(self._elements, "held", None)
+        if held is None or held.nbytes < nbytes:
+            self._elements.held = held = None  # before there is another
+            self._elements.held = held = memoryview(bytearray(nbytes))
+        return held[:nbytes]
 
     def _make(self, part: Part, data: memoryview, out: memoryview) -> QuantCounts:
         """Cast, or quantise; gives what quantising did not keep."""

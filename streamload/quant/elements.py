@@ -15,6 +15,7 @@ from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.dtypes import DType
 from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
+from streamload.quant.transposing import put
 
 #: Opens bytes of a file, from one to another, exclusive.
 Read = Callable[[int, int], AbstractContextManager[memoryview]]
@@ -168,6 +169,10 @@ def read_lines(
         apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
         if make is None:
             found = apart.view(to.dtype)
+            if to.ndim == 3 and to.shape[-1] == 1:
+                put(found, to[:, :, 0])
+                del apart, found
+                return ZERO
             if to.shape[-1] * to.itemsize < _APART_NBYTES:
                 some = np.empty((lines, numel + _APART_NBYTES // to.itemsize), to.dtype)[:, :numel]
                 some[...] = found
@@ -183,5 +188,8 @@ def read_lines(
     made = np.empty(to.shape, to.dtype)
     given, became = (memoryview(each.data).cast("B") for each in (data, made))
     counts = make(given, became, start, lines, pitch)
-    to[...] = made
+    if to.ndim == 3 and to.shape[-1] == 1:
+        put(made[:, :, 0], to[:, :, 0])
+    else:
+        to[...] = made
     return counts
