@@ -45,7 +45,7 @@ __all__ = ["start"]  # a fixture
 
 Array = np.ndarray[Any, Any]
 #: Of these others of the same format are tried at once.
-_LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1")
+_LATER = ("llm.c-bf16", "gguf-q4_0", "mlc-q4f16_0", "mlc-q3f16_1", "mlc-q0f16")
 SEVERAL = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in _LATER)) for name in WRITTEN],
@@ -111,7 +111,7 @@ def in_a_box(cgroup: Boxes, folder: Path, name: str, nbytes: int, limit_nbytes: 
 @pytest.mark.slow
 @SEVERAL
 def test_memory_and_speed(tmp_path: Path, name: str) -> None:
-    """2.27 GB: at most 100 MB over what 1 MB takes, and 0.6 of the speed of the plain cast."""
+    """2.27 GB: at most 100 MB over what 1 MB takes, and the speed that it must have."""
     peaks = []
     for nbytes in (1_000_000, 2_270_000_000):
         WRITTEN[name].make(tmp_path / f"{nbytes}", nbytes)
@@ -126,7 +126,7 @@ def test_memory_and_speed(tmp_path: Path, name: str) -> None:
             seconds[each].append(measure(job).laps[0]["seconds"])
             shutil.rmtree(tmp_path / f"{each}{i}")
     mine, plain = (statistics.median(seconds[each]) for each in (name, "safetensors"))
-    assert mine <= plain / 0.6, seconds
+    assert mine <= plain / WRITTEN[name].speed, seconds
 
 
 def convert_job(path: Path, out: Path, name: str) -> Mapping[str, Any]:

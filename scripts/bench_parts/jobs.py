@@ -278,7 +278,9 @@ def convert(path: str, out: str, way: str, options: str = '{"dtype": "float16"}'
 
         make = streamload.convert  # a function to import here, and not in a lap
         warnings.simplefilter("ignore", RuntimeWarning)
-        given = {"max_shard_size": "1TB", **json.loads(options)}
+        given = json.loads(options)
+        if "to" not in given:  # others have the files that are usual for them
+            given = {"max_shard_size": "1TB", **given}
         return lambda: make(path, out, progress=False, **given)
     ways: dict[str, Callable[[Path, Path], object]]
     ways = {"cp": _by_cp, "numpy": _by_numpy, "torch": _by_torch}
