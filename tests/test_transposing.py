@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamload.quant.transposing import put
+from streamload.quant.transposing import transpose
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
@@ -16,7 +16,7 @@ def test_a_part_of_a_matrix(dtype: type[np.unsignedinteger], shape: tuple[int, i
     matrix = np.random.default_rng(0).integers(0, 255, (lines, columns + 13)).astype(dtype)
     found = matrix[:, 3 : 3 + columns]
     out = np.zeros((columns, lines + 5), dtype)
-    put(found, out.T[2 : 2 + lines])
+    assert transpose(found, out.T[2 : 2 + lines])
     assert np.array_equal(out[:, 2 : 2 + lines], found.T)
     assert not out[:, :2].any() and not out[:, 2 + lines :].any()
 
@@ -26,14 +26,18 @@ def test_bytes_at_any_address() -> None:
     raw = np.random.default_rng(0).integers(0, 255, 64 * 64 * 2 + 1, np.uint8)
     found = np.ndarray((64, 64), np.uint16, raw.data, 1)
     out = np.empty((64, 64), np.uint16)
-    put(found, out.T)
+    assert transpose(found, out.T)
     assert np.array_equal(out, found.T)
 
 
-def test_what_is_no_transpose_is_copied() -> None:
-    """In the same order, and of lines backwards."""
+def test_what_it_is_not_for_is_left() -> None:
+    """Lines that stay lines, elements that lie apart, and those of no usual length."""
     found = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
-    for given in (found, found[::-1], found[:, ::-1]):
-        for out in (np.empty((64, 64), np.uint16), np.empty((64, 64), np.uint16).T):
-            put(given, out)
-            assert np.array_equal(out, given)
+    long = np.zeros((64, 64), "V16")
+    for given, out in (
+        (found, np.zeros((64, 64), np.uint16)),
+        (found[:, ::-1], np.zeros((64, 64), np.uint16).T),
+        (long, np.zeros((64, 64), "V16").T),
+    ):
+        assert not transpose(given, out)
+        assert not np.frombuffer(out.tobytes(), np.uint8).any()

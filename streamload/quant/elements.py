@@ -15,7 +15,7 @@ from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.dtypes import DType
 from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
-from streamload.quant.transposing import put
+from streamload.quant.transposing import transpose
 
 #: Opens bytes of a file, from one to another, exclusive.
 Read = Callable[[int, int], AbstractContextManager[memoryview]]
@@ -163,14 +163,14 @@ def read_lines(
         to: the elements, written: an array of unsigned integers by line.
     """
     lines, numel = len(to), math.prod(to.shape[1:])
+    is_turned = to.ndim == 3 and to.shape[-1] == 1  # each element of a line goes elsewhere
     nbytes, step = info.dtype.nbytes(numel), info.dtype.nbytes(pitch)
     begin = info.start + info.dtype.nbytes(start)
     with read(begin, begin + (lines - 1) * step + nbytes) as view:
         apart = np.ndarray((lines, nbytes), np.uint8, view, strides=(step, 1))
         if make is None:
             found = apart.view(to.dtype)
-            if to.ndim == 3 and to.shape[-1] == 1:
-                put(found, to[:, :, 0])
+            if is_turned and transpose(found, to[:, :, 0]):
                 del apart, found
                 return ZERO
             if to.shape[-1] * to.itemsize < _APART_NBYTES:
@@ -188,8 +188,6 @@ def read_lines(
     made = np.empty(to.shape, to.dtype)
     given, became = (memoryview(each.data).cast("B") for each in (data, made))
     counts = make(given, became, start, lines, pitch)
-    if to.ndim == 3 and to.shape[-1] == 1:
-        put(made[:, :, 0], to[:, :, 0])
-    else:
+    if not (is_turned and transpose(made[:, :, 0], to[:, :, 0])):
         to[...] = made
     return counts

@@ -22,7 +22,7 @@ from streamload.quant.kernels import kept_object, loop
 _SYMBOL = "transpose"
 _BLOCK = 8  # lines, and columns
 _LINE_NBYTES = 64  # of a line, read at once: what the CPU's cache has at least
-_ITEMSIZES = (2, 4)
+_ITEMSIZES = (1, 2, 4, 8)
 
 _KERNEL = """
 define void @{symbol}(
@@ -37,19 +37,24 @@ _KERNEL_TYPE = CFUNCTYPE(None, c_void_p, c_void_p, *4 * [c_size_t])
 _compiling = threading.Lock()
 
 
-def put(found: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> None:
-    """``to[...] = found``, of matrices of one dtype; fast where ``to`` lies as the transpose."""
+def transpose(found: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> bool:
+    """``to[...] = found``, of matrices of one dtype, where ``to`` lies as the transpose.
+
+    Returns:
+        False where it lies otherwise, or there is no kernel for it: nothing is written then.
+    """
     n = to.itemsize
-    lines, columns = (of // step * step for of, step in zip(to.shape, _steps(n), strict=True))
-    is_transpose = to.strides[0] == n == found.strides[1] and to.strides[1] > 0
-    kernel = _compiled(n) if n in _ITEMSIZES and lines and columns and is_transpose else None
+    if n not in _ITEMSIZES or not to.strides[0] == n == found.strides[1]:
+        return False
+    kernel = _compiled(n)
     if not callable(kernel):
-        to[...] = found
-        return
+        return False
+    lines, columns = (of // step * step for of, step in zip(to.shape, _steps(n), strict=True))
     at, out = (array.__array_interface__["data"][0] for array in (found, to))
     kernel(at, out, lines, columns, found.strides[0], to.strides[1])
     to[lines:] = found[lines:]
     to[:lines, columns:] = found[:lines, columns:]
+    return True
 
 
 def _steps(itemsize: int) -> tuple[int, int]:
