@@ -12,6 +12,8 @@ import pytest
 from streamload.devices.probing import probe
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+# scripts/test --all, which installs the extra "runtimes"
+HAS_RUNTIMES = os.environ.get("STREAMLOAD_TEST_RUNTIMES") == "1"
 
 
 def lacking(reason: str) -> NoReturn:
@@ -27,6 +29,17 @@ def module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         lacking(f"{name} is not installed: {error}")
+
+
+def runtime(name: str) -> ModuleType:
+    """Import what only ``scripts/test --all`` installs: there it is needed; else skip without."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = f"{name} is not installed: {error}"
+        if HAS_RUNTIMES:
+            pytest.fail(f"must be there with scripts/test --all: {reason}")
+        pytest.skip(reason, allow_module_level=True)
 
 
 def device(name: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import needs
 import numpy as np
 import pytest
 from safetensors_files import write_safetensors
@@ -207,7 +208,7 @@ def test_adapters_of_peft(tmp_path: Path, kind: str) -> None:
     """What peft saves: as near to float64 as peft's own merge or nearer, or refused by name."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
+    peft = needs.runtime("peft")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64}
     if kind == "gpt2":

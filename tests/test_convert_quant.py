@@ -10,6 +10,7 @@ from typing import Any
 
 import dequant_samples
 import ml_dtypes
+import needs
 import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
@@ -431,9 +432,7 @@ def test_patterns_of_quantised_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "fp4", "bitsandbytes-int8", "int8"])
 def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_size: str) -> None:
     """Alone, with all layers quantised; its logits are those of our load into the same modules."""
-    pytest.importorskip(
-        "compressed_tensors" if name == "int8" else "bitsandbytes", exc_type=ImportError
-    )
+    needs.runtime("compressed_tensors" if name == "int8" else "bitsandbytes")
     transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
 
     torch.manual_seed(0)
@@ -471,7 +470,7 @@ def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "fp4", "bitsandbytes-int8"])
 def test_transformers_opens_gpt2(tmp_path: Path, name: str) -> None:
     """Its Conv1D become bitsandbytes' Linears, with the bytes that transformers itself makes."""
-    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    needs.runtime("bitsandbytes")
     transformers, torch = map(pytest.importorskip, ("transformers", "torch"))
 
     torch.manual_seed(0)

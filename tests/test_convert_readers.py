@@ -90,8 +90,8 @@ def test_transformers_reads_it(llama: Any, tmp_path: Path) -> None:
 
 def test_mlx_lm_reads_it(llama: Any, tmp_path: Path) -> None:
     """mlx-lm, where it is installed, loads a real Llama with the same values."""
-    utils = pytest.importorskip("mlx_lm.utils")
-    tree = needs.module("mlx.utils")
+    utils = needs.runtime("mlx_lm.utils")
+    tree = needs.runtime("mlx.utils")
     model, folder = llama
     quiet(folder, tmp_path / "out", dtype="float16", max_shard_size="100kB")
     loaded, _ = utils.load_model(tmp_path / "out")

@@ -199,7 +199,7 @@ def of_mistral(folder: Path, count: int) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_candle_computes_the_same(trained: Path, tmp_path: Path) -> None:
     """mistralrs (candle inside) says in float32 what transformers says; before, it refused."""
-    needs.module("mistralrs")
+    needs.runtime("mistralrs")
     refused = of_mistral(trained, 1)
     assert refused.returncode and "missing field `rope_theta`" in refused.stderr
     quiet(trained, tmp_path / "out", runtime="candle", max_shard_size="100kB")
@@ -213,7 +213,7 @@ def test_candle_computes_the_same(trained: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_mlx_computes_the_same(trained: Path, tmp_path: Path) -> None:
     """mlx-lm gives transformers' logits; of what transformers saved it takes another rope."""
-    utils, mx = needs.module("mlx_lm.utils"), needs.module("mlx.core")
+    utils, mx = needs.runtime("mlx_lm.utils"), needs.runtime("mlx.core")
     torch, transformers = needs.module("torch"), needs.module("transformers")
     quiet(trained, tmp_path / "out", runtime="mlx", dtype="float32", max_shard_size="100kB")
     ids = list(range(100, 164))

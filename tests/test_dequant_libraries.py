@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import dequant_samples
+import needs
 import numpy as np
 import pytest
 from dequant_samples import Sample, entry, write
@@ -78,7 +79,7 @@ def test_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes_4_bit(tmp_path: Path, kind: str, nested: bool, dtype: str) -> None:
     """Equal to bitsandbytes' on the CPU but for what that rounds twice; equal in float32."""
-    functional = pytest.importorskip("bitsandbytes.functional", reason="not installed")
+    functional = needs.runtime("bitsandbytes.functional")
     weight = torch.randn(512, 384, generator=torch.Generator().manual_seed(1))
     weight = weight.to(getattr(torch, dtype))
     packed, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
@@ -94,7 +95,7 @@ def test_bitsandbytes_4_bit(tmp_path: Path, kind: str, nested: bool, dtype: str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_bitsandbytes_8_bit(tmp_path: Path, dtype: str) -> None:
     """Equal to bitsandbytes' on the CPU but where its two roundings to float32 reach the target."""
-    functional = pytest.importorskip("bitsandbytes.functional", reason="not installed")
+    functional = needs.runtime("bitsandbytes.functional")
     sample = dequant_samples.bnb_int8()
     values = np.frombuffer(sample.tensors["l.0.v.weight"][2], np.int8).reshape(48, 80)
     scb = np.frombuffer(sample.tensors["l.0.v.SCB"][2], np.float32)
@@ -109,11 +110,7 @@ def test_bitsandbytes_8_bit(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zero points"])
 def test_compressed_tensors(tmp_path: Path, zeros: bool) -> None:
     """Equal to compressed-tensors', in the dtype of the scales."""
-    forward = pytest.importorskip(
-        "compressed_tensors.quantization.lifecycle.forward",
-        reason="not installed",
-        exc_type=ImportError,
-    )
+    forward = needs.runtime("compressed_tensors.quantization.lifecycle.forward")
     sample = dequant_samples.int8(zeros=zeros)
     name, found = sample.name, sample.tensors
     values = np.frombuffer(found[name][2], np.int8).reshape(64, 96)

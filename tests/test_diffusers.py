@@ -14,7 +14,7 @@ import pytest
 
 torch = needs.module("torch")
 needs.module("transformers")
-diffusers = pytest.importorskip("diffusers")  # not among the packages of the tests
+diffusers = needs.runtime("diffusers")
 
 import diffusion  # noqa: E402
 import safetensors.torch as st  # noqa: E402

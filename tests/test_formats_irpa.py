@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import needs
 import numpy as np
 import pytest
 from conversions import quiet, tensors_of
@@ -437,7 +438,7 @@ def test_mutated_files(tmp_path_factory: pytest.TempPathFactory, content: bytes)
 
 def listed(path: Path) -> dict[str, bytes]:
     """What IREE finds in an archive: bytes, by name."""
-    runtime = pytest.importorskip("iree.runtime")
+    runtime = needs.runtime("iree.runtime")
     index = runtime.ParameterIndex()
     index.load(str(path))
     assert all(entry.is_file for _, entry in index.items())
@@ -446,7 +447,7 @@ def listed(path: Path) -> dict[str, bytes]:
 
 def test_iree_writes_the_same(tmp_path: Path) -> None:
     """What IREE writes of the same tensors and metadata has the same bytes."""
-    runtime = pytest.importorskip("iree.runtime")
+    runtime = needs.runtime("iree.runtime")
     source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa", verify=True)
     index = runtime.ParameterIndex()
@@ -458,7 +459,7 @@ def test_iree_writes_the_same(tmp_path: Path) -> None:
 
 def test_iree_lists_the_same(tmp_path: Path) -> None:
     """Names and bytes are those of an archive that its save_archive_file writes."""
-    runtime = pytest.importorskip("iree.runtime")
+    runtime = needs.runtime("iree.runtime")
     found = source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa")
     tensors = {name: buffer(data) for name, (_, _, data) in tensors_of(tmp_path / "in").items()}
@@ -475,7 +476,7 @@ def buffer(data: bytes) -> Array:
 
 def test_iree_reads_arrays(tmp_path: Path) -> None:
     """Its own Python makes arrays of what is written, from the metadata."""
-    runtime = pytest.importorskip("iree.runtime")
+    runtime = needs.runtime("iree.runtime")
     found = source(tmp_path / "in")
     quiet(tmp_path / "in", tmp_path / "out", to="irpa")
     index = runtime.ParameterIndex()
@@ -490,7 +491,7 @@ def test_iree_reads_arrays(tmp_path: Path) -> None:
 
 def test_what_iree_wrote_is_read(tmp_path: Path) -> None:
     """Arrays with its metadata, splats, and buffers without any."""
-    runtime = pytest.importorskip("iree.runtime")
+    runtime = needs.runtime("iree.runtime")
     index = runtime.ParameterIndex()
     arrays = {"a": np.arange(30, dtype=np.float16).reshape(5, 6), "s": np.array(3, np.int64)}
     for name, array in arrays.items():
@@ -547,8 +548,8 @@ module @model {
 @pytest.mark.parametrize(("short", "dtype"), [("f16", "float16"), ("bf16", "bfloat16")])
 def test_a_compiled_module_runs_with_it(tmp_path: Path, short: str, dtype: str, files: int) -> None:
     """A module that IREE compiles for its CPU takes the archive's parameters by their names."""
-    runtime = pytest.importorskip("iree.runtime")
-    tools = pytest.importorskip("iree.compiler.tools")
+    runtime = needs.runtime("iree.runtime")
+    tools = needs.runtime("iree.compiler.tools")
     rng = np.random.default_rng(0)
     w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16), (8,)))
     tensors = {"w": ("F32", (8, 16), w.tobytes()), "b": ("F32", (8,), b.tobytes())}

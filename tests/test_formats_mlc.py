@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import needs
 import numpy as np
 import pytest
 from conversions import files_of, make_llama, quiet
@@ -407,8 +408,8 @@ ROWS, COLUMNS = 24, 128
 @pytest.fixture(scope="module")
 def tvm() -> Iterator[Any]:
     """Apache TVM 0.27 (apache-tvm)."""
-    pytest.importorskip("tvm.contrib.tvmjs", exc_type=ImportError)
-    yield pytest.importorskip("tvm")
+    needs.runtime("tvm.contrib.tvmjs")
+    yield needs.runtime("tvm")
 
 
 @pytest.mark.slow

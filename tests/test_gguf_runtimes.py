@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from conversions import quiet
@@ -84,7 +85,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def _opened(path: Path) -> Iterator[Any]:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    llama_cpp = needs.runtime("llama_cpp")
     # the cache of keys and values in F32, too
     model = llama_cpp.Llama(
         str(path), n_ctx=128, n_threads=2, logits_all=True, verbose=False, type_k=0, type_v=0
@@ -101,7 +102,7 @@ def test_llama_cpp_runs_them(saved: Any, kind: str, tmp_path: Path) -> None:
     Its own greedy tokens are given to both: where their best tokens differ, the source's two best
     are closer to each other than the logits are to the source's.
     """
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    needs.runtime("llama_cpp")
     family, source, folder = saved
     quiet(folder, tmp_path / "out", to="gguf", **KINDS[kind])
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -140,7 +141,7 @@ def test_llama_cpp_runs_them(saved: Any, kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_llama_cpp_runs_a_set_of_files(tmp_path: Path) -> None:
     """Given the first of several files, it finds the others, and the same logits."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    needs.runtime("llama_cpp")
     _model("llama", tmp_path / "in")
     logits = []
     for size in ("1GB", "300kB"):
@@ -203,7 +204,7 @@ def test_tinygrad_opens_them(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_mlx_opens_them(kind: str, tmp_path: Path) -> None:
     """Its loader has the same names and values; it narrows BF16 to F16, and repacks blocks."""
-    mx = pytest.importorskip("mlx.core", reason="mlx is not installed")
+    mx = needs.runtime("mlx.core")
     source = write_model(tmp_path / "in", "llama")
     quiet(source, tmp_path / "out", to="gguf", **KINDS[kind.lower()])
     found, metadata = mx.load(str(tmp_path / "out/model.gguf"), return_metadata=True)

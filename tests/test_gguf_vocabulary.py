@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from vocabularies import SPECIAL, byte_level, sentencepiece_metadata, texts
@@ -107,7 +108,7 @@ def test_sentencepiece_there_and_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_vocabulary_of_sentencepiece_itself(tmp_path: Path) -> None:
     """What transformers makes of its model becomes scores that cut text as it does."""
-    pieces = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    pieces = needs.runtime("sentencepiece")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     samples = texts(("",))
     (tmp_path / "text").write_text("\n".join(text.replace("\n", " ") for text in samples))

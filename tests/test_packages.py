@@ -46,7 +46,7 @@ def with_tokenizer(folder: Path) -> Path:
 @pytest.fixture
 def sentences(tmp_path: Path) -> Path:
     """A model of sentence-transformers with a pooling and a dense module."""
-    pytest.importorskip("sentence_transformers")
+    needs.runtime("sentence_transformers")
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 

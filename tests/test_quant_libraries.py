@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from quant_samples import Sample, samples
@@ -57,7 +58,7 @@ def test_gguf(name: str) -> None:
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 def test_bitsandbytes_4_bit(kind: Any, nested: bool) -> None:
     """Every part equals bitsandbytes' on the CPU for finite tensors; nested, given its mean."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     form = FourBit(kind, nested)
     for sample in samples(non_finite=False):
@@ -98,7 +99,7 @@ def _absmax(kind: Any, sample: Sample) -> Array:
 @pytest.mark.parametrize("name", ["nf4", "nf4-nested", "fp4", "fp4-nested"])
 def test_bitsandbytes_reads_it(name: str) -> None:
     """Its `QuantState` takes our parts, and decodes the elements that we do."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     sample = Sample("", F32, np.random.default_rng(1).standard_normal((70, 128), np.float32), True)
     parts, tensor = quantised(FORMATS[name], sample)
@@ -112,7 +113,7 @@ def test_bitsandbytes_reads_it(name: str) -> None:
 @pytest.mark.slow
 def test_bitsandbytes_int8() -> None:
     """Codes and statistics equal bitsandbytes' on the CPU, float16's overflow included."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     for sample in samples(non_finite=False):
         sample = sample._replace(x=sample.x.reshape(-1, sample.x.shape[-1]))
@@ -129,7 +130,7 @@ def test_bitsandbytes_int8() -> None:
 @pytest.mark.slow
 def test_bitsandbytes_names() -> None:
     """The parts have the names of its modules' state dicts."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(64, 8, bias=False)
     modules = {
@@ -164,7 +165,7 @@ def test_bitsandbytes_names() -> None:
 @pytest.mark.slow
 def test_bitsandbytes_maps() -> None:
     """The maps of values are its own, bit for bit."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     dynamic_map = bitsandbytes.functional.create_dynamic_map().numpy()
     assert np.array_equal(dynamic.dynamic_map(), dynamic_map)
     for kind, values in VALUES.items():

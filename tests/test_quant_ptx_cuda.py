@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 from quant_samples import Sample, samples
@@ -121,7 +122,7 @@ def _torched(torch: Any, sample: Sample) -> Any:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_bitsandbytes_4_bit(gpu: Gpu, kind: Any) -> None:
     """Codes and absmax equal bitsandbytes' on CUDA for finite tensors; nested, given its mean."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     nest = load_function(cuda._driver(), "cuda:0", nested_ptx(), NEST).handle
     for sample in samples(non_finite=False):
@@ -151,7 +152,7 @@ def test_bitsandbytes_4_bit(gpu: Gpu, kind: Any) -> None:
 @pytest.mark.slow
 def test_bitsandbytes_int8(gpu: Gpu) -> None:
     """Codes and statistics equal bitsandbytes' on CUDA for matrices that float16 reaches."""
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bitsandbytes = needs.runtime("bitsandbytes")
     torch = pytest.importorskip("torch")
     for sample in samples(non_finite=False):
         x = sample.x.reshape(-1, sample.x.shape[-1])

@@ -315,7 +315,7 @@ def test_an_adapter_is_invalid(tmp_path: Path) -> None:
 
 def test_the_folder_of_an_adapter(tmp_path: Path) -> None:
     """The base is streamed, and peft adds the adapter: the model that transformers gives."""
-    peft = pytest.importorskip("peft")
+    peft = needs.runtime("peft")
     base = saved(tmp_path / "base", "llama")
     torch.manual_seed(2)
     model = peft.get_peft_model(
