@@ -264,16 +264,44 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
         assert bits(ours.state_dict()[name]) == bits(value), name
 
 
+FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "plain": lambda model: model.state_dict(),
+    "parameters": lambda model: OrderedDict(model.named_parameters()),
+    "bfloat16": lambda model: model.bfloat16().state_dict(),
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last).state_dict(),
+    "sub_modules": lambda model: {
+        f"{name}.{key}": value
+        for name, inner in model.named_children()
+        for key, value in inner.state_dict(keep_vars=True).items()
+    },
+    "training": lambda model: trained(model),
+}
+
+
+def trained(model: Any) -> dict[str, Any]:
+    """What torchvision's own training writes, after a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    states = {"optimizer": optimizer.state_dict(), "lr_scheduler": scheduler.state_dict()}
+    return {"model": model.state_dict(), **states, "epoch": 3}
+
+
 @pytest.mark.slow
-def test_a_model_of_torchvision(tmp_path: Path) -> None:
-    """A ResNet's file, as torchvision has it."""
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["resnet18", "vit_b_16", "swin_t", "mobilenet_v3_small"])
+def test_a_model_of_torchvision(tmp_path: Path, name: str, form: str) -> None:
+    """Convolutions, norms with counters, transformers and their tables, in each form of a file."""
     try:
         models = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:  # RuntimeError: it is built for another torch
         pytest.skip(f"torchvision: {error}")
-    path = tmp_path / "resnet18.pth"
-    torch.save(models.resnet18().state_dict(), path)
-    check(path, of_torch(path))
+    path = tmp_path / f"{name}.pth"
+    torch.save(FORMS[form](models.get_model(name, weights=None)), path)
+    expected = of_torch(path)
+    assert len(open_checkpoint(path).tensors) == len(expected) > 50
+    check(path, expected)
 
 
 # --- wherever checkpoints are read ----------------------------------------------------------------
