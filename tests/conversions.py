@@ -1,7 +1,8 @@
-"""Converting in tests, reading what came of it by plain reads, and the formats that are written."""
+"""Converting in tests, plain reads of what came of it, and the formats read and written."""
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 from make_checkpoint import make_checkpoint, shape_of_size
 
@@ -16,6 +18,9 @@ from streamload.cast.reference import cast_array
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.dtypes import BF16, F32, DType
+from streamload.formats import gguf_bytes
+from streamload.formats.gguf_names import ARCHITECTURES, metadata_of
+from streamload.formats.gguf_types import ALIGNMENT, TENSOR_TYPE_OF
 
 
 def quiet(source: Path, destination: Path, **arguments: Any) -> ConvertReport:
@@ -68,7 +73,7 @@ def visible(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
 
 
-# --- the formats that are written -----------------------------------------------------------------
+# --- the formats that are read and written --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,15 @@ class Written:
             is written or another one of 16 bits.
         options: of `convert`; plain JSON values.
         speed: the least of it, of the speed of the plain cast.
+        file: of the checkpoint, where a server is asked for that alone; "" for the folder.
+        decoded: bytes of 16-bit elements that a byte of the source stands for.
     """
 
     make: Callable[[Path, int], object]
     options: dict[str, Any]
     speed: float = 0.6
+    file: str = ""
+    decoded: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,65 @@ def make_llama(path: Path, nbytes: int) -> None:
     make_checkpoint(path, shape_of_size(nbytes, BF16), shards=2)
 
 
+def make_torch(path: Path, nbytes: int) -> None:
+    """The same in a file of torch.save."""
+    save = needs.module("torch").save
+    load = needs.module("safetensors.torch").load_file  # as views of the mapped file
+    plain = path.with_name(f"{path.name}.plain")
+    make_checkpoint(plain, shape_of_size(nbytes, BF16))
+    path.mkdir(parents=True)
+    save(load(plain / "model.safetensors"), path / "pytorch_model.bin")
+    shutil.move(plain / "config.json", path)
+    shutil.rmtree(plain)
+
+
+def make_gguf(path: Path, nbytes: int, kind: str) -> None:
+    """The same in a GGUF file, with blocks of a type for all matrices that it divides.
+
+    Scales and minima are small and positive, and codes random, from one pool of blocks.
+    """
+    block = TENSOR_TYPE_OF[kind]
+    numel = nbytes * block.numel // block.nbytes
+    shape = shape_of_size(2 * numel, BF16)
+    entries = []
+    for name, axes in shape.tensors().items():
+        fits = len(axes) == 2 and axes[-1] % block.numel == 0
+        of = kind if fits else "F32" if len(axes) == 1 else "F16"
+        own = ARCHITECTURES["llama"].to_gguf(name)
+        assert own is not None, name
+        entries.append(gguf_bytes.Described(own, axes, TENSOR_TYPE_OF[of]))
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(0, 0.02, 2**21)
+    pools = {"F32": numbers.astype("<f4").tobytes(), "F16": numbers.astype("<f2").tobytes()}
+    if kind not in pools:
+        blocks = rng.integers(0, 256, (2**23 // block.nbytes, block.nbytes), np.uint8)
+        scales = rng.uniform(1e-4, 1e-3, (len(blocks), 2)).astype("<f2").view(np.uint8)
+        several = 4 if kind == "Q4_K" else 2  # it has minima, too
+        blocks[:, :several] = scales[:, :several]
+        pools[kind] = blocks.tobytes()
+    settings = metadata_of(shape.config(BF16))
+    path.mkdir(parents=True)
+    with (path / "model.gguf").open("wb") as file:
+        said = gguf_bytes.metadata_bytes(settings)
+        file.write(gguf_bytes.header(said, len(settings), entries))
+        for at, entry in enumerate(entries):
+            pool = pools[entry.kind.name]
+            first = at * 1327 * entry.kind.nbytes % len(pool)  # each from another block on
+            left = entry.nbytes
+            while left:
+                left -= file.write(memoryview(pool)[first : first + left])
+                first = 0
+            file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def read_gguf(kind: str) -> Written:
+    """A row of `WRITTEN` for GGUF files of a type as a source."""
+    block = TENSOR_TYPE_OF[kind]
+    decoded = 2 * block.numel / block.nbytes
+    make = partial(make_gguf, kind=kind)
+    return Written(make, {"dtype": "float16"}, file="model.gguf", decoded=decoded)
+
+
 #: By name; "safetensors" is what others are compared with.
 WRITTEN = {
     "safetensors": Written(make_llama, {"dtype": "float16"}),
@@ -174,4 +242,8 @@ WRITTEN = {
     "mlc-q3f16_1": Written(make_llama, {"to": "mlc", "quant": "q3f16_1"}),
     # the md5 sums of all bytes take more than the plain cast (docs/measurements.md)
     "mlc-q0f16": Written(make_llama, {"to": "mlc", "quant": "q0f16"}, speed=0.25),
+    "from .pth": Written(make_torch, {"dtype": "float16"}, file="pytorch_model.bin"),
+    "from gguf-f16": read_gguf("F16"),
+    "from gguf-q8_0": read_gguf("Q8_0"),
+    "from gguf-q4_K": read_gguf("Q4_K"),
 }
