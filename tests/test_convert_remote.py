@@ -11,6 +11,7 @@ from pathlib import Path
 import needs
 import pytest
 from conversions import files_of, quiet, tensors_of, visible
+from gguf_models import write_model
 from remote_server import Answer, Site, serve
 
 from streamload.checkpoint.checkpoint import open_checkpoint
@@ -47,6 +48,19 @@ def site(folder: Path) -> Iterator[Site]:
 def shown(out: Path) -> dict[str, bytes]:
     """The files of a conversion but for the sidecar, which says where it came from."""
     return {name: data for name, data in files_of(out).items() if name != "streamload.json"}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [({"to": "gguf"}, 2), ({"to": "mlc", "quant": "q4f16_1"}, 3)]
+)
+def test_a_long_tokenizer_is_read_once(options: dict[str, str], count: int, tmp_path: Path) -> None:
+    """A look at its beginning, one request to read it, and one more where the file is copied."""
+    needs.module("tokenizers")
+    path = write_model(tmp_path / "in", "llama", rope_scaling=None) / "tokenizer.json"
+    path.write_text(path.read_text().replace("{", "{" + " " * 2**20, 1))
+    with serve(path.parent) as site:
+        quiet(site.url, tmp_path / "far", **options)
+        assert len(site.asked("/tokenizer.json")) == count
 
 
 def test_it_is_the_same_as_from_the_folder(folder: Path, site: Site, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -296,6 +297,10 @@ class MLC(FormatWriter):
     copied = _TOKENIZER_FILES
     wants_sums = True
 
+    def __init__(self) -> None:
+        # the chat configuration: `documents` is asked three times, and a server for the tokenizer
+        self._made: tuple[weakref.ref[Model], bytes] | None = None
+
     def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
         """``quant`` says all: what weights are, and the dtype of the rest."""
         known = (*_QUANTS, *_PLAIN)
@@ -348,8 +353,9 @@ class MLC(FormatWriter):
         self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
     ) -> Mapping[str, bytes]:
         """What says which model it is, and what says where its tensors are."""
-        made = {CHAT_CONFIG: _chat_config(model), CACHE: _cache(model, files, sums)}
-        return {name: json.dumps(content, indent=2).encode() for name, content in made.items()}
+        if self._made is None or self._made[0]() is not model:
+            self._made = weakref.ref(model), _json(_chat_config(model))
+        return {CHAT_CONFIG: self._made[1], CACHE: _json(_cache(model, files, sums))}
 
     def notes(self, model: Model) -> Sequence[str]:
         """What the configuration lacks."""
@@ -357,6 +363,10 @@ class MLC(FormatWriter):
             f"{CHAT_CONFIG} has no conv_template, for the source does not say it: to chat, give it "
             "one of MLC's (mlc_llm gen_config --conv-template)",
         )
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def _family(model: Model) -> _Family:
