@@ -22,7 +22,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location
-from streamload.dequantise import all_names, asked, dequantised
+from streamload.dequantise import all_names, as_in_models, asked, dequantised
 from streamload.differences import Pair, TensorDifference
 from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -174,7 +174,7 @@ def diff(
     formats = QuantPolicy.named(quant)
     first, second = opened(a), opened(b)
     if dtype is not None:
-        first = dequantised(first, asked(first, policy))
+        first = as_in_models(dequantised(first, asked(first, policy)))
     if isinstance(rename, Mapping):
         check_names("rename", rename, first.tensors)
     names = _names(first)

@@ -11,15 +11,20 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.header import TensorInfo, Turn
+from streamload.checkpoint.url import Location
 from streamload.devices.base import Parameter
 from streamload.dtypes import PACKED, DType
 from streamload.errors import CheckpointError
+from streamload.families import is_conv1d
 from streamload.mapping import Source
 from streamload.planning.demand import DTypePolicy, Wants
 from streamload.quant.dequant import compile_decoder
 from streamload.quant.group import Group, Packed
 from streamload.quant.stored import groups, members, read_states
+
+#: What bitsandbytes has in a Linear alone.
+_OF_LINEARS = ("bnb-nf4", "bnb-fp4", "bnb-int8")
 
 
 def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) -> list[str]:
@@ -112,6 +117,30 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
                 info.shard, problem, group and group.values.name, tensor=made.name
             )
     return replace(checkpoint, tensors=MappingProxyType(out))
+
+
+def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
+
+    For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
+    """
+    turns: dict[Location, dict[str, Turn]] = {}
+    for info in checkpoint.tensors.values():
+        if (
+            isinstance(info, Packed)
+            and info.group.kind in _OF_LINEARS
+            and len(info.shape) == 2
+            and min(info.shape) > 1
+            and is_conv1d(checkpoint.config, info.name)
+        ):
+            turns.setdefault(info.shard, {})[info.name] = Turn(1, *info.shape, info.shape[::-1])
+    if not turns:
+        return checkpoint
+    shards = tuple(
+        replace(header, turns={**header.turns, **turns.get(header.path, {})})
+        for header in checkpoint.shards
+    )
+    return replace(checkpoint, shards=shards)
 
 
 def with_blocks(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:

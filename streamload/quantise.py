@@ -166,6 +166,10 @@ class QuantPolicy:
                 return [f'quant="{name}" ({", ".join(need)})']
         return []
 
+    def rule(self, name: str) -> tuple[str, str | None] | None:
+        """The pattern that decides for a tensor, and its format; None where none matches."""
+        return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
+
     def formats(self, checkpoint: Checkpoint, wants: Wants) -> list[str | None]:
         """The format of each tensor.
 
@@ -180,7 +184,7 @@ class QuantPolicy:
         out: list[str | None] = []
         for info, shape in zip(wants.infos, wants.shapes, strict=True):
             name = info.name
-            rule = next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
+            rule = self.rule(name)
             found = None if rule is None else rule[1]
             if (
                 info.dtype.kind != "float"

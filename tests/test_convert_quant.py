@@ -14,6 +14,7 @@ import needs
 import numpy as np
 import pytest
 from conversions import files_of, quiet, tensors_of
+from gguf_models import write_model
 from safetensors_files import write_safetensors
 from test_quant_loads import LAYERS, NAMES, found_in, load, matrix, model, write
 
@@ -322,6 +323,82 @@ def stored(path: Path, *samples: dequant_samples.Sample) -> Path:
     rest = {"l.0.up.weight": dequant_samples.entry(matrix(5, 64, 128))}
     write_safetensors(made / "rest.safetensors", rest)
     return made
+
+
+def fp8_of(source: Path, out: Path) -> None:
+    """The same model, its layers in FP8 with scales of 32 x 32."""
+    rng, tensors = np.random.default_rng(1), {}
+    for name, (dtype, shape, data) in tensors_of(source).items():
+        tensors[name] = (dtype.code, shape, data)
+        if "_proj" in name and len(shape) == 2:
+            scales = rng.uniform(0.001, 0.01, [-(-n // 32) for n in shape]).astype(np.float32)
+            wide = np.frombuffer(data, dtype.numpy).reshape(shape).astype(np.float32)
+            wide /= dequant_samples.spread(scales, (32, 32), shape)
+            codes = wide.clip(-440, 440).astype(ml_dtypes.float8_e4m3fn)
+            tensors[name] = dequant_samples.entry(codes)
+            tensors[f"{name}_scale_inv"] = dequant_samples.entry(scales)
+    write_safetensors(out / "model.safetensors", tensors)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (out / "config.json").write_text(json.dumps(config))
+
+
+#: By family, sources that are quantised, each with what it is written to.
+_TARGETS: dict[str, list[dict[str, str]]] = {
+    "llama": [{"to": "irpa", "dtype": "float16"}],
+    "gpt2": [{"to": "llm.c"}, {"to": "llm.c", "dtype": "bfloat16"}],
+}
+_ALL_TARGETS: list[dict[str, str]] = [
+    {"to": "mlc", "quant": "q4f16_1"},
+    {"to": "mlc", "quant": "q4f16_0"},
+    {"to": "mlc", "quant": "q0f16"},
+    {"to": "gguf", "dtype": "float16"},
+    {"to": "gguf", "dtype": "float32", "quant": "q8_0"},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "fp8"),
+        *((f, k) for f in ("llama", "gpt2") for k in ("nf4", "bitsandbytes-int8", "q4_0")),
+    ],
+)
+@pytest.mark.slow
+def test_what_is_stored_quantised_becomes_other_formats(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    """As in two calls: dequantised to float32, and then converted."""
+    source = write_model(tmp_path / "in", family, tokenizer=False, rope_scaling=None)
+    stored = tmp_path / "stored"
+    if kind == "fp8":
+        fp8_of(source, stored)
+    else:
+        quiet(source, stored, quant=kind, to="gguf" if kind == "q4_0" else "safetensors")
+    quiet(stored, tmp_path / "plain", dtype="float32")
+    for i, options in enumerate(_ALL_TARGETS + _TARGETS[family]):
+        found, expected = tmp_path / f"found{i}", tmp_path / f"expected{i}"
+        quiet(stored, found, **options, verify=True)
+        quiet(tmp_path / "plain", expected, **options)
+        (found / "streamload.json").unlink()
+        (expected / "streamload.json").unlink()
+        assert files_of(found) == files_of(expected), options
+
+
+@pytest.mark.parametrize("kind", ["nf4", "bitsandbytes-int8"])
+def test_a_conv1d_is_dequantised_to_one(kind: str, tmp_path: Path) -> None:
+    """What bitsandbytes has as a Linear is the transpose of what the plain model has."""
+    source = write_model(tmp_path / "in", "gpt2", dtype="F32", tokenizer=False)
+    quiet(source, tmp_path / "stored", quant=kind)
+    quiet(tmp_path / "stored", tmp_path / "plain", dtype="float32")
+    found, expected = tensors_of(tmp_path / "plain"), tensors_of(source)
+    assert found.keys() == expected.keys()
+    for name, (dtype, shape, data) in expected.items():
+        assert found[name][:2] == (dtype, shape), name
+        wide, was = (np.frombuffer(each, np.float32) for each in (found[name][2], data))
+        assert np.abs(wide - was).max() <= 0.16 * np.abs(was).max(), name
+    given = {"dtype": "float32", "progress": False}
+    assert streamload.diff(tmp_path / "stored", tmp_path / "plain", **given).ok
 
 
 @pytest.mark.parametrize("name", ["nf4", "q8_0"])

@@ -224,6 +224,23 @@ def test_blocks_that_are_never_quantised_here_stay_too(kind: str, tmp_path: Path
     assert name.startswith(f"MOSTLY_{kind}")
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_blocks_become_others(family: str, tmp_path: Path) -> None:
+    """As in two calls by way of float32; what is asked for decides, not what is stored."""
+    source = write_model(tmp_path / "in", family, rope_scaling=None)
+    quiet(source, tmp_path / "q4_0", to="gguf", quant="q4_0")
+    quiet(tmp_path / "q4_0", tmp_path / "a", to="gguf", quant="q8_0", verify=True)
+    quiet(tmp_path / "q4_0", tmp_path / "plain", dtype="float32")
+    quiet(tmp_path / "plain", tmp_path / "b", to="gguf", quant="q8_0")
+    assert (tmp_path / "a/model.gguf").read_bytes() == (tmp_path / "b/model.gguf").read_bytes()
+    name = {"llama": "*.o_proj.*", "gpt2": "*.attn.c_proj.*"}[family]
+    quant = {name: "q8_0", "*": None}
+    quiet(tmp_path / "q4_0", tmp_path / "c", to="gguf", quant=quant)
+    _, tensors = read_by_gguf_py(tmp_path / "c/model.gguf")
+    kinds = {name: tensors[f"blk.0.{name}.weight"][0] for name in ("attn_output", "ffn_up")}
+    assert kinds == {"attn_output": "Q8_0", "ffn_up": "Q4_0"}
+
+
 def test_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

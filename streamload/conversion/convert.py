@@ -34,9 +34,10 @@ from streamload.conversion.planning import (
     in_folder,
     plan_conversion,
 )
+from streamload.conversion.quantising import coded_otherwise
 from streamload.conversion.way import Way, choose_way
 from streamload.conversion.writing import Writer, check_written, weight_of
-from streamload.dequantise import asked, dequantised
+from streamload.dequantise import as_in_models, asked, dequantised
 from streamload.digests import SIDECAR, Digest, Digests
 from streamload.dtypes import DTypeArgument
 from streamload.errors import CheckpointError
@@ -241,8 +242,10 @@ def convert(
         rename=rename,
     )
     checkpoint = opened(source)
-    blocks = not options.writer.takes_blocks
-    checkpoint = dequantised(checkpoint, asked(checkpoint, options.policy, blocks=blocks))
+    names = asked(checkpoint, options.policy, blocks=not options.writer.takes_blocks)
+    if options.writer.takes_blocks:
+        names += coded_otherwise(checkpoint, options.quant)
+    checkpoint = as_in_models(dequantised(checkpoint, names))
     dtypes = [wanted for _, wanted in options.policy.rules]
     way = choose_way(checkpoint, dtypes, nodes=bool(nodes))
     if is_foreign(os.fsdecode(destination)):

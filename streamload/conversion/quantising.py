@@ -19,6 +19,7 @@ from streamload.match import wants_of
 from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models
+from streamload.quant.stored import groups
 from streamload.quantise import QuantPolicy, codings_of
 
 _WEIGHT = ".weight"
@@ -26,6 +27,18 @@ _WEIGHT = ".weight"
 _NOT_LINEAR = re.compile(r"\.experts\.|embed|(^|\.)(wte|wpe)\.")
 #: A head that shares the embedding's weight has no tensor: transformers would quantise it.
 _HEAD = "lm_head"
+
+
+def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
+    """Weights that are blocks of GGUF, and are to be in another format: they are decoded before."""
+    asked = ((group, policy.rule(group.name)) for group in groups(checkpoint).values())
+    return [
+        group.name
+        for group, rule in asked
+        if group.name in checkpoint.stored
+        and rule is not None
+        and rule[1] not in (None, group.kind)
+    ]
 
 
 def wanted_of(
