@@ -184,3 +184,19 @@ def test_factors_of_llama_3_are_those_of_transformers(factor: float) -> None:
     assert found == {k: v for k, v in (_LLAMA3 | {"factor": factor}).items() if k != "rope_theta"}
     assert llama3_scaling([1.0] * 64, 5e5) is None
     assert llama3_scaling([math.pi] * 64, 5e5) is None
+
+
+@pytest.mark.parametrize("context", [8, 64, 256, 4096, 131072, 2**20])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_factors_of_any_context_say_a_setting_that_makes_them(context: int, size: int) -> None:
+    """Also of small models, and where no frequency is slow enough to have the whole factor."""
+    rope = _LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": context}
+    config = {"head_dim": size, "rope_parameters": rope}
+    made = llama3_factors(config)
+    assert made is not None
+    if max(made) == 1:  # there is no scaling, in effect
+        assert llama3_scaling(made, 1e4) is None
+        return
+    found = llama3_scaling(np.float32(made).tolist(), 1e4)
+    again = llama3_factors({"head_dim": size, "rope_theta": 1e4, "rope_scaling": found})
+    np.testing.assert_allclose(again, made, rtol=2e-5)

@@ -126,7 +126,8 @@ class GGUF(FormatReader):
             problem = "its layers have different settings"
             raise HeaderError(file.path, problem, "one number for all", str(error)) from error
         config = {} if number else config_of(of_model, shapes, freqs)
-        if freqs and not number and "rope_scaling" not in config:
+        scales = any(factor != 1 for factor in freqs)
+        if scales and not number and "rope_scaling" not in config:
             warnings.warn(
                 f"{file.path}: {ROPE_FREQS} is no scaling of Llama 3 that is known: the model is "
                 "computed without it",

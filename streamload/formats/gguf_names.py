@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -390,6 +391,10 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
+#: Of the scaling of Llama 3: factors, and contexts, those near 8192 first.
+_FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+_CONTEXTS = sorted((2**power for power in range(3, 25)), key=lambda n: abs(math.log2(n / 8192)))
+
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """What config.json says of rotary embeddings; transformers 5 has another place for it."""
@@ -503,13 +508,15 @@ def llama3_scaling(factors: Sequence[float], base: float) -> dict[str, Any] | No
     """What made the factors of `ROPE_FREQS`, for config.json; None where no usual setting did.
 
     Those of Llama 3.1 and 3.2 differ in the factor alone; the context may be any power of two.
+    Several settings may make the same factors: that with a context nearest to theirs is found.
     """
     if not factors or not all(0 < factor < math.inf for factor in factors):
         return None
     if max(factors) <= 1 or not 1 < base < math.inf:
         return None
-    factor = float(f"{max(factors):.6g}")  # a quotient of two float32
-    for context in (2**power for power in range(9, 21)):
+    largest = float(f"{max(factors):.6g}")  # a quotient of two float32
+    # the slowest frequencies have the whole factor, unless the context is long for the base
+    for factor, context in product((largest, *_FACTORS), _CONTEXTS):
         made = _factors(base, len(factors), factor, 1.0, 4.0, context)
         if np.allclose(made, factors, rtol=1e-5, atol=0):
             return {
