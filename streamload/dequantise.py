@@ -123,6 +123,9 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
 
     For a Conv1D bitsandbytes has a Linear, whose weight is the transpose: see `Checkpoint.turns`.
+
+    Raises:
+        CheckpointError: rows of such a weight are no whole bytes.
     """
     turns: dict[Location, dict[str, Turn]] = {}
     for info in checkpoint.tensors.values():
@@ -133,6 +136,15 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
             and min(info.shape) > 1
             and is_conv1d(checkpoint.config, info.name)
         ):
+            if info.shape[1] % info.dtype.unit:
+                raise CheckpointError(
+                    info.shard,
+                    "its rows are no whole bytes, and it is not transposed: leave it out with "
+                    f'exclude=["{info.name}"] (--exclude)',
+                    f"rows of a multiple of {info.dtype.unit} values",
+                    info.shape[1],
+                    tensor=info.name,
+                )
             turns.setdefault(info.shard, {})[info.name] = Turn(1, *info.shape, info.shape[::-1])
     if not turns:
         return checkpoint

@@ -401,6 +401,15 @@ def test_a_conv1d_is_dequantised_to_one(kind: str, tmp_path: Path) -> None:
     assert streamload.diff(tmp_path / "stored", tmp_path / "plain", **given).ok
 
 
+def test_a_conv1d_of_an_odd_width_is_one_error(tmp_path: Path) -> None:
+    """Rows of 4-bit values that begin within a byte are not transposed."""
+    sizes = {"n_embd": 63, "n_head": 3, "n_layer": 1}
+    source = write_model(tmp_path / "in", "gpt2", tokenizer=False, **sizes)
+    quiet(source, tmp_path / "stored", quant="nf4")
+    with pytest.raises(CheckpointError, match=r"c_attn.*--exclude.*multiple of 2 values, found 63"):
+        quiet(tmp_path / "stored", tmp_path / "plain", dtype="float32")
+
+
 @pytest.mark.parametrize("name", ["nf4", "q8_0"])
 def test_some_are_dequantised_and_others_quantised(tmp_path: Path, name: str) -> None:
     """What was quantised is not any more: config.json says how the others are, or nothing."""
