@@ -139,8 +139,8 @@ def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
             if info.shape[1] % info.dtype.unit:
                 raise CheckpointError(
                     info.shard,
-                    "its rows are no whole bytes, and it is not transposed: leave it out with "
-                    f'exclude=["{info.name}"] (--exclude)',
+                    "its rows are no whole bytes, and it is not transposed: keep such weights as "
+                    'they are with dtype={"*.c_*.weight": "checkpoint", "*": "float16"}',
                     f"rows of a multiple of {info.dtype.unit} values",
                     info.shape[1],
                     tensor=info.name,

@@ -402,12 +402,17 @@ def test_a_conv1d_is_dequantised_to_one(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_conv1d_of_an_odd_width_is_one_error(tmp_path: Path) -> None:
-    """Rows of 4-bit values that begin within a byte are not transposed."""
+    """Rows of 4-bit values that begin within a byte are not transposed, and may stay."""
     sizes = {"n_embd": 63, "n_head": 3, "n_layer": 1}
     source = write_model(tmp_path / "in", "gpt2", tokenizer=False, **sizes)
     quiet(source, tmp_path / "stored", quant="nf4")
-    with pytest.raises(CheckpointError, match=r"c_attn.*--exclude.*multiple of 2 values, found 63"):
-        quiet(tmp_path / "stored", tmp_path / "plain", dtype="float32")
+    with pytest.raises(CheckpointError, match=r"c_attn.*dtype=.*multiple of 2 values, found 63"):
+        quiet(tmp_path / "stored", tmp_path / "plain", dtype="float16")
+    kept = {"*.c_*.weight": "checkpoint", "*": "float16"}  # as the error says
+    quiet(tmp_path / "stored", tmp_path / "plain", dtype=kept)
+    found, stored = tensors_of(tmp_path / "plain"), tensors_of(tmp_path / "stored")
+    name = "h.0.attn.c_attn.weight"
+    assert found[name] == stored[name]
 
 
 @pytest.mark.parametrize("name", ["nf4", "q8_0"])
