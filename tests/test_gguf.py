@@ -449,7 +449,31 @@ def test_factors_of_rotary_embeddings_are_a_setting(tmp_path: Path) -> None:
     tensors["rope_freqs.weight"] *= 1.5
     write(path, tensors, config=model.config)
     with pytest.warns(UserWarning, match="no scaling of Llama 3 that is known"):
-        assert "rope_scaling" not in streamload.open_checkpoint(path).config
+        assert not streamload.open_checkpoint(path).config
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("add_rope_scaling_type", (gguf.RopeScalingType.LONGROPE,)), "by 'longrope'"),
+        (("add_rope_dimension_count", (8,)), "rotates 8 of the 16 elements of a head"),
+    ],
+)
+def test_rotary_embeddings_that_no_configuration_says(
+    more: tuple[str, tuple[Any, ...]], said: str, tmp_path: Path
+) -> None:
+    """The tensors are read; a model is opened with a configuration of the caller's own alone."""
+    model = small_model("llama", head_dim=16)
+    model.config.architectures = ["LlamaForCausalLM"]
+    path = tmp_path / "model.gguf"
+    write(path, tensors_of(model), config=model.config, more=(more,))
+    with pytest.warns(UserWarning, match=said):
+        assert not streamload.open_checkpoint(path).config
+    with pytest.warns(UserWarning, match=said), pytest.raises(CheckpointError, match="config="):
+        streamload.transformers.from_pretrained(path)
+    with pytest.warns(UserWarning, match=said):
+        opened = streamload.transformers.from_pretrained(path, config=model.config)
+    assert torch.equal(logits(opened), logits(model))
 
 
 def test_a_conversion_is_a_folder_that_transformers_opens(tmp_path: Path) -> None:

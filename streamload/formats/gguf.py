@@ -49,6 +49,7 @@ from streamload.formats.gguf_names import (
     ROPE_FREQS,
     Architecture,
     config_of,
+    unsaid_of,
 )
 from streamload.formats.gguf_types import (
     ALIGNMENT,
@@ -126,14 +127,14 @@ class GGUF(FormatReader):
             problem = "its layers have different settings"
             raise HeaderError(file.path, problem, "one number for all", str(error)) from error
         config = {} if number else config_of(of_model, shapes, freqs)
-        scales = any(factor != 1 for factor in freqs)
-        if scales and not number and "rope_scaling" not in config:
+        if config and (unsaid := unsaid_of(of_model, config, freqs)):
             warnings.warn(
-                f"{file.path}: {ROPE_FREQS} is no scaling of Llama 3 that is known: the model is "
-                "computed without it",
+                f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
+                "model opens with a config.json beside it alone, or with config=",
                 UserWarning,
                 stacklevel=2,
             )
+            config = {}
         return _header(file, known, heads, config, metadata, tensors, data_start)
 
     def siblings(self, header: Header) -> Sequence[str]:

@@ -469,6 +469,31 @@ def _rope_of(
     return out
 
 
+def unsaid_of(
+    metadata: Mapping[str, Any], config: Mapping[str, Any], rope_freqs: Sequence[float]
+) -> str | None:
+    """What a file has of rotary embeddings that config.json does not say; None for nothing.
+
+    Args:
+        metadata: of the file.
+        config: what `config_of` made of it.
+        rope_freqs: the values of the tensor `ROPE_FREQS`, where there is one.
+    """
+    name = metadata[ARCHITECTURE]
+    kind = metadata.get(f"{name}.rope.scaling.type", "none")
+    if kind not in ("none", *_SCALINGS):
+        return f"it scales rotary embeddings by {kind!r}"
+    if any(factor != 1 for factor in rope_freqs) and "rope_scaling" not in config:
+        return f"{ROPE_FREQS} is no scaling of Llama 3 that is known"
+    rotated = metadata.get(f"{name}.rope.dimension_count")
+    size = metadata.get(f"{name}.attention.key_length") or head_size(
+        {key: value for key, value in config.items() if key != "head_dim"}
+    )
+    if isinstance(rotated, int) and isinstance(size, int) and rotated != size:
+        return f"it rotates {rotated} of the {size} elements of a head"
+    return None
+
+
 def llama3_factors(config: Mapping[str, Any]) -> list[float] | None:
     """The values of the tensor `ROPE_FREQS`; None where config.json asks for no such scaling.
 

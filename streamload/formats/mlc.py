@@ -353,9 +353,10 @@ class MLC(FormatWriter):
         self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
     ) -> Mapping[str, bytes]:
         """What says which model it is, and what says where its tensors are."""
-        if self._made is None or self._made[0]() is not model:
-            self._made = weakref.ref(model), _json(_chat_config(model))
-        return {CHAT_CONFIG: self._made[1], CACHE: _json(_cache(model, files, sums))}
+        made = self._made  # once: another thread may convert another model
+        if made is None or made[0]() is not model:
+            self._made = made = weakref.ref(model), _json(_chat_config(model))
+        return {CHAT_CONFIG: made[1], CACHE: _json(_cache(model, files, sums))}
 
     def notes(self, model: Model) -> Sequence[str]:
         """What the configuration lacks."""
