@@ -33,8 +33,8 @@ PathArgument = Annotated[
     str,
     typer.Argument(
         metavar="PATH",
-        help="A file (.safetensors, .pth, .bin, .pt, .irpa), a folder, an index.json, the URL of "
-        "one of these (of a folder: ending in /), or org/name in the local Hugging Face cache.",
+        help="A file (.safetensors, .gguf, .pth, .bin, .pt, .irpa), a folder, an index.json, "
+        "the URL of one of these (of a folder: ending in /), or org/name in the local Hugging Face cache.",
     ),
 ]
 VariantOption = Annotated[
