@@ -240,7 +240,7 @@ WRITTEN = {
     "mlc-q4f16_1": Written(make_llama, {"to": "mlc", "quant": "q4f16_1"}),
     "mlc-q4f16_0": Written(make_llama, {"to": "mlc", "quant": "q4f16_0"}),
     "mlc-q3f16_1": Written(make_llama, {"to": "mlc", "quant": "q3f16_1"}),
-    # the md5 sums of all bytes take more than the plain cast (docs/measurements.md)
+    # the md5 sums of all bytes take more of the CPU than the plain cast (docs/measurements.md)
     "mlc-q0f16": Written(make_llama, {"to": "mlc", "quant": "q0f16"}, speed=0.25),
     "from .pth": Written(make_torch, {"dtype": "float16"}, file="pytorch_model.bin"),
     "from gguf-f16": read_gguf("F16"),
