@@ -90,7 +90,7 @@ def _moved(rows: np.ndarray, order: RowTranspose | None) -> np.ndarray:
         ("llama", {"head_dim": 32, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("llama", {"rope_parameters": _LLAMA3}),
         ("llama", {"rope_parameters": _YARN}),
-        ("qwen2", {"rope_parameters": _YARN | {"attention_factor": 1.5, "beta_fast": 24.0}}),
+        ("qwen2", {"rope_parameters": _YARN | {"attention_factor": 1.5, "beta_fast": 32.0}}),
         ("mistral", {"sliding_window": 4096, "rope_theta": 1e6}),
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"tie_word_embeddings": True}),
@@ -141,6 +141,7 @@ def test_yarn_scales_rotated_elements_as_transformers_does(more: dict[str, Any])
         (_LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor is less than high_freq_factor"),
         ({"rope_type": "linear"}, "factor is a number above 0, not None"),
         (_YARN | {"truncate": False}, "no truncate"),
+        (_YARN | {"beta_fast": 24.0}, "beta_fast 32 for these models"),
         (_LLAMA3 | {"partial_rotary_factor": 0.5}, "no partial_rotary_factor"),
     ],
 )

@@ -390,6 +390,8 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
         "yarn_beta_slow": "beta_slow",
     },
 }
+#: What llama.cpp computes YaRN with: for these architectures it reads no betas from a file.
+_YARN_BETAS = {"beta_fast": 32, "beta_slow": 1}
 
 #: Of the scaling of Llama 3: factors, and contexts, those near 8192 first.
 _FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -436,6 +438,10 @@ def _whole_yarn(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str,
     """Settings of YaRN with the ones that transformers computes; see `_compute_yarn_parameters`."""
     if rope.get("truncate") is False:
         raise ValueError("GGUF has no truncate: llama.cpp rounds YaRN's range (truncate is true)")
+    for key, computed in _YARN_BETAS.items():
+        if rope.get(key) not in (None, computed):
+            said = f"llama.cpp computes YaRN with {key} {computed} for these models"
+            raise ValueError(f"{said}, and reads no other from a file: not {rope[key]!r}")
     found = {key: value for key, value in rope.items() if value is not None}
     if "factor" not in found:
         context = _count(rope, "original_max_position_embeddings")
