@@ -119,6 +119,21 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     return replace(checkpoint, tensors=MappingProxyType(out))
 
 
+def holds_transposes(
+    checkpoint: Checkpoint, parameters: Iterable[Parameter], fill: Mapping[str, Source]
+) -> bool:
+    """Whether a model has a Conv1D where a dequantised weight is a Linear's, by its shape."""
+    shapes = {name: p.shape for p in parameters for name in (*p.names, *p.wrapped)}
+    for name, source in fill.items():
+        for tensor in dict.fromkeys(r.tensor for r in source.rows):
+            info = checkpoint.tensors.get(tensor)
+            if isinstance(info, Packed) and info.group.kind in _OF_LINEARS:
+                turned = tuple(info.shape[::-1])
+                if turned != tuple(info.shape) and shapes.get(name) == turned:
+                    return True
+    return False
+
+
 def as_in_models(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint whose dequantised weights have the shapes of the model that is not quantised.
 

@@ -12,7 +12,15 @@ from typing import Any, Unpack
 from streamload.adapters import changes_of
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.decide import Decision, Options, Place
-from streamload.dequantise import all_names, asked, asked_by_model, dequantised, with_blocks
+from streamload.dequantise import (
+    all_names,
+    as_in_models,
+    asked,
+    asked_by_model,
+    dequantised,
+    holds_transposes,
+    with_blocks,
+)
 from streamload.devices.names import default_framework, framework, framework_of
 from streamload.errors import (
     LoadState,
@@ -352,6 +360,8 @@ def read_call(
         wanted = asked_by_model(checkpoint, read.policy, parameters, found[0])
         if wanted:
             checkpoint = dequantised(checkpoint, wanted)
+            if holds_transposes(checkpoint, parameters, found[0]):
+                checkpoint = as_in_models(checkpoint)
             found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
     changes = changes_of(checkpoint, given["transform"], given["adapters"])
     return checkpoint, replace(read, changes=changes), found

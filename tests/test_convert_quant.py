@@ -27,6 +27,7 @@ from streamload.conversion.way import Way
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError, OutOfRangeError, UnsupportedCastError
 from streamload.quant.base import FORMATS, QuantCounts
+from streamload.verify import verify
 
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
@@ -555,6 +556,30 @@ def test_transformers_opens_it(tmp_path: Path, name: str, tied: bool, max_shard_
     kind = {"int8": "Linear", "bitsandbytes-int8": "Linear8bitLt"}.get(name, "Linear4bit")
     assert kinds == {kind, "LlamaRMSNorm"}
     assert type(theirs.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("name", ["nf4", "bitsandbytes-int8"])
+def test_gpt2_takes_what_is_dequantised_as_its_conv1d_has_it(tmp_path: Path, name: str) -> None:
+    """bitsandbytes stores the transposes, of square weights too, whose shapes do not tell."""
+    transformers, torch = map(needs.module, ("transformers", "torch"))
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    made.save_pretrained(tmp_path / "in")
+    quiet(tmp_path / "in", tmp_path / "out", quant=name)
+    quiet(tmp_path / "out", tmp_path / "plain", dtype="float32")
+    models = []
+    for folder in ("out", "plain"):
+        model = transformers.GPT2LMHeadModel(made.config)
+        report = streamload.load_state_dict(model, tmp_path / folder, progress=False)
+        assert verify(report, streamload.open_checkpoint(tmp_path / folder), model) == []
+        models.append(model)
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, two)
+    weight = models[0].transformer.h[0].attn.c_proj.weight
+    near, far = made.transformer.h[0].attn.c_proj.weight, made.transformer.h[0].attn.c_proj.weight.T
+    assert (weight - near).norm() < (weight - far).norm() / 4
 
 
 @pytest.mark.slow
