@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from streamload._system import libc, sync, sync_folder
+from streamload._system import libc, read_at, sync, sync_folder
 from streamload.checkpoint.header import is_there, unreadable
 from streamload.digests import digest_of
 from streamload.errors import CheckpointError
@@ -89,7 +89,7 @@ class Output:
         """Read what was written; what is behind the end is zeros."""
         done = 0
         with writing_to(self._name):
-            while count := os.preadv(self._fd, [out[done:]], start + done):
+            while done < out.nbytes and (count := read_at(self._fd, start + done, out[done:])):
                 done += count
         out[done:] = bytes(out.nbytes - done)
 

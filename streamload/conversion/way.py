@@ -109,9 +109,8 @@ def choose_way(
     tensors_nbytes += _TEXTS * (texts_nbytes + entry_nbytes * len(beside) + sum(beside))
     floats = {info.dtype for info in checkpoint.tensors.values() if info.dtype.kind == "float"}
     is_cast = any(d is not None and floats - {d} for d in dtypes)
-    casts_nbytes = _CAST_NBYTES * (is_cast or bool(weights) or any_turned) + _QUANT_NBYTES * bool(
-        weights
-    )
+    casts_nbytes = _QUANT_NBYTES * bool(weights)
+    casts_nbytes += _CAST_NBYTES * (is_cast or bool(weights) or any_turned)
     decoding_nbytes = 2 * max((scales_nbytes(info.group) for info in packed), default=0)
     always_nbytes = _RUN_NBYTES + casts_nbytes + tensors_nbytes + decoding_nbytes
     largest = [

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 
 from streamload._system import direct_memory
@@ -100,8 +100,6 @@ class Writer:
         self._elements = threading.local()
         self._written: list[Writing] = []
         self._list_unfinished(journal)
-        if self._wants_sums:
-            self._begin_sums(journal)
         #: Bytes of the source that are to be read, before anything was.
         self.unread_nbytes = self._unread.total()
         self._shards = Shards(
@@ -122,14 +120,17 @@ class Writer:
         self._next_commit = time.monotonic()
 
     def _list_unfinished(self, journal: Journal) -> None:
-        """Put what is to be written to its files, without the parts beside codes."""
+        """Put what is to be written to its files, without the parts beside codes; begin sums."""
         numbered = enumerate((file, t) for file in self._files for t in file.out.tensors)
+        coming = {file: [(0, len(file.out.header))] for file in self._files}
         beside: dict[tuple[str, object], list[Writing]] = {}  # by folder and weight
         for index, (file, t) in numbered:
             if index in journal.finished:
                 continue
             tensor = Writing(index, file, t, t.start, t.nbytes)
             file.left_nbytes += t.nbytes
+            if self._wants_sums:
+                coming[file].append((t.start, t.stop))
             self._unread.update(_reads(t))
             if t.coding is not None:
                 of_weight = beside.setdefault((folder_of(file.out.path), weight_of(t)), [])
@@ -141,14 +142,9 @@ class Writer:
             if not t.nbytes:
                 tensor.digest = hasher().hexdigest()
                 self._written.append(tensor)
-
-    def _begin_sums(self, journal: Journal) -> None:
-        """Begin the sums of all files, and say what will come of each."""
-        numbers = count()
-        for file in self._files:
-            tensors = [t for t in file.out.tensors if next(numbers) not in journal.finished]
-            coming = [(0, len(file.out.header)), *((t.start, t.stop) for t in tensors)]
-            file.sum = FileSum(file.out.nbytes, coming)
+        if self._wants_sums:
+            for file in self._files:
+                file.sum = FileSum(file.out.nbytes, coming[file])
 
     def _cut(self, file: File) -> Iterator[Block]:
         """Cut a file's unfinished tensors and its header into blocks, in the order of writing."""
@@ -225,15 +221,15 @@ class Writer:
                 destination cannot be written.
             OutOfRangeError: a value does not fit, under ``out_of_range="error"``.
         """
-        running = self._way.threads
+        count = self._way.threads
         threads = [
             threading.Thread(target=self._work_through, name=f"convert-{i}", daemon=True)
-            for i in range(running)
+            for i in range(count)
         ]
         with deferred_interrupt() as interrupt:
             try:
                 tell(0)
-                self._running = running
+                self._running = count
                 for thread in threads:
                     thread.start()
                 while self._running:
