@@ -122,11 +122,11 @@ class GGUF(FormatReader):
         known = ARCHITECTURES.get(str(of_model.get(ARCHITECTURE)))
         freqs = () if known is None else _freqs(file, tensors)
         try:
-            heads = config_of(of_model, shapes)
+            settings = config_of(of_model, shapes, freqs)
         except ValueError as error:
             problem = "its layers have different settings"
             raise HeaderError(file.path, problem, "one number for all", str(error)) from error
-        config = {} if number else config_of(of_model, shapes, freqs)
+        config = {} if number else settings
         if config and (unsaid := unsaid_of(of_model, config, freqs)):
             warnings.warn(
                 f"{file.path}: {unsaid}, which no config.json says: its tensors are read, and the "
@@ -135,7 +135,7 @@ class GGUF(FormatReader):
                 stacklevel=2,
             )
             config = {}
-        return _header(file, known, heads, config, metadata, tensors, data_start)
+        return _header(file, known, settings, config, metadata, tensors, data_start)
 
     def siblings(self, header: Header) -> Sequence[str]:
         """See `FormatReader.siblings`."""
