@@ -10,7 +10,6 @@ Source: docs/gguf.md in github.com/ggml-org/ggml, and the names of split files i
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +47,7 @@ from streamload.formats.writer import (
     Made,
     Model,
     OutFile,
+    PerModel,
     Wanted,
     register_writer,
 )
@@ -86,7 +86,8 @@ class GGUF(FormatWriter):
     takes_blocks = True
 
     def __init__(self) -> None:
-        self._made: tuple[weakref.ref[Model], _Tokenizer] | None = None
+        # read once for a model's notes and its files
+        self._vocabularies = PerModel(self._vocabulary)
 
     def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
         """See `FormatWriter.asked`: "*" stands for all matrices."""
@@ -132,7 +133,7 @@ class GGUF(FormatWriter):
         known = {each.entry.name: each.entry for each in self._placed(model)}
         known[ROPE_FREQS] = Described(ROPE_FREQS, listed[0].shape, TENSOR_TYPE_OF["F32"])
         described = [known[entry.name] for entry in listed]
-        vocabulary = self._vocabulary(model)
+        vocabulary = self._vocabularies.of(model)
         keys = metadata(model.path, model.config, described)
         keys = {key: value for key, value in keys.items() if key not in vocabulary.keys}
         raw = metadata_bytes(keys) + vocabulary.raw
@@ -147,7 +148,7 @@ class GGUF(FormatWriter):
                 said, count = said + metadata_bytes(more), count + len(more)
             head = header(said, count, [each for _, each in mine])
             out.append(laid_out(path, head, [e for e, _ in mine], ALIGNMENT, pads_end=True))
-        self._made = None  # the header has a copy, of MBs
+        self._vocabularies.drop()  # the header has a copy, of MBs
         del raw, said, head, vocabulary
         trim_heap()
         return out
@@ -162,16 +163,13 @@ class GGUF(FormatWriter):
                 f"llama.cpp reads no sliding_window ({window}) of Mistral: tokens attend to all "
                 "that come before"
             )
-        return [*self._vocabulary(model).notes, *stay]
+        return [*self._vocabularies.of(model).notes, *stay]
 
     def _vocabulary(self, model: Model) -> _Tokenizer:
-        """What is known of the tokenizer; read once for a model's notes and its files."""
-        made = self._made  # once: another thread may convert another model
-        if made is None or made[0]() is not model:
-            made = weakref.ref(model), _read_tokenizer(model, self._placed(model))
-            self._made = made
-            trim_heap()  # tens of MB of small objects are gone
-        return made[1]
+        """What is known of the tokenizer."""
+        found = _read_tokenizer(model, self._placed(model))
+        trim_heap()  # tens of MB of small objects are gone
+        return found
 
 
 def _check_kind(model: Model, name: str, wanted: Wanted) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import re
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from streamload.formats.writer import (
     Made,
     Model,
     OutFile,
+    PerModel,
     Wanted,
     placed,
     register_writer,
@@ -298,8 +298,8 @@ class MLC(FormatWriter):
     wants_sums = True
 
     def __init__(self) -> None:
-        # the chat configuration: `documents` is asked three times, and a server for the tokenizer
-        self._made: tuple[weakref.ref[Model], bytes] | None = None
+        # `documents` is asked three times, and a server for the tokenizer
+        self._chat_configs = PerModel(lambda model: _json(_chat_config(model)))
 
     def asked(self, dtype: Any, quant: Any) -> tuple[Any, Any]:
         """``quant`` says all: what weights are, and the dtype of the rest."""
@@ -353,10 +353,7 @@ class MLC(FormatWriter):
         self, model: Model, files: Sequence[OutFile], sums: Mapping[str, str]
     ) -> Mapping[str, bytes]:
         """What says which model it is, and what says where its tensors are."""
-        made = self._made  # once: another thread may convert another model
-        if made is None or made[0]() is not model:
-            self._made = made = weakref.ref(model), _json(_chat_config(model))
-        return {CHAT_CONFIG: made[1], CACHE: _json(_cache(model, files, sums))}
+        return {CHAT_CONFIG: self._chat_configs.of(model), CACHE: _json(_cache(model, files, sums))}
 
     def notes(self, model: Model) -> Sequence[str]:
         """What the configuration lacks."""

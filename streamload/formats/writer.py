@@ -20,11 +20,12 @@ UnsupportedCastError for a dtype, that names the tensor and what to write instea
 from __future__ import annotations
 
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from streamload.checkpoint.header import SAFETENSORS, Stored, TensorInfo
 from streamload.checkpoint.url import Location
@@ -34,6 +35,8 @@ from streamload.formats.base import import_all
 from streamload.planning.parts import Coding, RowTranspose
 from streamload.quant.group import Packed
 from streamload.units import round_up
+
+_T = TypeVar("_T")
 
 #: Most bytes of a file where nothing else is said: what huggingface_hub splits at.
 DEFAULT_SHARD_SIZE = "5GB"
@@ -371,6 +374,29 @@ class Model:
         known = None if tensor is None else self.tensors.get(tensor)
         where = self.path if known is None else known.info.shard
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
+
+
+class PerModel(Generic[_T]):
+    """What a writer makes of a model once, for those of its methods that need it.
+
+    It is held for one model at a time, which may be gone.
+    """
+
+    def __init__(self, make: Callable[[Model], _T]) -> None:
+        """Hold nothing yet; ``make`` is called for each model."""
+        self._make = make
+        self._made: tuple[weakref.ref[Model], _T] | None = None
+
+    def of(self, model: Model) -> _T:
+        """What was made of this model; threads may ask for others meanwhile."""
+        made = self._made
+        if made is None or made[0]() is not model:
+            self._made = made = weakref.ref(model), self._make(model)
+        return made[1]
+
+    def drop(self) -> None:
+        """Hold nothing again."""
+        self._made = None
 
 
 class FormatWriter(Protocol):
