@@ -37,7 +37,14 @@ from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.likeness import shaped_like
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.formats.base import FormatReader, default_reader, keyed, read_header, readers
+from streamload.formats.base import (
+    UNREAD_SUFFIXES,
+    FormatReader,
+    default_reader,
+    keyed,
+    read_header,
+    readers,
+)
 from streamload.nesting import parse_json
 
 _SUFFIX = ".safetensors"
@@ -47,7 +54,6 @@ _LISTED = 8  # names shown in a message
 
 _MEMBER = re.compile(r"(?P<set>.*)-(?P<number>\d+)-of-(?P<total>\d+)(?P<rest>.*)", re.ASCII)
 _ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hugging Face's
-_OTHER_WEIGHTS = (".msgpack", ".h5", ".npz", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -427,7 +433,7 @@ def _unindexed(
             _some([f"{folder / name}" for name in names if (folder / name).is_dir()]),
         )
     if not shards:
-        others = sorted(names, key=lambda name: not name.endswith(_OTHER_WEIGHTS))
+        others = sorted(names, key=lambda name: not name.endswith(UNREAD_SUFFIXES))
         known = [f"*{suffix}" for each in readers().values() for suffix in each.suffixes]
         raise ShardNotFoundError(
             folder,

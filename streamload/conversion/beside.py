@@ -20,7 +20,7 @@ from streamload.dequantise import all_dequantised
 from streamload.digests import SIDECAR
 from streamload.dtypes import DType, parse_dtype
 from streamload.errors import CheckpointError, ShardNotFoundError
-from streamload.formats.base import readers
+from streamload.formats.base import UNREAD_SUFFIXES, readers
 from streamload.formats.safetensors import INDEX, SINGLE
 from streamload.nesting import parse_json
 from streamload.quant.group import CONFIG_KEYS
@@ -32,13 +32,6 @@ CONFIG = "config.json"
 MODULES = "modules.json"
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 
-# Files beside a checkpoint that are not copied: indexes, and weights in formats that are not read.
-# fmt: off
-_OTHER_WEIGHTS = (
-    ".index.json", ".dduf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".npz", ".onnx",
-    ".onnx_data", ".ot", ".pb", ".tflite",
-)
-# fmt: on
 #: Longer files are left where they are: vocabularies and tables have tens of MB.
 LARGEST_COPIED_NBYTES = 2**28
 _WORK = ".streamload"  # in the destination of a conversion
@@ -162,7 +155,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
 def _is_weights(name: str) -> bool:
     """Whether a file of that name holds weights, in whatever format, or is their index."""
     suffixes = (suffix for reader in readers().values() for suffix in reader.suffixes)
-    return name.lower().endswith((*suffixes, *_OTHER_WEIGHTS))
+    return name.lower().endswith((*suffixes, *UNREAD_SUFFIXES, ".index.json"))
 
 
 def _is_beside(name: str) -> bool:

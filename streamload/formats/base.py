@@ -40,6 +40,13 @@ from streamload.checkpoint.header import SAFETENSORS, Header, open_regular, unre
 from streamload.checkpoint.url import Location, Url
 from streamload.errors import TruncatedFileError
 
+# fmt: off
+#: Of files with weights in formats that are not read.
+UNREAD_SUFFIXES = (
+    ".dduf", ".ggml", ".h5", ".keras", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot",
+    ".pb", ".tflite",
+)
+# fmt: on
 #: Of a file whose name does not say its format, so many bytes are looked at.
 HEAD_NBYTES = 512
 
