@@ -58,7 +58,7 @@ def asked_by_model(
     of = members(checkpoint)
     if not of:
         return []
-    by_name = {name: p for p in parameters for name in (*p.names, *p.wrapped)}
+    by_name = _by_name(parameters)
     out: dict[str, None] = dict.fromkeys(asked(checkpoint, policy))
     packed: set[str] = set()
     for name, source in fill.items():
@@ -81,6 +81,10 @@ def asked_by_model(
             ):
                 out[group.name] = None
     return [name for name in out if name not in packed]
+
+
+def _by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    return {name: p for p in parameters for name in (*p.names, *p.wrapped)}
 
 
 def _own_name(group: Group, name: str) -> str:
@@ -123,14 +127,16 @@ def holds_transposes(
     checkpoint: Checkpoint, parameters: Iterable[Parameter], fill: Mapping[str, Source]
 ) -> bool:
     """Whether a model has a Conv1D where a dequantised weight is a Linear's, by its shape."""
-    shapes = {name: p.shape for p in parameters for name in (*p.names, *p.wrapped)}
+    by_name = _by_name(parameters)
     for name, source in fill.items():
+        parameter = by_name.get(name)
         for tensor in dict.fromkeys(r.tensor for r in source.rows):
             info = checkpoint.tensors.get(tensor)
-            if isinstance(info, Packed) and info.group.kind in _OF_LINEARS:
-                turned = tuple(info.shape[::-1])
-                if turned != tuple(info.shape) and shapes.get(name) == turned:
-                    return True
+            if parameter is None or not isinstance(info, Packed):
+                continue
+            turned = info.shape[::-1]
+            if info.group.kind in _OF_LINEARS and info.shape != turned == parameter.shape:
+                return True
     return False
 
 

@@ -16,30 +16,24 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 HAS_RUNTIMES = os.environ.get("STREAMLOAD_TEST_RUNTIMES") == "1"
 
 
-def lacking(reason: str) -> NoReturn:
-    """Skip the test; in CI, fail it."""
-    if IN_CI:
-        pytest.fail(f"must be there in CI: {reason}")
+def lacking(reason: str, *, needed: bool = IN_CI, where: str = "in CI") -> NoReturn:
+    """Skip the test; where what it lacks is needed, which is in CI, fail it."""
+    if needed:
+        pytest.fail(f"must be there {where}: {reason}")
     pytest.skip(reason, allow_module_level=True)
 
 
-def module(name: str) -> ModuleType:
+def module(name: str, *, needed: bool = IN_CI, where: str = "in CI") -> ModuleType:
     """Import a module that the test needs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        lacking(f"{name} is not installed: {error}")
+        lacking(f"{name} is not installed: {error}", needed=needed, where=where)
 
 
 def runtime(name: str) -> ModuleType:
     """Import what only ``scripts/test --all`` installs: there it is needed; else skip without."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        reason = f"{name} is not installed: {error}"
-        if HAS_RUNTIMES:
-            pytest.fail(f"must be there with scripts/test --all: {reason}")
-        pytest.skip(reason, allow_module_level=True)
+    return module(name, needed=HAS_RUNTIMES, where="with scripts/test --all")
 
 
 def device(name: str) -> None:

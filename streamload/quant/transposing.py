@@ -46,7 +46,8 @@ def transpose(found: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> bool:
     n = to.itemsize
     if n not in _ITEMSIZES or not to.strides[0] == n == found.strides[1]:
         return False
-    kernel = _compiled(n)
+    with _compiling:
+        kernel = _compile(n)
     if not callable(kernel):
         return False
     lines, columns = (of // step * step for of, step in zip(to.shape, _steps(n), strict=True))
@@ -60,11 +61,6 @@ def transpose(found: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> bool:
 def _steps(itemsize: int) -> tuple[int, int]:
     """The kernel takes multiples of so many lines and columns."""
     return _BLOCK, _LINE_NBYTES // itemsize
-
-
-def _compiled(itemsize: int) -> Callable[..., None] | str:
-    with _compiling:
-        return _compile(itemsize)
 
 
 @cache
