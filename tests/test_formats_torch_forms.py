@@ -69,6 +69,17 @@ def test_several_dicts_need_a_key(tmp_path: Path) -> None:
     assert torch.equal(found["a"], filled(4))
 
 
+def test_keys_of_the_same_dict(tmp_path: Path) -> None:
+    """A dict under two keys is one dict of tensors, and both lead to it; a key may have dots."""
+    path = tmp_path / "model.pth"
+    weights = {"weight": filled(2), "bias": filled(3)}
+    torch.save({"state_dict": weights, "state_dict_ema": weights, "a.b": {"c": weights}}, path)
+    expected = open_checkpoint(path)
+    for key in ("state_dict", "state_dict_ema", "a.b.c"):
+        assert open_checkpoint(path, key=key).tensors == expected.tensors
+    assert refused(path, key="a").problem == "key 'a' holds no tensors by name"
+
+
 def test_a_key_is_for_such_files_only(tmp_path: Path) -> None:
     """A safetensors file has no keys."""
     write_safetensors(tmp_path / "model.safetensors", {"a": ("BF16", (2,), bytes(4))})

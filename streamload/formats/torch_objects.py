@@ -137,6 +137,7 @@ _UNREADABLE = {
     "_rebuild_device_tensor_from_numpy": "it is stored as an array of numpy",
     "_rebuild_device_tensor_from_cpu_tensor": "it is of a device that wraps other tensors",
 }
+_TENSOR_ROLES = ("tensor", "parameter", "unreadable")
 _QSCHEMES = ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")
 
 #: Every name that a pickle may say, by its module and itself.
@@ -219,7 +220,7 @@ def called(function: Any, arguments: Any) -> Any:
         case "dict", ():
             return {}
         case "dict", (dict(given),):
-            return given
+            return dict(given)  # of its own, as torch makes it: either may change afterwards
         case "size", (tuple(shape),):
             return shape
         case "size", ():
@@ -233,7 +234,7 @@ def called(function: Any, arguments: Any) -> Any:
         case "parameter", (Tensor() as data, *_):
             return data
         case "from_type", (Global() as inner, Global(role="class"), tuple(given), *_):
-            if inner.role != "from_type":  # else depth would be the file's to say
+            if inner.role in _TENSOR_ROLES:  # of its own kind, depth would be the file's to say
                 return called(inner, given)
     raise ArgumentsError(f"arguments of {function.name}", f"{len(arguments)} others")
 

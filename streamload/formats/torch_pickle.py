@@ -16,13 +16,15 @@ import codecs
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from itertools import repeat
+from typing import Any, NoReturn, TypeAlias
 
 from streamload.formats.torch_objects import (
     ArgumentsError,
     Global,
     Opaque,
     PickleError,
+    Storage,
     called,
     key_of,
     kind_of,
@@ -47,7 +49,8 @@ def load(data: bytes) -> Any:
 
 # --- the machine ----------------------------------------------------------------------------------
 
-_Action = Callable[["_Machine", memoryview], None]
+_Raw: TypeAlias = "bytes | memoryview"  # an opcode's argument, without its length
+_Action = Callable[["_Machine", _Raw], None]
 _LENGTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -59,6 +62,7 @@ _LINES = {"GLOBAL": 2, "INST": 2}  # arguments of so many lines, of opcodes that
 # free memory is looked at.
 _OPCODE_NBYTES = 128
 _CHECKED_OPCODES = 2**18
+_SHORT_NBYTES = 2**10
 _MAX_INT = 2**63
 _MOST_DIGITS = 20
 
@@ -67,64 +71,91 @@ class _Machine:
     """A stack, a memo, and what each opcode does to them."""
 
     def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-        self._at = 0
+        self._data = data
+        self.at = 0  # the next byte
+        self._byte = 0  # the opcode that is done
         self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # one for each mark
+        self.below: list[list[Any]] = []  # one for each mark
         self.memo: dict[int, Any] = {}
+        self._storages: dict[str, Storage] = {}  # by their keys
+        self._copied = 0  # entries of dicts
 
     def run(self) -> Any:
         """Do what the opcodes say, up to the one that ends them."""
-        data = self._data
-        left = _CHECKED_OPCODES
+        data, end, opcodes = self._data, len(self._data), _OPCODES
         while True:
-            left -= 1
-            if not left:
-                left = _CHECKED_OPCODES
-                needed_nbytes = left * _OPCODE_NBYTES
-                first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
-            if self._at >= len(data):
-                raise PickleError("is cut off", "an opcode", f"the end at byte {self._at}")
-            opcode = _OPCODES[data[self._at]]
-            if opcode is None:
-                found = f"byte 0x{data[self._at]:02x} at {self._at}"
-                raise PickleError("is not a pickle", "an opcode", found)
-            name, argument, action = opcode
-            self._at += 1
-            if name == "STOP":
-                break
-            self.name = name
-            action(self, self._argument(*argument) if argument else data[:0])
-        if len(self.stack) != 1 or self._below:
-            raise PickleError("does not end with one object", "one", str(len(self.stack)))
-        return self.stack[0]
+            for _ in repeat(None, _CHECKED_OPCODES):
+                at = self.at
+                if at >= end:
+                    raise PickleError("is cut off", "an opcode", f"the end at byte {at}")
+                self._byte = byte = data[at]
+                self.at = at + 1
+                kind, action = opcodes[byte]
+                if kind is None:
+                    action(self, b"")
+                    if action is _stop:
+                        return self.stack[0]
+                else:
+                    action(self, self._argument(kind))
+            self._check_memory(_CHECKED_OPCODES)
 
-    def _argument(self, kind: int, lines: int) -> memoryview:
+    @property
+    def name(self) -> str:
+        """The opcode that is done."""
+        return _NAMES[self._byte]
+
+    def _check_memory(self, count: int) -> None:
+        """Raise PlanInfeasibleError where memory has no room for so many objects more."""
+        needed_nbytes = count * _OPCODE_NBYTES
+        first_that_fits([(None, needed_nbytes)], [("objects of a pickle", needed_nbytes)])
+
+    def count_copied(self, count: int) -> None:
+        """Count entries of a dict that is copied; refuse more of them than the file has bytes.
+
+        Each dict that torch.save writes is copied once at most: time stays linear.
+        """
+        self._copied += count
+        if self._copied > len(self._data):
+            self.refuse("dicts of its own", f"copies of copies, {self._copied} entries")
+        if count >= _CHECKED_OPCODES:
+            self._check_memory(count)
+
+    def storage(self, found: Storage) -> Storage:
+        """The storage of that key: torch keeps the first, whatever else is said of it later."""
+        first = self._storages.setdefault(found.key, found)
+        if first != found:
+            said = (f"{each.numel} of {each.dtype or 'uint8'}" for each in (first, found))
+            self.refuse(f"one dtype and length of storage {found.key!r}", " and ".join(said))
+        return first
+
+    def _argument(self, kind: int) -> _Raw:
         """The bytes of an opcode's argument, without its length."""
-        data, at = self._data, self._at
+        data, at = self._data, self.at
         if kind >= 0:
             stop = at + kind
         elif kind == pickletools.UP_TO_NEWLINE:
             stop = at
-            for _ in range(lines):
-                stop = data.obj.find(b"\n", stop) + 1  # type: ignore[attr-defined]
+            for _ in range(_LINES.get(self.name, 1)):
+                stop = data.find(b"\n", stop) + 1
                 if not stop:
                     raise PickleError("is cut off", "the end of a line", f"{self.name} at {at - 1}")
         else:
             at += _LENGTHS[kind]
-            stop = at + int.from_bytes(data[self._at : at], "little")
+            stop = at + int.from_bytes(data[self.at : at], "little")
         if stop > len(data):
             raise PickleError(
-                "is cut off", f"{stop} bytes for {self.name} at {self._at - 1}", str(len(data))
+                "is cut off", f"{stop} bytes for {self.name} at {self.at - 1}", str(len(data))
             )
-        self._at = stop
-        return data[at:stop]
+        self.at = stop
+        # a view of what is long: it is copied once, by what is made of it
+        return data[at:stop] if stop - at < _SHORT_NBYTES else memoryview(data)[at:stop]
 
     def pop(self) -> Any:
         """Take the object on top."""
-        if not self.stack:
+        try:
+            return self.stack.pop()
+        except IndexError:
             self.refuse("an object on the stack", "none")
-        return self.stack.pop()
 
     def top(self, kind: type[Any]) -> Any:
         """The object on top, which stays, and is of a kind."""
@@ -135,35 +166,44 @@ class _Machine:
 
     def mark(self) -> None:
         """Begin to collect objects."""
-        self._below.append(self.stack)
+        self.below.append(self.stack)
         self.stack = []
 
     def since_mark(self) -> list[Any]:
         """Take all objects from the last mark on."""
-        if not self._below:
+        if not self.below:
             self.refuse("a mark on the stack", "none")
-        found, self.stack = self.stack, self._below.pop()
+        found, self.stack = self.stack, self.below.pop()
         return found
 
     def refuse(self, expected: str, found: str) -> NoReturn:
         """Raise PickleError for the opcode that is done."""
-        raise PickleError(f"{self.name} at byte {self._at} is not valid", expected, found)
+        raise PickleError(f"{self.name} at byte {self.at} is not valid", expected, found) from None
 
 
 # --- opcodes --------------------------------------------------------------------------------------
 
 
-def _nothing(machine: _Machine, raw: memoryview) -> None:
+def _nothing(machine: _Machine, raw: _Raw) -> None:
     pass
 
 
-def _proto(machine: _Machine, raw: memoryview) -> None:
+def _stop(machine: _Machine, raw: _Raw) -> None:
+    if len(machine.stack) != 1 or machine.below:
+        raise PickleError("does not end with one object", "one", str(len(machine.stack)))
+
+
+def _unknown(machine: _Machine, raw: _Raw) -> None:
+    raise PickleError("is not a pickle", "an opcode", f"{machine.name} at {machine.at - 1}")
+
+
+def _proto(machine: _Machine, raw: _Raw) -> None:
     if raw[0] > 5:
         machine.refuse("a protocol up to 5", str(raw[0]))
 
 
-def _pushes(make: Callable[[memoryview], Any]) -> _Action:
-    def action(machine: _Machine, raw: memoryview) -> None:
+def _pushes(make: Callable[[_Raw], Any]) -> _Action:
+    def action(machine: _Machine, raw: _Raw) -> None:
         try:
             machine.stack.append(make(raw))
         except (ValueError, OverflowError) as error:
@@ -172,12 +212,12 @@ def _pushes(make: Callable[[memoryview], Any]) -> _Action:
     return action
 
 
-def _integer(raw: memoryview) -> Any:
+def _integer(raw: _Raw) -> Any:
     """Little-endian, with a sign; opaque beyond 64 bits."""
     return int.from_bytes(raw, "little", signed=True) if len(raw) <= 8 else Opaque()
 
 
-def _digits(raw: memoryview) -> Any:
+def _digits(raw: _Raw) -> Any:
     """In text; ``00`` and ``01`` are False and True."""
     text = bytes(raw[: _MOST_DIGITS + 2]).strip().removesuffix(b"L")
     if text in (b"00", b"01"):
@@ -186,15 +226,15 @@ def _digits(raw: memoryview) -> Any:
     return found if -_MAX_INT <= found < _MAX_INT else Opaque()
 
 
-def _text(raw: memoryview) -> str:
+def _text(raw: _Raw) -> str:
     return str(raw, "utf-8", "surrogatepass")
 
 
-def _line(raw: memoryview) -> str:
+def _line(raw: _Raw) -> str:
     return str(raw[:-1], "raw-unicode-escape")
 
 
-def _quoted(raw: memoryview) -> str:
+def _quoted(raw: _Raw) -> str:
     text = bytes(raw[:-1]).strip()
     if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
         raise ValueError("a string without quotes")
@@ -202,14 +242,17 @@ def _quoted(raw: memoryview) -> str:
 
 
 def _tuple(count: int) -> _Action:
-    def action(machine: _Machine, raw: memoryview) -> None:
-        machine.stack.append(tuple([machine.pop() for _ in range(count)][::-1]))
+    def action(machine: _Machine, raw: _Raw) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            machine.refuse("an object on the stack", "none")
+        stack[-count:] = [tuple(stack[-count:])]
 
     return action
 
 
 def _collected(make: Callable[[list[Any]], Any]) -> _Action:
-    def action(machine: _Machine, raw: memoryview) -> None:
+    def action(machine: _Machine, raw: _Raw) -> None:
         found = machine.since_mark()
         machine.stack.append(make(found))
 
@@ -220,44 +263,44 @@ def _frozenset(found: list[Any]) -> Opaque:
     return Opaque()
 
 
-def _pop(machine: _Machine, raw: memoryview) -> None:
+def _pop(machine: _Machine, raw: _Raw) -> None:
     if machine.stack:
         machine.stack.pop()
     else:
         machine.since_mark()
 
 
-def _dup(machine: _Machine, raw: memoryview) -> None:
+def _dup(machine: _Machine, raw: _Raw) -> None:
     machine.stack.append(machine.pop())
     machine.stack.append(machine.stack[-1])
 
 
-def _append(machine: _Machine, raw: memoryview) -> None:
+def _append(machine: _Machine, raw: _Raw) -> None:
     value = machine.pop()
     machine.top(list).append(value)
 
 
-def _appends(machine: _Machine, raw: memoryview) -> None:
+def _appends(machine: _Machine, raw: _Raw) -> None:
     values = machine.since_mark()
     machine.top(list).extend(values)
 
 
-def _add_items(machine: _Machine, raw: memoryview) -> None:
+def _add_items(machine: _Machine, raw: _Raw) -> None:
     machine.since_mark()
     machine.top(Opaque)
 
 
-def _set_item(machine: _Machine, raw: memoryview) -> None:
+def _set_item(machine: _Machine, raw: _Raw) -> None:
     value, key = machine.pop(), machine.pop()
     machine.top(dict)[key_of(key)] = value
 
 
-def _set_items(machine: _Machine, raw: memoryview) -> None:
+def _set_items(machine: _Machine, raw: _Raw) -> None:
     pairs = machine.since_mark()
     _fill(machine, machine.top(dict), pairs)
 
 
-def _dict(machine: _Machine, raw: memoryview) -> None:
+def _dict(machine: _Machine, raw: _Raw) -> None:
     pairs = machine.since_mark()
     machine.stack.append({})
     _fill(machine, machine.stack[-1], pairs)
@@ -269,24 +312,24 @@ def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
     target.update(zip(map(key_of, pairs[::2]), pairs[1::2], strict=True))
 
 
-def _get(machine: _Machine, raw: memoryview) -> None:
+def _get(machine: _Machine, raw: _Raw) -> None:
     index = _index(machine, raw)
     if index not in machine.memo:
         machine.refuse("an object that was kept", f"number {index}")
     machine.stack.append(machine.memo[index])
 
 
-def _put(machine: _Machine, raw: memoryview) -> None:
+def _put(machine: _Machine, raw: _Raw) -> None:
     machine.stack.append(machine.pop())
     machine.memo[_index(machine, raw)] = machine.stack[-1]
 
 
-def _memoize(machine: _Machine, raw: memoryview) -> None:
+def _memoize(machine: _Machine, raw: _Raw) -> None:
     machine.stack.append(machine.pop())
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-def _index(machine: _Machine, raw: memoryview) -> int:
+def _index(machine: _Machine, raw: _Raw) -> int:
     if machine.name in ("GET", "PUT"):
         digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
         if not digits.isdigit():
@@ -295,7 +338,7 @@ def _index(machine: _Machine, raw: memoryview) -> int:
     return int.from_bytes(raw, "little")
 
 
-def _refused(machine: _Machine, raw: memoryview) -> None:
+def _refused(machine: _Machine, raw: _Raw) -> None:
     """Opcodes that build instances, or take objects from elsewhere."""
     said = f" of {kind_of(machine.stack[-1])}" if machine.stack else ""
     if machine.name == "INST":
@@ -306,12 +349,12 @@ def _refused(machine: _Machine, raw: memoryview) -> None:
     machine.refuse("tensors, dicts and plain values", f"{machine.name}{said[:200]}")
 
 
-def _global(machine: _Machine, raw: memoryview) -> None:
+def _global(machine: _Machine, raw: _Raw) -> None:
     module, _, name = str(raw[:-1], "utf-8", "replace").partition("\n")
     machine.stack.append(named(module, name))
 
 
-def _stack_global(machine: _Machine, raw: memoryview) -> None:
+def _stack_global(machine: _Machine, raw: _Raw) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
         machine.refuse(
@@ -320,18 +363,20 @@ def _stack_global(machine: _Machine, raw: memoryview) -> None:
     machine.stack.append(named(module, name))
 
 
-def _build(machine: _Machine, raw: memoryview) -> None:
+def _build(machine: _Machine, raw: _Raw) -> None:
     """Attributes of a dict, which state_dict() has (``_metadata``), are left out."""
     machine.pop()
     machine.top(dict)
 
 
-def _persistent(machine: _Machine, raw: memoryview) -> None:
-    machine.stack.append(_made(machine, storage_of, machine.pop()))
+def _persistent(machine: _Machine, raw: _Raw) -> None:
+    machine.stack.append(machine.storage(_made(machine, storage_of, machine.pop())))
 
 
-def _reduce(machine: _Machine, raw: memoryview) -> None:
+def _reduce(machine: _Machine, raw: _Raw) -> None:
     arguments, function = machine.pop(), machine.pop()
+    if type(arguments) is tuple and len(arguments) == 1 and type(arguments[0]) is dict:
+        machine.count_copied(len(arguments[0]))
     machine.stack.append(_made(machine, called, function, arguments))
 
 
@@ -350,7 +395,7 @@ _OPAQUE = _pushes(lambda raw: Opaque())
 _ACTIONS: Mapping[str, _Action] = {
     "PROTO": _proto,
     "FRAME": _nothing,
-    "STOP": _nothing,
+    "STOP": _stop,
     "NONE": _pushes(lambda raw: None),
     "NEWTRUE": _pushes(lambda raw: True),
     "NEWFALSE": _pushes(lambda raw: False),
@@ -408,11 +453,10 @@ _ACTIONS: Mapping[str, _Action] = {
     "BINPERSID": _persistent,
 }
 
-#: By byte, the name of an opcode, the kind of its argument and its lines, and what it does.
-_OPCODES: list[tuple[str, tuple[int, int] | None, _Action] | None] = [None] * 256
+_NAMES = [f"byte 0x{byte:02x}" for byte in range(256)]
+#: By byte, the kind of an opcode's argument, and what it does.
+_OPCODES: list[tuple[int | None, _Action]] = [(None, _unknown)] * 256
 for _op in pickletools.opcodes:
-    _OPCODES[ord(_op.code)] = (
-        _op.name,
-        None if _op.arg is None else (_op.arg.n, _LINES.get(_op.name, 1)),
-        _ACTIONS.get(_op.name, _refused),
-    )
+    _NAMES[ord(_op.code)] = _op.name
+    _kind = None if _op.arg is None else _op.arg.n
+    _OPCODES[ord(_op.code)] = (_kind, _ACTIONS.get(_op.name, _refused))

@@ -12,6 +12,7 @@ same, for the names and the alignment of entries.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -328,11 +329,9 @@ def _chosen(file: File, root: Any, key: str | None) -> Mapping[str, Tensor]:
     Raises:
         HeaderError: there is none, or there are several and no key says which.
     """
+    if key is not None and (tensors := _tensors_at(root, key)):
+        return tensors
     found = sorted(_holders(root), key=lambda one: -len(one[1]))
-    if key is not None:
-        found_there = next((tensors for way, tensors in found if _key(way) == key), None)
-        if found_there is not None:
-            return found_there
     listed = ", ".join(
         f"{describe(_key(way))} ({len(tensors)} tensor{'s' * (len(tensors) != 1)})"
         for way, tensors in found[:_LISTED]
@@ -363,12 +362,36 @@ def _holders(root: Any) -> Iterator[tuple[_Way, dict[str, Tensor]]]:
             if id(each) in seen:
                 continue
             seen.add(id(each))
-            named = [(k, v) for k, v in each.items() if type(k) is str]
-            tensors = {k: v for k, v in named if type(v) is Tensor}
-            if tensors:
+            if tensors := _tensors_in(each):
                 yield way, tensors
-            below += [((k, way), v) for k, v in named if type(v) is dict]
+            below += [((k, way), v) for k, v in each.items() if type(k) is str and type(v) is dict]
         level = below
+
+
+def _tensors_at(root: Any, key: str) -> dict[str, Tensor]:
+    """The tensors of the dict that a key leads to; none if there is no such dict.
+
+    Several keys may lead to one dict, and a name may have dots: each way to cut the key is tried.
+    """
+    ends = [at for at, letter in enumerate(key) if letter == "."] + [len(key)]
+    level = {(id(root), 0): root} if type(root) is dict else {}
+    if key == ROOT:
+        return _tensors_in(root) if level else {}
+    for _ in range(_DEEPEST):
+        below: dict[tuple[int, int], Any] = {}
+        for (_, start), each in level.items():
+            for end in ends[bisect_left(ends, start) :]:
+                found = each.get(key[start:end])
+                if type(found) is dict:
+                    if end == len(key) and (tensors := _tensors_in(found)):
+                        return tensors
+                    below[id(found), end + 1] = found
+        level = below
+    return {}
+
+
+def _tensors_in(found: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {k: v for k, v in found.items() if type(k) is str and type(v) is Tensor}
 
 
 def _key(way: _Way) -> str:
