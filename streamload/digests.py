@@ -130,9 +130,9 @@ class Digests:
 
     def to_json(self) -> str:
         """The sidecar's text."""
-        return "".join(self._lines())
+        return "".join(self.lines())
 
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """The text, a line for each tensor: there may be very many."""
         document = {
             "format": _FORMAT,
@@ -230,7 +230,7 @@ class Digests:
         partial = target.with_name(f".{target.name}.partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                file.writelines(self._lines())
+                file.writelines(self.lines())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)

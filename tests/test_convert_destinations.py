@@ -97,8 +97,6 @@ def test_folders_of_nodes_that_there_are_no_more_go(source: Path, tmp_path: Path
     quiet(source, out, nodes=TWO)
     quiet(source, out / "own")  # a conversion of its own, whose folder is no node's
     (out / "b" / "mine.txt").write_text("mine")
-    (out / "a").rename(tmp_path / "elsewhere")
-    (out / "a").symlink_to(tmp_path / "elsewhere")  # a folder all the same
     for nodes in ([Node("a", "90KB")], None):
         with pytest.raises(CheckpointError, match=r"holds a checkpoint.*b/model"):
             quiet(other, out, nodes=nodes)
@@ -107,7 +105,7 @@ def test_folders_of_nodes_that_there_are_no_more_go(source: Path, tmp_path: Path
     assert tensors_of(out / "a") == tensors_of(other)
     assert [p.name for p in (out / "b").iterdir()] == ["mine.txt"]
     quiet(other, out, overwrite=True)
-    assert not any((out / "a").iterdir())
+    assert not (out / "a").exists()
     assert tensors_of(out) == tensors_of(other)
     own = {path: data for path, data in before.items() if path.startswith("own/")}
     assert own == {p: data for p, data in files_of(out).items() if p.startswith("own/")}
@@ -350,3 +348,92 @@ def test_folders_above_a_destination_reach_the_disk(
     quiet(source, above / "b" / "other", nodes=TWO)
     assert above / "b" in synced
     assert above not in synced
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def _precious(tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+    """A folder of somebody's, with names that a conversion has; and what is in it."""
+    folder = tmp_path / "precious"
+    for name in ("out/thesis.txt", "journal", "reserve", "lock", SINGLE, "mine.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder, files_of(folder)
+
+
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}, {"dry_run": True}])
+@pytest.mark.parametrize("link", [WORK, f"{WORK}/out", "a"])
+def test_no_folder_is_written_through_a_link(
+    source: Path, tmp_path: Path, link: str, how: dict[str, bool]
+) -> None:
+    """A link in the destination is refused by name, and nothing is removed where it leads."""
+    out, (precious, before) = tmp_path / "out", _precious(tmp_path)
+    (out / link).parent.mkdir(parents=True)
+    (out / link).symlink_to(precious)
+    with pytest.raises(CheckpointError) as raised:
+        quiet(source, out, nodes=TWO if link == "a" else None, **how)
+    assert raised.value.path == str(out / link)
+    assert raised.value.problem == "would be written through a link"
+    assert raised.value.found == f"a link to {precious}"
+    assert files_of(precious) == before
+
+
+def test_folders_of_earlier_nodes_that_are_links(source: Path, tmp_path: Path) -> None:
+    """What they lead to is nobody's but the user's."""
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    quiet(source, out, nodes=TWO)
+    (out / "a").rename(elsewhere)
+    (out / "a").symlink_to(elsewhere)
+    before = files_of(elsewhere)
+    quiet(source, out, overwrite=True)
+    assert files_of(elsewhere) == before
+    assert not (out / "b").exists()
+
+
+def test_a_journal_that_is_a_link(source: Path, tmp_path: Path) -> None:
+    """It is not continued; to begin again removes the link alone."""
+    out, (precious, before) = tmp_path / "out", _precious(tmp_path)
+    (out / WORK).mkdir(parents=True)
+    (out / WORK / "journal").symlink_to(precious / "journal")
+    with pytest.raises(CheckpointError, match="written through a link"):
+        quiet(source, out, resume=True)
+    quiet(source, out, overwrite=True)
+    assert files_of(precious) == before
+    assert tensors_of(out) == tensors_of(source)
+
+
+def test_files_that_are_links_are_not_written_through(source: Path, tmp_path: Path) -> None:
+    """Neither an unfinished file of tensors, nor one that gets its name."""
+    out, (precious, before) = tmp_path / "out", _precious(tmp_path)
+    stopped_at("_prepare", source, out)
+    (out / WORK / "out" / SINGLE).unlink()
+    (out / WORK / "out" / SINGLE).symlink_to(precious / SINGLE)
+    with pytest.raises(CheckpointError, match="written through a link"):
+        quiet(source, out, resume=True)
+    assert files_of(precious) == before
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / SINGLE).symlink_to(precious / SINGLE)
+    quiet(source, out, overwrite=True)  # the link is replaced
+    assert files_of(precious) == before
+    assert tensors_of(out) == tensors_of(source)
+
+
+@pytest.mark.parametrize("moment", ["_write", "_prepare", "_publish"])
+def test_a_link_that_comes_while_it_runs(
+    source: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the work is replaced by a link under way: what that leads to stays."""
+    out, (precious, before) = tmp_path / "out", _precious(tmp_path)
+    done = getattr(module._Conversion, moment)
+
+    def swapped(self: module._Conversion, *arguments: Any, **named: Any) -> Any:
+        (out / WORK).rename(tmp_path / "moved")
+        (out / WORK).symlink_to(precious)
+        return done(self, *arguments, **named)
+
+    monkeypatch.setattr(module._Conversion, moment, swapped)
+    with pytest.raises(CheckpointError):
+        quiet(source, out)
+    assert files_of(precious) == before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +24,8 @@ from streamload.checkpoint.header import SAFETENSORS, unreadable
 from streamload.checkpoint.url import Url, is_foreign, without_secrets
 from streamload.conversion import disk
 from streamload.conversion.beside import LARGEST_COPIED_NBYTES
-from streamload.conversion.destination import Destination
+from streamload.conversion.destination import OUT, Destination
+from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal
 from streamload.conversion.planning import (
     ConvertOptions,
@@ -266,6 +266,7 @@ def convert(
     with ExitStack() as locks:
         for folder in job.destination.folders():
             locks.enter_context(disk.locked(plan.destination / folder))
+        locks.enter_context(job.destination.opened())
         report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
     job.destination.remove_empty_folders()
     return report
@@ -389,20 +390,14 @@ class _Conversion:
         with disk.writing_to(to.path):
             if resume:
                 self._check_versions()
-            journal = Journal.resume(to.journal, self._first) if resume else None
+            journal = Journal.resume(to.root, self._first) if resume else None
             if journal is not None:
                 if journal.published is None:
                     self._forget_lost(journal)
                     to.check_room()
                 return journal
-            to.journal.unlink(missing_ok=True)
-            if disk.exists(to.out):
-                shutil.rmtree(to.out)
-            to.check_room()
-            for folder in ("", *self._plan.folders, *self._plan.subfolders):
-                (to.out / folder).mkdir(parents=True, exist_ok=True)
-            disk.write_file(to.reserve, [bytes(to.reserve_nbytes)])
-            journal = Journal.begin(to.journal, self._first, replaces=overwrite)
+            to.begin()
+            journal = Journal.begin(to.root, self._first, replaces=overwrite)
             sync_folder(to.work)
             sync_folder(to.path)
             return journal
@@ -444,7 +439,7 @@ class _Conversion:
         self._check_source()
         self._sums |= writer.sums
         for file in self._plan.files:
-            disk.extend(self.destination.out / file.path, file.nbytes)
+            disk.extend(self.destination.root, f"{OUT}/{file.path}", file.nbytes)
         return writer.read_nbytes
 
     def _by_key(self, journal: Journal) -> dict[str, Finished]:
@@ -464,33 +459,33 @@ class _Conversion:
 
     def _prepare(self, journal: Journal) -> dict[str, str]:
         """Write the small files, and bring every name to the disk; gives `Journal.published`."""
-        out = self.destination.out
+        out, root = self.destination.out, self.destination.root
         sums: dict[str, str] = {}
         for file in self._plan.files:
             if self._plan.wants_sums:  # of what an earlier call wrote, nothing is known yet
                 found = self._sums.get(file.path)
-                sums[file.path] = found or disk.file_sum(out / file.path, file.nbytes)
+                disk.extend(root, f"{OUT}/{file.path}", file.nbytes)
+                sums[file.path] = found or disk.file_sum(out / file.path)
         for small in (*self._plan.small, *self._plan.indexes):
-            path, content = out / small.path, small.content
+            path, content = f"{OUT}/{small.path}", small.content
             if isinstance(content, Url):
-                _fetch(content, path)
+                _fetch(content, root, path)
                 continue
             data: Iterable[bytes]
             if isinstance(content, Path):
                 data = disk.pieces(content)
             else:
                 data = [content if isinstance(content, bytes) else content(sums)]
-            disk.write_file(path, data, small.mode)
+            root.write(path, data, small.mode)
         for folder in self._plan.folders:
             self._write_sidecar(folder, journal)
         # users that could not read the source cannot read the copy; the owner may write
         modes = {h.path: h.state.others[1] | stat.S_IWUSR for h in self._shards if h.state}
         for file in self._plan.files:
-            path = out / file.path
             allowed = 0o777
             for shard in {info.shard for t in file.tensors for info in t.infos}:
                 allowed &= modes.get(shard, allowed)
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
+            root.restrict(f"{OUT}/{file.path}", allowed)
         for folder in ("", *self._plan.folders, *self._plan.subfolders):
             sync_folder(out / folder)
         large = {file.path for file in self._plan.files}
@@ -502,14 +497,16 @@ class _Conversion:
             for i, (_, file, t) in enumerate(self._plan.tensors())
             if folder_of(file.path) == folder
         ]
-        Digests(
+        digests = Digests(
             {t.name: Digest(t.name, t.dtype, t.shape, t.nbytes, f.digest) for t, f in mine},
             source={"path": self._plan.path, "files": self._source},
             options=dict(self._plan.options),
             files=self._plan.below(folder),
             counts={t.name: astuple(one.counts) for t, one in mine if one.counts.total},
             errors={t.name: astuple(e) for t, one in mine if (e := one.errors) is not None},
-        ).write(self.destination.out / folder / SIDECAR)
+        )
+        lines = (line.encode() for line in digests.lines())
+        self.destination.root.write(f"{OUT}/{in_folder(folder, SIDECAR)}", lines)
 
     def _publish(self, journal: Journal, *, replaces: bool) -> None:
         """Give every file its name; again, where that was begun before."""
@@ -564,13 +561,13 @@ def _length(path: Path) -> int | None:
         return None
 
 
-def _fetch(source: Url, path: Path) -> None:
+def _fetch(source: Url, root: Folder, path: str) -> None:
     """Write a file that a server has."""
-    path.unlink(missing_ok=True)
-    with open(path, "w+b") as file:
+    root.unlink(path)
+    with open(root.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
         remote.download(source, file, LARGEST_COPIED_NBYTES)
         file.flush()
-        if path.name.endswith(".json") and not _ends_as_json(file):
+        if path.endswith(".json") and not _ends_as_json(file):
             raise CheckpointError(source, "is not JSON", found="another end")
         os.fsync(file.fileno())
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from streamload._system import sync_folder
 from streamload.conversion.beside import CONFIG
-from streamload.conversion.disk import WORK, exists, writing_to
+from streamload.conversion.disk import WORK, Folder, exists, linked, writing_to
+from streamload.conversion.journal import JOURNAL
 from streamload.conversion.planning import ConvertPlan, folder_of, in_folder
 from streamload.digests import SIDECAR, Digests
 from streamload.errors import CheckpointError, PlanInfeasibleError
@@ -24,6 +24,9 @@ from streamload.errors import CheckpointError, PlanInfeasibleError
 _OF_A_CHECKPOINT = re.compile(
     rf"[^.].*\.safetensors(\.index\.json)?|{re.escape(CONFIG)}|{re.escape(SIDECAR)}", re.DOTALL
 )
+#: In a destination, where files have their planned paths until all is whole.
+OUT = f"{WORK}/out"
+_RESERVE = f"{WORK}/reserve"
 # The reserve is given up where the disk is full, so that what is finished can still be journaled.
 _RESERVE_NBYTES = 2**14
 _LINE_NBYTES = 128
@@ -37,13 +40,20 @@ class Destination:
         """Touch nothing."""
         self.path = plan.destination
         self.work = self.path / WORK  # until all is whole
-        self.out = self.work / "out"  # the files have their planned paths below it
-        self.journal = self.work / "journal"
-        # given up for the journal where the disk is full
-        self.reserve = self.work / "reserve"
+        self.out = self.path / OUT
+        self.journal = self.path / JOURNAL
+        self.root: Folder  # the destination, while it is `opened`
         self.reserve_nbytes = _RESERVE_NBYTES + _LINE_NBYTES * plan.tensor_count
         self._plan = plan
         self._emptied: list[str] = []
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder open: all is written and removed in this one, whatever its name."""
+        with ExitStack() as stack:
+            with writing_to(self.path):
+                self.root = stack.enter_context(Folder(self.path))
+            yield
 
     # --- before anything is written ---------------------------------------------------------------
 
@@ -75,8 +85,14 @@ class Destination:
     def check(self, *, resume: bool, overwrite: bool, finished: bool) -> None:
         """Raise CheckpointError where an unfinished conversion or a checkpoint must stay.
 
-        ``finished``: this very conversion was finished before.
+        And where a link leads out of the destination. ``finished``: this very conversion was
+        finished before.
         """
+        named = (*self._plan.folders, *self._plan.subfolders)
+        inner = dict.fromkeys(above for name in named for above in (name, *_folders_above(name)))
+        for folder in (WORK, OUT, *inner):
+            if folder and os.path.islink(self.path / folder):
+                raise linked(self.path / folder)
         for folder in filter(None, self._plan.folders):
             if exists(self.path / folder / WORK / "journal"):
                 raise CheckpointError(
@@ -143,7 +159,9 @@ class Destination:
         """The folders of checkpoints: the destination, what is written in it, and earlier nodes."""
         earlier = []
         for name in self._listed(""):
-            found = None if name.startswith(".") else self.sidecar(name)
+            # not where a link leads
+            is_other = name.startswith(".") or os.path.islink(self.path / name)
+            found = None if is_other else self.sidecar(name)
             nodes = found.options.get("nodes") if found else None
             # a folder with a sidecar may as well be the destination of another conversion
             if isinstance(nodes, list) and any(
@@ -232,16 +250,16 @@ class Destination:
         inner_first = sorted(emptied - {"", *folders}, key=lambda folder: -folder.count("/"))
         self._emptied = inner_first
         for path in old:
-            (self.path / path).unlink()
+            self.root.unlink(path)
         self._sync(*self._emptied)
-        for folder in folders:
-            (self.path / folder).mkdir(exist_ok=True)
+        for folder in filter(None, folders):
+            self.root.make(folder)
             sync_folder(self.path / folder)
         lasts = {index.path for index in self._plan.indexes}
         for last in (False, True):
             for path in waiting:
                 if (path in lasts) == last:
-                    os.replace(self.out / path, self.path / path)
+                    self.root.move(f"{OUT}/{path}", path)
             self._sync(*folders)
 
     def _sync(self, *folders: str) -> None:
@@ -249,12 +267,26 @@ class Destination:
         for folder in dict.fromkeys(("", *folders)):
             sync_folder(self.path / folder)
 
+    def begin(self) -> None:
+        """Make the folders of the files, and the reserve; nothing else is there afterwards."""
+        self.root.unlink(JOURNAL)
+        self.root.remove_tree(OUT)
+        self.check_room()
+        for folder in ("", *self._plan.folders, *self._plan.subfolders):
+            self.root.make(in_folder(OUT, folder).rstrip("/"))
+        self.root.write(_RESERVE, [bytes(self.reserve_nbytes)])
+
+    def give_up_reserve(self) -> None:
+        """Give the room of the reserve to the journal; raises OSError where it is gone."""
+        self.root.unlink(_RESERVE)
+
     def clean(self) -> None:
         """Remove what only an unfinished conversion has; the journal goes last."""
         with writing_to(self.work):
-            shutil.rmtree(self.out, ignore_errors=True)
-            self.reserve.unlink(missing_ok=True)
-            self.journal.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.root.remove_tree(OUT)
+            self.root.unlink(_RESERVE)
+            self.root.unlink(JOURNAL)
 
     def remove_empty_folders(self) -> None:
         """Remove what is left of the folders of an earlier conversion that this one has not."""

@@ -11,11 +11,14 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from streamload._system import libc, read_at, sync, sync_folder
 from streamload.checkpoint.header import is_there, unreadable
@@ -33,6 +36,8 @@ _WRITE_AND_WAIT = 1 | 2 | 4
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 # What filesystems without locks say, as some of networks: there, users keep conversions apart.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+# one that may be written and not read, too
+_A_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITES_BEHIND = sys.platform == "linux"
 _PIECE_NBYTES = 2**20
 
@@ -61,6 +66,130 @@ def exists(path: Path) -> bool:
         return is_there(path)
 
 
+class Folder:
+    """An open folder. What is written or removed in it is not looked up through links.
+
+    Names are paths below it, with "/" between parts. A link in the place of a folder or a file is
+    an error wherever it leads, also one that appears while this runs.
+
+    Raises:
+        CheckpointError: from each method, where a part of a name is a link.
+        OSError: from each method, as the system says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a folder; that may be a link itself."""
+        self.path = path
+        self._fd = os.open(path, _A_FOLDER)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+    @contextmanager
+    def _above(self, path: str) -> Iterator[tuple[int, str]]:
+        """The open folder that a path is in, and its name there."""
+        *folders, name = path.split("/")
+        with ExitStack() as opened:
+            fd = self._fd
+            for n, part in enumerate(folders, 1):
+                fd = _open_unlinked(fd, part, _A_FOLDER, self.path.joinpath(*folders[:n]))
+                opened.callback(os.close, fd)
+            yield fd, name
+
+    def open(self, path: str, flags: int, mode: int = 0o666) -> int:
+        """Open a file as os.open does; gives its descriptor, which the caller closes."""
+        with self._above(path) as (fd, name):
+            return _open_unlinked(fd, name, flags | os.O_CLOEXEC, self.path / path, mode)
+
+    def make(self, path: str, mode: int = 0o777) -> None:
+        """Make a folder and those above it, where they are not there."""
+        parts = path.split("/")
+        for end in range(1, len(parts) + 1):
+            with self._above("/".join(parts[:end])) as (fd, name):
+                with suppress(FileExistsError):
+                    os.mkdir(name, mode, dir_fd=fd)
+                os.close(_open_unlinked(fd, name, _A_FOLDER, self.path.joinpath(*parts[:end])))
+
+    def names(self, path: str) -> list[str]:
+        """What is in a folder."""
+        fd = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        with self._above(path) as (fd, name):
+            os.rmdir(name, dir_fd=fd)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file, or a link itself; nothing where there is none."""
+        with self._above(path) as (fd, name), suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=fd)
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a folder and all in it, or a link itself; nothing where there is none."""
+        with self._above(path) as (fd, name):
+            try:
+                os.close(_open_unlinked(fd, name, _A_FOLDER, self.path / path))
+            except FileNotFoundError:
+                return
+            except CheckpointError:
+                os.unlink(name, dir_fd=fd)
+            else:
+                shutil.rmtree(name, dir_fd=fd)
+
+    def move(self, path: str, to: str) -> None:
+        """Give a file another name, in place of what has it."""
+        with self._above(path) as (fd, name), self._above(to) as (other, new):
+            os.replace(name, new, src_dir_fd=fd, dst_dir_fd=other)
+
+    def restrict(self, path: str, allowed: int) -> None:
+        """Take all permissions of a file but those allowed."""
+        fd = self.open(path, os.O_RDONLY)
+        try:
+            os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) & allowed)
+        finally:
+            os.close(fd)
+
+    def write(self, path: str, data: Iterable[bytes], mode: int | None = None) -> None:
+        """Write a small file anew, with its permissions, and bring it to the disk."""
+        self.unlink(path)  # of an earlier run, and perhaps not to be written to
+        fd = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with open(fd, "wb") as file:
+            file.writelines(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(fd, mode)
+            os.fsync(fd)
+
+
+def _open_unlinked(fd: int, name: str, flags: int, path: Path, mode: int = 0o666) -> int:
+    """Open a file or folder of an open folder; ``path`` is its name for errors."""
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=fd)
+    except OSError as error:
+        with suppress(OSError):
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
+                raise linked(path) from error
+        raise
+
+
+def linked(path: Path) -> CheckpointError:
+    """A link in the place of what a conversion writes, or removes."""
+    expected = "a folder of its own" if os.path.isdir(path) else "a file of its own"
+    found = "a link"
+    with suppress(OSError):
+        found = f"a link to {os.readlink(path)}"
+    problem = "would be written through a link"
+    return CheckpointError(path, problem, f"{expected}: remove the link", found)
+
+
 class Output:
     """A file that is written at known places by several threads.
 
@@ -68,13 +197,13 @@ class Output:
         CheckpointError: from each method, where it cannot be written.
     """
 
-    def __init__(self, path: Path, name: Path) -> None:
-        """Open ``path``, which errors call ``name``: where it will be."""
+    def __init__(self, folder: Folder, path: str, name: Path) -> None:
+        """Open a file of a folder, which errors call ``name``: where it will be."""
         self._name = name
         self._lock = threading.Lock()
         self._lost: OSError | None = None
         with writing_to(name):
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._fd = folder.open(path, os.O_RDWR | os.O_CREAT)
 
     def write(self, start: int, data: memoryview) -> None:
         """Write, and let the disk begin with it."""
@@ -146,17 +275,6 @@ def _drop_range(fd: int, start: int, nbytes: int) -> None:
             os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def write_file(path: Path, data: Iterable[bytes], mode: int | None = None) -> None:
-    """Write a small file anew, with its permissions, and bring it to the disk."""
-    path.unlink(missing_ok=True)  # of an earlier run, and perhaps not to be written to
-    with open(path, "wb") as file:
-        file.writelines(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if mode is not None:
-        path.chmod(mode)
-
-
 def pieces(source: Path) -> Iterator[bytes]:
     """A file's bytes, a few at a time."""
     try:
@@ -167,20 +285,23 @@ def pieces(source: Path) -> Iterator[bytes]:
         raise unreadable(source, error) from error
 
 
-def file_sum(path: Path, nbytes: int) -> str:
-    """The md5 sum of a file of tensors, in hexadecimal; it is made as long as it will be."""
-    extend(path, nbytes)
+def file_sum(path: Path) -> str:
+    """The md5 sum of a file's bytes, in hexadecimal."""
     found = hashlib.md5(usedforsecurity=False)
     for piece in pieces(path):
         found.update(piece)
     return found.hexdigest()
 
 
-def extend(path: Path, nbytes: int) -> None:
+def extend(folder: Folder, path: str, nbytes: int) -> None:
     """Make a file as long as it will be: what is behind the last tensor is zeros."""
-    with writing_to(path):
-        if path.stat().st_size < nbytes:
-            os.truncate(path, nbytes)
+    with writing_to(folder.path / path):
+        fd = folder.open(path, os.O_RDWR)
+        try:
+            if os.fstat(fd).st_size < nbytes:
+                os.ftruncate(fd, nbytes)
+        finally:
+            os.close(fd)
 
 
 def file_digest(path: Path) -> str:
@@ -198,34 +319,42 @@ def locked(destination: Path) -> Iterator[None]:
         CheckpointError: another conversion is in it, or it cannot be written.
     """
     made = [p for p in (destination, *destination.parents) if not exists(p)]
-    work = destination / WORK
-    fd = -1
-    try:
+    with ExitStack() as opened:
+        # after all others: what is removed last
+        opened.callback(_remove_empty, made)
         with writing_to(destination):
-            fd = _lock(work)
+            destination.mkdir(parents=True, exist_ok=True)
+            to = opened.enter_context(Folder(destination))
+            fd = _lock(to)
+            opened.callback(os.close, fd)
+            opened.callback(_unlock, to)
             for folder in reversed(made):
                 with suppress(PermissionError):  # it may be written and not read
                     sync_folder(folder.parent)
         yield
-    finally:
-        with suppress(OSError):
-            if fd >= 0 and os.listdir(work) == ["lock"]:
-                (work / "lock").unlink()
-                work.rmdir()
-            for folder in made:
-                folder.rmdir()
-        if fd >= 0:
-            os.close(fd)
 
 
-def _lock(work: Path) -> int:
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _unlock(destination: Folder) -> None:
+    """Remove the folder of the lock, where nothing else is in it."""
+    with suppress(OSError, CheckpointError):
+        if destination.names(WORK) == ["lock"]:
+            destination.unlink(f"{WORK}/lock")
+            destination.rmdir(WORK)
+
+
+def _lock(destination: Folder) -> int:
     """The descriptor that holds the lock."""
     while True:
-        work.parent.mkdir(parents=True, exist_ok=True)
         # unfinished files are as private as finished ones
-        work.mkdir(mode=0o700, exist_ok=True)
+        destination.make(WORK, 0o700)
         try:
-            fd = os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = destination.open(f"{WORK}/lock", os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:  # another one has just finished and cleaned up
             continue
         try:
@@ -233,13 +362,13 @@ def _lock(work: Path) -> int:
         except BlockingIOError:
             os.close(fd)
             raise CheckpointError(
-                work.parent, "another conversion is being written there"
+                destination.path, "another conversion is being written there"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(fd)
                 raise
         with suppress(OSError):  # not where the file was removed meanwhile
-            if os.path.samestat(os.fstat(fd), os.stat(work / "lock")):
+            if os.path.samestat(os.fstat(fd), os.stat(destination.path / WORK / "lock")):
                 return fd
         os.close(fd)

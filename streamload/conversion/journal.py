@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 from streamload._system import sync
 from streamload.cast.table import CastCounts
+from streamload.conversion.disk import WORK, Folder
 from streamload.digests import HEX
 from streamload.errors import CheckpointError
 from streamload.nesting import parse_json
@@ -24,6 +24,8 @@ from streamload.quant.base import QuantCounts
 #: In each first line.
 FORMAT = 2  # 1 had no time of a file's last change, and nothing of what was published
 
+#: Its name, in a destination.
+JOURNAL = f"{WORK}/journal"
 _WHAT = {"options": "option", "source": "state of the source's"}
 
 
@@ -59,7 +61,7 @@ def _difference(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str | Non
 class Journal:
     """The journal of one conversion, open for more."""
 
-    def __init__(self, fd: int, path: Path) -> None:
+    def __init__(self, fd: int) -> None:
         # by the tensor's place in the plan, over all files
         self.finished: dict[int, Finished] = {}
         # When all is finished, every path that gets its name, in that order, with the digest of its
@@ -67,19 +69,16 @@ class Journal:
         self.published: dict[str, str] | None = None
         self.replaces = False  # whether a checkpoint that is there may be replaced
         self._fd = fd
-        self._path = path
 
     @classmethod
-    def begin(cls, path: Path, first: Mapping[str, Any], *, replaces: bool) -> Self:
-        """Make a new one; what was there is gone.
+    def begin(cls, folder: Folder, first: Mapping[str, Any], *, replaces: bool) -> Self:
+        """Make a new one in a destination; what was there is gone.
 
         ``first`` is its first line, as plain JSON values: the `FORMAT`, the plan's digest, the
         options, and by name the state of each file that is read.
         """
-        fd = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
-        )
-        made = cls(fd, path)
+        folder.unlink(JOURNAL)
+        made = cls(folder.open(JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND))
         try:
             made._write([{**first, "replaces": replaces}])
             made.replaces = replaces
@@ -89,16 +88,16 @@ class Journal:
         return made
 
     @classmethod
-    def resume(cls, path: Path, first: Mapping[str, Any]) -> Self | None:
+    def resume(cls, folder: Folder, first: Mapping[str, Any]) -> Self | None:
         """Open the journal of a conversion that did not finish, or raise CheckpointError.
 
         None where there is no journal, or its first line was never whole: nothing was begun.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            fd = folder.open(JOURNAL, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
             return None
-        made = cls(fd, path)
+        made = cls(fd)
         try:
             with open(fd, "rb", closefd=False) as file:
                 raw = file.read()
@@ -108,7 +107,7 @@ class Journal:
                 return None
             if changed := _difference(first, whole[0][0]):
                 raise CheckpointError(
-                    path.parent.parent,
+                    folder.path,
                     "the unfinished conversion there cannot be continued",
                     "the same source and options (overwrite begins again)",
                     f"another {changed}",

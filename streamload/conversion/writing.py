@@ -22,7 +22,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header, TensorInfo
 from streamload.checkpoint.url import Location
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
-from streamload.conversion.destination import Destination
+from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Output, writing_to
 from streamload.conversion.gathering import Gatherer
 from streamload.conversion.journal import Finished, Journal
@@ -245,8 +245,9 @@ class Writer:
                 self._commit()
             except BaseException:
                 self._stop(threads)
-                with suppress(OSError):  # room for the journal, where the disk is full
-                    self._destination.reserve.unlink()
+                # room for the journal, where the disk is full
+                with suppress(OSError, CheckpointError):
+                    self._destination.give_up_reserve()
                 with suppress(CheckpointError):  # the first error is the one to be told
                     self._commit()
                 raise
@@ -503,7 +504,7 @@ class Writer:
         with self._changed:
             if file.output is None:
                 to, path = self._destination, file.out.path
-                file.output = Output(to.out / path, to.path / path)
+                file.output = Output(to.root, f"{OUT}/{path}", to.path / path)
             output = file.output
         output.write(start, data)
         if file.sum is not None:
