@@ -331,15 +331,72 @@ def test_a_source_in_the_cache_of_hugging_face(
     repo = tmp_path / "hub" / "models--me--it"
     snapshot = repo / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
+    for name in ("refs", "blobs"):
+        (repo / name).mkdir()
     (repo / "refs" / "main").write_text("abc")
+    (repo / "blobs" / "pooling").write_text("{}")
+    (snapshot / "1_Pooling").mkdir()
+    (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/pooling")
     for file in source.iterdir():
-        (repo / file.name).write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(repo / file.name)
+        blob = repo / "blobs" / f"hash of {file.name}"
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     convert("me/it", tmp_path / "out", progress=False)
     assert tensors_of(tmp_path / "out") == tensors_of(source)
-    assert not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
+    assert not any(p.is_symlink() for p in (tmp_path / "out").rglob("*"))
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "{}"
+    for secret in ("home/id_rsa", "hub/models--me--other/blobs/private", "hub/token"):
+        (tmp_path / secret).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / secret).write_text("{}")
+        (snapshot / "tokenizer.json").unlink(missing_ok=True)
+        (snapshot / "tokenizer.json").symlink_to(tmp_path / secret)
+        with pytest.raises(CheckpointError, match="leads out of the checkpoint's folder"):
+            convert("me/it", tmp_path / "again", progress=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "config.json", "notes/a.txt", "notes", "1_Pooling"]
+)
+def test_links_to_elsewhere_are_not_copied(source: Path, tmp_path: Path, name: str) -> None:
+    """What is copied is published: one error says which link leads where, and nothing is made."""
+    folder, secret, out = tmp_path / "in", tmp_path / "home" / "secret", tmp_path / "out"
+    quiet(source, folder)
+    (folder / "modules.json").write_text(json.dumps([{"idx": 1, "path": "1_Pooling"}]))
+    secret.parent.mkdir()
+    secret.write_text('{"token": "secret"}')
+    link, target = folder / name, secret if "." in name else secret.parent
+    link.parent.mkdir(exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(target, link.parent))
+    if name == "notes":  # any folder may be left out
+        report = quiet(folder, out)
+        assert any("notes/ (a link that leads out" in note for note in report.plan.notes)
+        assert not (out / "notes").exists()
+        return
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint's folder") as raised:
+        quiet(folder, out)
+    assert raised.value.path == str(link)
+    assert raised.value.found == str(target)
+    assert not out.exists()
+
+
+def test_links_within_the_folder_are_copied(source: Path, tmp_path: Path) -> None:
+    """Of files and of folders; also where the folder itself, and its weights, are links."""
+    folder, out = tmp_path / "in", tmp_path / "out"
+    quiet(source, tmp_path / "elsewhere")
+    folder.mkdir()
+    (folder / SINGLE).symlink_to(tmp_path / "elsewhere" / SINGLE)
+    (folder / "real").mkdir()
+    (folder / "real" / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "tokenizer.json").symlink_to("real/tokenizer.json")
+    (folder / "linked").symlink_to("real")
+    (tmp_path / "link").symlink_to(folder)
+    quiet(tmp_path / "link", out)
+    for copied in ("tokenizer.json", "real/tokenizer.json", "linked/tokenizer.json"):
+        assert (out / copied).read_text() == '{"a": 1}'
+        assert not (out / copied).is_symlink()
+    assert tensors_of(out) == tensors_of(source)
 
 
 def test_nothing_is_more_readable_than_its_source(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_config_that_links_into_the_destination_is_a_file_of_the_source(
     source: Path, tmp_path: Path
 ) -> None:
     """It would be gone before it is read again."""
-    out = tmp_path / "out"
+    out = source / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
     (source / "config.json").symlink_to(out / "config.json")

@@ -8,7 +8,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,6 +44,7 @@ _OF_A_MODEL = re.compile(
     r"added_tokens\.json|vocab.*|merges\.txt|chat_template.*|(pre)?processor_config\.json|"
     r"(.*\.)?spiece\.model"
 )
+_CACHED = re.compile(r"(models|datasets|spaces)--")  # folders of the Hugging Face cache
 #: Those that are looked for on a server that does not list its files.
 _USUAL = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -123,6 +124,7 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
         is_folder = path.is_dir()
         folder = path if is_folder else path.parent
         names = sorted(os.listdir(folder))
+        bounds = _Bounds.of(folder)
     except OSError as error:
         raise unreadable(path, error) from error
     if is_folder or path.name in (SINGLE, INDEX):
@@ -141,12 +143,15 @@ def _lying_beside(checkpoint: Checkpoint) -> tuple[dict[str, SmallFile], list[st
             left.append(name)
             continue
         if stat.S_ISDIR(status.st_mode) and belongs is bool:
-            inner = _small_folder(folder, name, holds_weights=name in modules)
+            if name not in modules and not bounds.hold(folder / name):
+                left.append(f"{name}/ (a link that leads out of the checkpoint's folder)")
+                continue
+            inner = _small_folder(folder, name, bounds, holds_weights=name in modules)
             found |= inner
             left += [f"{name}/"] * (not inner)
         elif stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_COPIED_NBYTES:
             mode = stat.S_IMODE(status.st_mode)
-            found[name] = SmallFile(name, folder / name, status.st_size, mode)
+            found[name] = SmallFile(name, bounds.real(folder / name), status.st_size, mode)
         else:
             left.append(name + "/" * stat.S_ISDIR(status.st_mode))
     return found, left
@@ -175,9 +180,54 @@ def _module_folders(folder: Location) -> frozenset[str]:
     return frozenset(path for path in paths if isinstance(path, str))
 
 
-def _small_folder(folder: Path, name: str, *, holds_weights: bool) -> dict[str, SmallFile]:
-    """The files of a folder beside the tensors, by their paths, if they are to be copied."""
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Where links in a checkpoint's folder may lead: what is copied, people publish.
+
+    In the Hugging Face cache, files of a snapshot are links to blobs of the same repository.
+    """
+
+    folders: tuple[str, ...]  # without links
+
+    @classmethod
+    def of(cls, folder: Path) -> _Bounds:
+        """The bounds of a folder, which may be reached through links itself."""
+        real = Path(os.path.realpath(folder))
+        parents = (real, *real.parents)
+        repositories = (
+            above.parent.parent / "blobs"
+            for above in parents
+            if above.parent.name == "snapshots" and _CACHED.match(above.parent.parent.name)
+        )
+        return cls((str(real), *map(str, repositories)))
+
+    def hold(self, path: Path) -> bool:
+        """Whether a path leads into them."""
+        real = os.path.realpath(path)
+        return any(os.path.commonpath((folder, real)) == folder for folder in self.folders)
+
+    def real(self, path: Path) -> Path:
+        """A path without links; raises CheckpointError where it leads elsewhere."""
+        if not self.hold(path):
+            raise CheckpointError(
+                path,
+                "is a link that leads out of the checkpoint's folder, and would be copied",
+                f"a file, or a link within {self.folders[0]}: put a copy there, or remove the link",
+                os.path.realpath(path),
+            )
+        return Path(os.path.realpath(path))
+
+
+def _small_folder(
+    folder: Path, name: str, bounds: _Bounds, *, holds_weights: bool
+) -> dict[str, SmallFile]:
+    """The files of a folder beside the tensors, by their paths, if they are to be copied.
+
+    Raises:
+        CheckpointError: it is to be copied, and something in it is a link to elsewhere.
+    """
     found: dict[str, SmallFile] = {}
+    bounds.real(folder / name)
     for root, inner, names in os.walk(folder / name):
         if _WORK in inner:  # a conversion is written there
             return {}
@@ -195,7 +245,9 @@ def _small_folder(folder: Path, name: str, *, holds_weights: bool) -> dict[str, 
             path = at.relative_to(folder).as_posix()
             found[path] = SmallFile(path, at, status.st_size, stat.S_IMODE(status.st_mode))
     lengths = {path: file.nbytes for path, file in found.items()}
-    return found if _go_together(lengths, holds_weights=holds_weights) else {}
+    if not _go_together(lengths, holds_weights=holds_weights):
+        return {}
+    return {path: replace(f, content=bounds.real(folder / path)) for path, f in found.items()}
 
 
 def _go_together(lengths: Mapping[str, int], *, holds_weights: bool) -> bool:

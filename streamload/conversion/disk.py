@@ -278,7 +278,8 @@ def _drop_range(fd: int, start: int, nbytes: int) -> None:
 def pieces(source: Path) -> Iterator[bytes]:
     """A file's bytes, a few at a time."""
     try:
-        with open(source, "rb") as file:
+        # a link has been followed, where it may lead, when the file was listed
+        with open(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             while piece := file.read(_PIECE_NBYTES):
                 yield piece
     except OSError as error:
