@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Self
 
+from streamload._text import printable, printed
+
 _LISTED = 8  # names shown in a message; the attribute holds all of them
 
 
@@ -55,7 +57,8 @@ class ShapeMismatch:
     found: tuple[int, ...]  # the checkpoint's
 
     def __str__(self) -> str:
-        return f"{self.name}: expected {list(self.expected)}, found {list(self.found)}"
+        name = printable(self.name)
+        return f"{name}: expected {list(self.expected)}, found {list(self.found)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ def _listed(names: Sequence[object]) -> str:
     if not names:
         return ""
     rest = len(names) - _LISTED
-    shown = ", ".join(str(name) for name in names[:_LISTED])
+    shown = ", ".join(printable(str(name)) for name in names[:_LISTED])
     return f" ({shown}{f', and {rest} more' if rest > 0 else ''})"
 
 
@@ -98,9 +101,10 @@ class StreamloadError(Exception):
     """
 
     state: LoadState | None = None
+    _has_lines = False  # whether its message may have several: of a compiler, and of no file
 
     def __init__(self, message: str, **facts: Any) -> None:
-        super().__init__(message)
+        super().__init__(printed(message.split("\n")) if self._has_lines else printable(message))
         self._facts = facts
         for key, value in facts.items():
             setattr(self, key, value)
@@ -534,6 +538,7 @@ class DeviceError(StreamloadError, RuntimeError):
 
     device: str
     problem: str
+    _has_lines = True
 
     def __init__(self, device: str, problem: str) -> None:
         super().__init__(f"{device}: {problem}", device=device, problem=problem)

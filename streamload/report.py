@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamload._text import printable, printed
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.chart import as_html
 from streamload.checkpoint.guard import FileState
@@ -233,7 +234,7 @@ class LoadReport:
         ]
         rows += [("note", note) for note in self.notes]
         width = max(len(key) for key, _ in rows)
-        return "\n".join(f"{key:<{width}}  {value}" for key, value in rows)
+        return printed(f"{key:<{width}}  {value}" for key, value in rows)
 
     __repr__ = __str__  # a prompt shows the table, not each tensor
 
@@ -320,8 +321,10 @@ def warn_of_overflow(
     if over:
         became = "were clamped" if out_of_range == "clamp" else "became infinite"
         warnings.warn(
-            f"{path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
-            f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}",
+            printable(
+                f"{path}: {sum(counts[n].overflowed for n in over)} finite values {became} "
+                f"in {len(over)} tensors: {', '.join(over[:8])}{', ...' if len(over) > 8 else ''}"
+            ),
             RuntimeWarning,
             stacklevel=callers_level(),
         )

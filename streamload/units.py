@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 
+from streamload._text import printable
+
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for power, letter in enumerate("KMGTP", start=1)
@@ -78,8 +80,8 @@ def format_bytes(nbytes: float, *, up: bool = False) -> str:
 def format_table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int
 ) -> Iterator[str]:
-    """Lines of aligned columns, the last ``right`` of them flush right."""
-    shown = (titles, *rows)
+    """Lines of aligned columns, the last ``right`` of them flush right; cells as `printable`."""
+    shown = [[printable(cell) for cell in row] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     left = len(titles) - right
     for row in shown:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from streamload._text import printable
 from streamload.cast.reference import cast_bytes
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import (
@@ -81,7 +82,8 @@ class Mismatch:
     found: str
 
     def __str__(self) -> str:
-        return f"{self.name}: element {self.element}: expected {self.expected}, found {self.found}"
+        name = printable(self.name)
+        return f"{name}: element {self.element}: expected {self.expected}, found {self.found}"
 
 
 def verify(

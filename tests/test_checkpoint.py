@@ -13,6 +13,7 @@ import pytest
 from safetensors_files import header_bytes, write_safetensors
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_checkpoint
+from streamload.compare import diff
 from streamload.errors import (
     CheckpointError,
     HeaderError,
@@ -592,3 +593,25 @@ def test_a_broken_config_beside_a_single_file_is_not_its_own(tmp_path: Path) -> 
     assert open_checkpoint(tmp_path / "x.safetensors").config == {}
     with pytest.raises(HeaderError):
         open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_a_mapping(sharded: Path, tmp_path: Path) -> None:
+    """Of names to what is known of tensors, in the order of `tensors`; true also when empty."""
+    checkpoint = open_checkpoint(sharded)
+    assert isinstance(checkpoint, Mapping)
+    assert [*checkpoint] == [*checkpoint.keys()] == [*checkpoint.tensors]
+    assert [*checkpoint.items()] == [*checkpoint.tensors.items()]
+    assert [*checkpoint.values()] == [*checkpoint.tensors.values()]
+    assert len(checkpoint) == len(checkpoint.tensors)
+    first = next(iter(checkpoint))
+    assert checkpoint[first] is checkpoint.get(first) is checkpoint.tensors[first]
+    assert first in checkpoint
+    assert "other" not in checkpoint
+    with pytest.raises(KeyError):
+        checkpoint["other"]
+    assert checkpoint == open_checkpoint(sharded) != dict(checkpoint)
+    write_safetensors(tmp_path / "none.safetensors", {})
+    empty = open_checkpoint(tmp_path / "none.safetensors")
+    assert bool(empty)
+    assert [*empty] == []
+    assert diff(empty, empty, progress=False).ok

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "streamload"
 
 #: Each file imports only from the lines above its own; files of one line do not import each other.
 LAYERS = (
+    ("_text",),
     (
         "errors",
         "units",

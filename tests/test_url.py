@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import os
@@ -433,3 +434,32 @@ def test_a_url_as_text(text: str, shown: str) -> None:
     url = Url.parse(text)
     assert (str(url), os.fspath(url), repr(url)) == (shown, shown, f"Url({shown!r})")
     assert url.href == text
+
+
+def test_no_pickle_has_a_secret(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes out compares and prints as what went in; reading it says what is missing."""
+    monkeypatch.setenv("HF_TOKEN", f"{SECRET}token")
+    checkpoint = streamload.open_checkpoint(with_secrets(site))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        data = pickle.dumps((checkpoint, checkpoint.path, checkpoint.shards), protocol)
+        assert SECRET.encode() not in data
+    again, path, shards = pickle.loads(data)
+    assert [*again.items()] == [*pickle.loads(pickle.dumps(again)).items()]
+    assert str(again) == str(checkpoint)
+    assert [each.shape for each in again.values()] == [each.shape for each in checkpoint.values()]
+    before = len(site.requests)
+    for given in (again, path, path / "model.safetensors", shards[0].path, path.parent):
+        with pytest.raises(CheckpointError, match="was left out of a pickle"):
+            streamload.load_state_dict(None, given, device="host", progress=False)
+    assert len(site.requests) == before
+    for twin in (copy.copy(checkpoint), copy.deepcopy(checkpoint)):
+        assert twin == checkpoint
+        streamload.load_state_dict(None, twin, device="host", progress=False)
+
+
+def test_a_pickle_without_secrets_is_read(site: Site) -> None:
+    """A URL that has none is the same afterwards."""
+    checkpoint = streamload.open_checkpoint(site.url)
+    again = pickle.loads(pickle.dumps(checkpoint))
+    assert again == checkpoint
+    streamload.load_state_dict(None, again, device="host", progress=False)

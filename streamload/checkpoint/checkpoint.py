@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,8 +57,12 @@ _ORIGINAL = re.compile(r"consolidated\b.*")  # the authors' own layout beside Hu
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Mapping[str, TensorInfo]):
     """A checkpoint whose headers are all read and valid; no byte of its data is.
+
+    A mapping of names to what is known of each tensor, in the order of `tensors`; it is true also
+    without tensors. Pickled, URLs in it lose user, password and query: it compares and prints, and
+    reading it raises CheckpointError where there were any.
 
     Attributes:
         path: the file, folder or index that it was opened from; for a name in the Hugging Face
@@ -75,6 +79,21 @@ class Checkpoint:
     tensors: Mapping[str, TensorInfo] = field(repr=False)
     metadata: Mapping[str, str]
     config: Mapping[str, Any] = field(repr=False)
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __bool__(self) -> bool:
+        return True
 
     @cached_property
     def headers(self) -> Mapping[Location, Header]:
@@ -213,7 +232,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Location, Location]:
     """
     name = os.fsdecode(path.href if isinstance(path, Url) else path)
     if is_url(name):
-        url = Url.parse(name)
+        url = path if isinstance(path, Url) and path.is_shown else Url.parse(name)
         return url, url.parent if url.name else url
     found = expanded(local(name))
     if not name or not _exists(found):  # the path of no name is the current folder

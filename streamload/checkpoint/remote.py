@@ -296,6 +296,12 @@ class _File:
     """A file on a server. Any number of threads may read it, once its length is known."""
 
     def __init__(self, url: Url, nbytes: int | None, patience: Patience | None) -> None:
+        if url.is_shown:
+            raise CheckpointError(
+                url,
+                "cannot be read: its user, password or query was left out of a pickle",
+                "open_checkpoint(...) of the whole URL in this process",
+            )
         _check_installed(url)
         self.nbytes = nbytes  # None until a response has said it
         self.version = url.version

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from streamload.errors import CheckpointError, ShardNotFoundError
@@ -32,10 +33,24 @@ class Url:
         href: all of it, for requests only.
         version: of the file, what its server called it when its header was read: a line of the
             response, ETag or else Last-Modified; "" where neither was sent, or nothing read yet.
+        is_shown: it was pickled without its secrets, and is only what is shown of it: to read it
+            is an error.
     """
 
     href: str
     version: str = ""
+    is_shown: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is shown: pickles are kept and sent, secrets are not to be."""
+        shown = str(self)
+        return Url, (shown, self.version, self.is_shown or shown != self.href)
+
+    def __deepcopy__(self, memo: object) -> Url:
+        """The same: in this process, it can be read."""
+        return self
+
+    __copy__ = __deepcopy__
 
     @classmethod
     def parse(cls, text: str) -> Url:
@@ -88,7 +103,8 @@ class Url:
             return None
         path = f"/api/models/{match['name']}/revision/{match['revision']}"
         query = f"{parts.query}&blobs=true".removeprefix("&")
-        return Url(parts._replace(path=path, query=query).geturl()), unquote(match["folder"])
+        found = Url(parts._replace(path=path, query=query).geturl(), is_shown=self.is_shown)
+        return found, unquote(match["folder"])
 
     def of_version(self, version: str) -> Url:
         """The same, of this version."""
@@ -119,7 +135,7 @@ class Url:
         return urlsplit(self.href)
 
     def _with_path(self, path: str) -> Url:
-        return Url(self._parts._replace(path=path).geturl())
+        return Url(self._parts._replace(path=path).geturl(), is_shown=self.is_shown)
 
 
 #: Where a file of a checkpoint is; text, names, folders and order are asked of both alike.

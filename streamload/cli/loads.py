@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, Unpack
 
 import typer
 
+from streamload._text import printable
 from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, opened
 from streamload.checkpoint.url import Url
 from streamload.cli import flags
-from streamload.cli.output import complain, print_json, print_lines, printable
+from streamload.cli.output import complain, print_json, print_lines
 from streamload.devices.names import framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
 from streamload.errors import DeviceNotFoundError, PlanInfeasibleError

@@ -10,14 +10,9 @@ from typing import Any
 
 import typer
 
+from streamload._text import printable
+
 _CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
-
-
-def printable(text: str) -> str:
-    """Text from a file, without what a terminal would obey: names may hold any character."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def print_lines(*lines: str) -> None:

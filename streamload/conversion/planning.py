@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
 
+from streamload._text import printed
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import SAFETENSORS, is_text
@@ -323,7 +324,7 @@ class ConvertPlan:
             if t.became != t.info.dtype.name and not t.is_beside
         )
         others = [file.path for file in (*self.indexes, *self.small)]
-        return "\n".join(
+        return printed(
             [
                 *format_table(("file", "tensors", "bytes"), rows, right=2),
                 *(f"{n} tensors from {src} to {dst}" for (src, dst), n in casts.items()),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
+from streamload._text import printed
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
@@ -228,7 +229,7 @@ class OffloadPlan:
                 "copies what streams: `streamload convert PATH OUT` writes files that passes "
                 "compute on as they lie"
             )
-        return "\n".join([*lines, f"from {', '.join(places)}", *self.notes])
+        return printed([*lines, f"from {', '.join(places)}", *self.notes])
 
     __repr__ = __str__
 

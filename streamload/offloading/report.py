@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from streamload._text import printable
 from streamload.offloading.adapter import Timed
 from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.rounds import Rounds
@@ -119,7 +120,7 @@ class OffloadReport:
             name, worst = min(self.experts.items(), key=lambda item: item[1].hit_rate)
             lines.append(
                 f"experts: {self.hit_rate:.0%} of the chosen ones were in the cache (least in "
-                f"{name}: {worst.hit_rate:.0%}); "
+                f"{printable(name)}: {worst.hit_rate:.0%}); "
                 f"{format_bytes(sum(e.read_nbytes for e in found))} read; waited "
                 f"{sum(e.stall for e in found) / self.passes:.3f} s a pass for them"
             )

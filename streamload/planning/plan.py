@@ -17,6 +17,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, overload
 
+from streamload._text import printed
 from streamload.cast.table import OutOfRange
 from streamload.chart import Stack, as_html
 from streamload.checkpoint.header import records
@@ -493,7 +494,7 @@ class Plan:
             *("device", *["holds"] * split, "tensors", "resident", *["cache"] * cached, "peak"),
             *(*["reserve"] * reserved, "budget", "share"),
         )
-        return "\n".join(
+        return printed(
             [
                 *format_table(titles, rows, right=5 + cached + reserved),
                 *(

@@ -243,7 +243,7 @@ def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str)
     local = os.path.exists(os.path.expanduser(name)) or is_url(name)
     if revision is not None and not local and "@" not in name:
         name = f"{name}@{revision}"
-    found, _ = locate(name)
+    found, _ = locate(path if isinstance(path, Url) else name)
     return found / subfolder if subfolder else found
 
 
