@@ -20,6 +20,7 @@ from streamload import (
 )
 from streamload.cast.table import CastCounts
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.checkpoint.limits import Limits
 from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.iterate import iterate
@@ -63,6 +64,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "ConvertReport",
+    "Limits",
     "LoadReport",
     "Node",
     "Plan",

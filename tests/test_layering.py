@@ -48,7 +48,7 @@ LAYERS = (
     ("checkpoint.hub", "checkpoint.url", "checkpoint.variants", "planning.budget"),
     ("checkpoint.base", "checkpoint.guard"),
     ("checkpoint.header", "formats.gguf_types"),
-    ("planning.parts",),
+    ("planning.parts", "checkpoint.limits"),
     ("formats.gguf_names", "formats.gguf_vocabulary"),
     ("formats.gguf_bytes", "formats.gguf_vocabulary_out"),
     ("formats.gguf_model",),

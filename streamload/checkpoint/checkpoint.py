@@ -18,7 +18,6 @@ import numpy as np
 
 from streamload.checkpoint import remote, variants
 from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
     Header,
     RepeatedNames,
     Stored,
@@ -35,6 +34,7 @@ from streamload.checkpoint.header import (
 )
 from streamload.checkpoint.hub import cached_snapshot
 from streamload.checkpoint.likeness import shaped_like
+from streamload.checkpoint.limits import Limits, check_nbytes, limited, most_nbytes
 from streamload.checkpoint.url import Location, Url, is_url, local
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.formats.base import (
@@ -157,6 +157,7 @@ def open_checkpoint(
     variant: str | None = None,
     key: str | None = None,
     like: CheckpointLike | None = None,
+    limits: Limits | None = None,
 ) -> Checkpoint:
     """Open a checkpoint: read and validate all of its headers.
 
@@ -173,6 +174,7 @@ def open_checkpoint(
             the only one that holds tensors by name.
         like: of IREE's parameter archives, which may hold bytes alone, a checkpoint whose tensors
             of the same names say dtypes and shapes. None: what says neither is one-dimensional U8.
+        limits: the most bytes of headers, and tensors, for services that open what others upload.
 
     Of a folder, these files are the checkpoint: those that ``model.safetensors.index.json`` names;
     without an index, or beside one that does not name it, ``model.safetensors`` alone; else all
@@ -189,12 +191,14 @@ def open_checkpoint(
 
     Raises:
         ShardNotFoundError: nothing is there, or a shard is missing.
-        HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree.
+        HeaderError: a header, the index or ``config.json`` is not valid, or they do not agree; or
+            they are more than ``limits`` allow.
         TruncatedFileError: a file is shorter than its header says.
         CheckpointError: something cannot be read, or a tensor is not as long as that of ``like``.
         ValueError: ``key`` or ``like`` is given, and files of this format have no use for it.
     """
-    checkpoint = _open(path, variant, key)
+    with limited(limits):
+        checkpoint = _open(path, variant, key)
     if like is None:
         return checkpoint
     shaped = shaped_like(checkpoint.path, checkpoint.shards, opened(like).tensors)
@@ -497,13 +501,12 @@ def read_json_file(path: Location) -> bytes:
         CheckpointError: it cannot be read.
     """
     if isinstance(path, Url):
-        return remote.read_file(path, MAX_HEADER_NBYTES)
+        raw = remote.read_file(path, most_nbytes(path))
+        check_nbytes(path, "the file is too long", len(raw))
+        return raw
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > MAX_HEADER_NBYTES:
-            raise HeaderError(
-                path, "the file is too long", f"at most {MAX_HEADER_NBYTES} bytes", nbytes
-            )
+        check_nbytes(path, "the file is too long", nbytes)
         check_memory(path, nbytes)
         try:
             return read_up_to(file, nbytes)

@@ -37,6 +37,7 @@ from typing import Protocol
 from streamload.checkpoint import remote
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import SAFETENSORS, Header, open_regular, unreadable
+from streamload.checkpoint.limits import check_tensors
 from streamload.checkpoint.url import Location, Url
 from streamload.errors import TruncatedFileError
 
@@ -214,10 +215,13 @@ def read_header(
     if isinstance(path, Url):
         with remote.connections():
             asked = remote.RemoteFile(path, patience)
-            return keyed(reader or reader_of(asked), key).read_header(asked)
-    with open_file(Path(path)) as file:
-        header = keyed(reader or reader_of(file), key).read_header(file)
-    return replace(header, state=file.state)
+            header = keyed(reader or reader_of(asked), key).read_header(asked)
+    else:
+        with open_file(Path(path)) as file:
+            header = keyed(reader or reader_of(file), key).read_header(file)
+        header = replace(header, state=file.state)
+    check_tensors(header.path, len(header.tensors))
+    return header
 
 
 def keyed(reader: FormatReader, key: str | None) -> FormatReader:

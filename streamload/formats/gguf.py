@@ -21,10 +21,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -37,9 +37,11 @@ from streamload.checkpoint.header import (
     Turn,
     describe,
     is_text,
+    records,
 )
+from streamload.checkpoint.limits import check_nbytes, check_tensors, most_nbytes
 from streamload.checkpoint.url import Location, Url
-from streamload.dtypes import BY_CODE, PACKED
+from streamload.dtypes import BY_CODE, PACKED, DType
 from streamload.errors import CheckpointError, HeaderError, TruncatedFileError
 from streamload.formats import gguf_vocabulary
 from streamload.formats.base import File, FormatReader, open_file, register_reader
@@ -73,11 +75,14 @@ _LEAST_PAIR_NBYTES, _LEAST_TENSOR_NBYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 _MOST_U64 = 2**64 - 1
 _MEMBER = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.ASCII)
 
-_READ = [each.name for each in TENSOR_TYPES.values() if each.code or each.kind in PACKED]
+_READ = {n: each for n, each in TENSOR_TYPES.items() if each.code or each.kind in PACKED}
+#: What follows the number of axes in what is said of a tensor: the axes, its type, its offset.
+_AFTER_AXES = [struct.Struct(f"<{axes}QIQ") for axes in range(_MOST_AXES + 1)]
+#: What is said of a tensor: its name, its shape, the number of its type, its offset.
+_Said: TypeAlias = "tuple[str, tuple[int, ...], int, int]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """What a file says of a tensor, by its own name; it has bytes ``start`` to ``stop``."""
 
     name: str
@@ -166,10 +171,14 @@ def _header(
     data_start: int,
 ) -> Header:
     """A header, with the names of Hugging Face."""
-    infos: list[TensorInfo] = []
+    names: list[str] = []
+    dtypes: list[DType] = []
+    shapes: list[tuple[int, ...]] = []
+    starts: list[int] = []
+    stops: list[int] = []
     stored: dict[str, Stored] = {}
     turns: dict[str, Turn] = {}
-    for each in tensors:
+    for each in tensors:  # there may be millions
         if known is not None and each.name == ROPE_FREQS:
             continue
         name = (known and known.to_hugging_face(each.name)) or each.name
@@ -178,15 +187,21 @@ def _header(
             stored[name] = Stored(each.type.kind, shape, (each.type.numel,), 8)
             dtype = BY_CODE["U8"]
             shape = (*shape[:-1], shape[-1] // each.type.numel * each.type.nbytes)
-        infos.append(TensorInfo(name, dtype, shape, file.path, each.start, each.stop))
+        names.append(name)
+        dtypes.append(dtype)
+        shapes.append(shape)
+        starts.append(each.start)
+        stops.append(each.stop)
         turn = None if known is None else _turn(file, known, each, heads)
         if turn is not None:
             turns[name] = turn
-    infos.sort(key=attrgetter("start", "stop", "name"))
-    _check_distinct(file, [info.name for info in infos])
+    path = file.path
+    made = records(TensorInfo, names, dtypes, shapes, repeat(path), starts, stops)
+    infos = sorted(made, key=attrgetter("start", "stop", "name"))
+    _check_distinct(file, names)
     said = {k: v for k, v in metadata.items() if k.startswith("general.") and isinstance(v, str)}
     return Header(
-        *(file.path, file.nbytes, data_start, tuple(infos), said),
+        *(path, file.nbytes, data_start, tuple(infos), said),
         format=GGUF.name,
         config=config,
         stored=stored,
@@ -295,9 +310,11 @@ def _read(file: File) -> tuple[dict[str, Any], list[_Tensor], int]:
         cursor.refuse("general.alignment is not valid", "a power of two", alignment)
     if count * _LEAST_TENSOR_NBYTES > cursor.left_nbytes:
         cursor.refuse("says that it has more tensors than fit into it", "fewer", count)
-    said = [cursor.tensor() for _ in range(count)]
+    check_tensors(file.path, count)
+    said = cursor.tensors(count)
+    check_nbytes(file.path, "the header is too long", cursor.at)
     data_start = round_up(cursor.at, alignment)
-    tensors = [_placed(file, *each, alignment, data_start) for each in said]
+    tensors = _placed(file, said, alignment, data_start)
     end = data_start
     for each in sorted(tensors, key=attrgetter("start", "stop")):
         if each.start < end and each.stop > each.start:
@@ -316,38 +333,35 @@ def _check_distinct(file: File, names: Sequence[str]) -> None:
         raise HeaderError(file.path, "a name is not unique", "each name once", found, tensor=twice)
 
 
-def _placed(
-    file: File,
-    name: str,
-    shape: tuple[int, ...],
-    number: int,
-    offset: int,
-    alignment: int,
-    data_start: int,
-) -> _Tensor:
-    """A tensor whose bytes are in the file."""
+def _placed(file: File, said: Sequence[_Said], alignment: int, data_start: int) -> list[_Tensor]:
+    """Tensors whose bytes are in the file: millions of them, in one loop."""
+    name, most = "", file.nbytes
+    out: list[_Tensor] = []
 
     def refuse(problem: str, expected: object, found: object) -> NoReturn:
         raise HeaderError(file.path, problem, expected, found, tensor=name)
 
-    kind = TENSOR_TYPES.get(number)
-    if kind is None or kind.name not in _READ:
-        refuse("its type is not read", ", ".join(_READ), number if kind is None else kind.name)
-    width = shape[-1] if shape else 1
-    if width % kind.numel:
-        refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {kind.numel}", width)
-    numel = math.prod(shape)
-    if numel > _MOST_U64:
-        refuse("the shape is too large", "at most 2**64 - 1 elements", list(shape))
-    if offset % alignment:
-        refuse("its offset is not aligned", f"a multiple of {alignment}", offset)
-    start = data_start + offset
-    stop = start + numel // kind.numel * kind.nbytes
-    if stop > file.nbytes:
-        raise TruncatedFileError(
-            file.path, "is shorter than its header says", stop, file.nbytes, tensor=name
-        )
-    return _Tensor(name, kind, shape, start, stop)
+    for name, shape, number, offset in said:
+        kind = _READ.get(number)
+        if kind is None:
+            given = TENSOR_TYPES.get(number)
+            known = ", ".join(each.name for each in _READ.values())
+            refuse("its type is not read", known, number if given is None else given.name)
+        numel = math.prod(shape)
+        if kind.numel > 1 and (width := shape[-1] if shape else 1) % kind.numel:
+            refuse(f"its rows are not blocks of {kind.name}", f"a multiple of {kind.numel}", width)
+        if numel > _MOST_U64:
+            refuse("the shape is too large", "at most 2**64 - 1 elements", list(shape))
+        if offset % alignment:
+            refuse("its offset is not aligned", f"a multiple of {alignment}", offset)
+        start = data_start + offset
+        stop = start + numel // kind.numel * kind.nbytes
+        if stop > most:
+            raise TruncatedFileError(
+                file.path, "is shorter than its header says", stop, most, tensor=name
+            )
+        out.append(_Tensor(name, kind, shape, start, stop))
+    return out
 
 
 class _Cursor:
@@ -360,6 +374,7 @@ class _Cursor:
     def __init__(self, file: File) -> None:
         self._file = file
         self._raw, self._start, self._next_nbytes = b"", 0, _FIRST_NBYTES
+        self._most_nbytes = most_nbytes(file.path)
         self.at = 0
 
     @property
@@ -404,8 +419,37 @@ class _Cursor:
                 out[key] = value
         return out, tensors
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """What is said of the next tensor: name, shape, number of its type, offset."""
+    def tensors(self, count: int) -> list[_Said]:
+        """What is said of the next tensors."""
+        out: list[_Said] = []
+        while len(out) < count:
+            out.append(self._tensor())  # it reads on, and refuses what is not valid
+            self._take_tensors(out, count)
+        return out
+
+    def _take_tensors(self, out: list[_Said], count: int) -> None:
+        """Add the tensors that lie in what is read already, up to one that `_tensor` has to see."""
+        raw, at, end = self._raw, self.at - self._start, len(self._raw)
+        length, number = struct.Struct("<Q").unpack_from, struct.Struct("<I").unpack_from
+        for _ in range(count - len(out)):
+            if at + 8 > end or (stop := at + 8 + length(raw, at)[0]) + 4 > end:
+                break
+            axes = number(raw, stop)[0]
+            if axes > _MOST_AXES or stop + 4 + _AFTER_AXES[axes].size > end:
+                break
+            try:
+                name = raw[at + 8 : stop].decode()
+            except UnicodeDecodeError:
+                break
+            if not name:
+                break
+            *shape, kind, offset = _AFTER_AXES[axes].unpack_from(raw, stop + 4)
+            out.append((name, tuple(shape[::-1]), kind, offset))
+            at = stop + 4 + _AFTER_AXES[axes].size
+        self.at = self._start + at
+
+    def _tensor(self) -> _Said:
+        """What is said of the next tensor."""
         name = self._name("a tensor's name")
         axes = self._number("I")
         if axes > _MOST_AXES:
@@ -487,8 +531,8 @@ class _Cursor:
             if end > self._file.nbytes:
                 problem = "the header is cut off"
                 raise TruncatedFileError(self._file.path, problem, end, self._file.nbytes)
-            if end > MAX_HEADER_NBYTES:
-                self.refuse("the header is too long", f"at most {MAX_HEADER_NBYTES} bytes", end)
+            if end > self._most_nbytes:
+                check_nbytes(self._file.path, "the header is too long", end)
             begin = 0
             self._start = self.at if keeps else end
             self._raw = self._file.read(self._start, max(end, self._start + self._next_nbytes))

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -104,6 +105,7 @@ class Architecture:
         return heads
 
 
+@lru_cache(maxsize=16)  # of one tensor, it is asked for several times
 def _template(name: str) -> tuple[str, str]:
     """A tensor's module with "{}" for the layer's number, and that."""
     module = name.rpartition(".")[0]

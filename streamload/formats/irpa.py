@@ -28,13 +28,13 @@ from functools import partial
 from typing import NamedTuple
 
 from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
     Header,
     TensorInfo,
     View,
     describe,
     parse_json_object,
 )
+from streamload.checkpoint.limits import check_nbytes, most_nbytes
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, BY_NAME, DType
 from streamload.errors import HeaderError, TruncatedFileError
@@ -119,7 +119,8 @@ class _Contents:
         self.untyped: set[str] = set()
         self._names: set[str] = set()
         self._after = round_up(file.nbytes, _PAGE) + _PAGE  # where the next splat has its place
-        self._left = min(file.nbytes, MAX_HEADER_NBYTES)
+        self._most_nbytes = min(file.nbytes, most_nbytes(file.path))
+        self._left = self._most_nbytes
 
     def take(self, nbytes: int) -> None:
         """Count bytes of headers: several archives may name the same ones over and over.
@@ -128,9 +129,10 @@ class _Contents:
             HeaderError: they are more than the file has.
             PlanInfeasibleError: free memory has no room for what is made of them.
         """
-        path, most = self.file.path, min(self.file.nbytes, MAX_HEADER_NBYTES)
+        path, most = self.file.path, self._most_nbytes
+        found = most - self._left + nbytes
+        check_nbytes(path, "the headers are too long", found)
         if nbytes > self._left:
-            found = most - self._left + nbytes
             raise HeaderError(path, "the headers are too long", f"at most {most} bytes", found)
         self._left -= nbytes
         needed_nbytes = _MEMORY * (most - self._left)

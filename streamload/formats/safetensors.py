@@ -37,6 +37,7 @@ from streamload.checkpoint.header import (
     parse_json_object,
     records,
 )
+from streamload.checkpoint.limits import check_nbytes
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import HeaderError, TruncatedFileError
@@ -199,9 +200,7 @@ def json_nbytes(raw: bytes, path: Location, file_nbytes: int) -> int:
         for magic, what in _LOOKALIKES.items():
             if raw.startswith(magic):
                 raise HeaderError(path, "is not a safetensors file", "a header", what)
-        raise HeaderError(
-            path, "the header is too long", f"at most {MAX_HEADER_NBYTES} bytes", nbytes
-        )
+    check_nbytes(path, "the header is too long", nbytes)
     if PREFIX_NBYTES + nbytes > file_nbytes:
         raise TruncatedFileError(path, "the header is cut off", PREFIX_NBYTES + nbytes, file_nbytes)
     return nbytes

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
     Header,
     TensorInfo,
     View,
     describe,
     is_text,
 )
+from streamload.checkpoint.limits import check_nbytes
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import HeaderError
 from streamload.formats import zip_entries
@@ -187,9 +187,7 @@ class _Archive:
         self._check_byteorder()
         path, entry = self.file.path, self.find("data.pkl")
         assert entry is not None, "its name gave the prefix"
-        if entry.nbytes > MAX_HEADER_NBYTES:
-            expected = f"at most {MAX_HEADER_NBYTES} bytes"
-            raise HeaderError(path, "data.pkl is too long", expected, entry.nbytes)
+        check_nbytes(path, "data.pkl is too long", entry.nbytes)
         if entry.nbytes > _LONG_NBYTES:
             first_that_fits([(None, entry.nbytes)], [(f"data.pkl of {path}", entry.nbytes)])
         raw = read_exactly(self.file, entry.start, entry.stop, "data.pkl")

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple, NoReturn
 
-from streamload.checkpoint.header import MAX_HEADER_NBYTES, describe
+from streamload.checkpoint.header import describe
+from streamload.checkpoint.limits import check_nbytes
 from streamload.checkpoint.url import Url
 from streamload.errors import HeaderError
 from streamload.formats.base import File, read_exactly
@@ -88,8 +89,7 @@ def entries(file: File) -> Mapping[str, Entry]:
     """
     file = _WithTail(file)
     start, stop, count = _directory(file)
-    if stop - start > MAX_HEADER_NBYTES:
-        _fail(file, "its directory is too long", f"at most {MAX_HEADER_NBYTES} bytes", stop - start)
+    check_nbytes(file.path, "its directory is too long", stop - start, "directory")
     if stop - start > _LONG_NBYTES:
         needed_nbytes = _COPIES * (stop - start)
         first_that_fits([(None, needed_nbytes)], [(f"the directory of {file.path}", needed_nbytes)])
