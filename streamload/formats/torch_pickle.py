@@ -95,6 +95,9 @@ class _Machine:
                     action(self, b"")
                     if action is _stop:
                         return self.stack[0]
+                elif kind > 0 and at + kind < end:  # as `_argument` does
+                    self.at = at = at + 1 + kind
+                    action(self, data[at - kind : at])
                 else:
                     action(self, self._argument(kind))
             self._check_memory(_CHECKED_OPCODES)
@@ -241,14 +244,18 @@ def _quoted(raw: _Raw) -> str:
     return codecs.escape_decode(text[1:-1])[0].decode()
 
 
-def _tuple(count: int) -> _Action:
-    def action(machine: _Machine, raw: _Raw) -> None:
-        stack = machine.stack
-        if len(stack) < count:
-            machine.refuse("an object on the stack", "none")
-        stack[-count:] = [tuple(stack[-count:])]
+def _tuple_1(machine: _Machine, raw: _Raw) -> None:
+    machine.stack.append((machine.pop(),))
 
-    return action
+
+def _tuple_2(machine: _Machine, raw: _Raw) -> None:
+    second, first = machine.pop(), machine.pop()
+    machine.stack.append((first, second))
+
+
+def _tuple_3(machine: _Machine, raw: _Raw) -> None:
+    third, second, first = machine.pop(), machine.pop(), machine.pop()
+    machine.stack.append((first, second, third))
 
 
 def _collected(make: Callable[[list[Any]], Any]) -> _Action:
@@ -313,29 +320,41 @@ def _fill(machine: _Machine, target: dict[Any, Any], pairs: list[Any]) -> None:
 
 
 def _get(machine: _Machine, raw: _Raw) -> None:
-    index = _index(machine, raw)
+    _push_kept(machine, int.from_bytes(raw, "little"))
+
+
+def _get_line(machine: _Machine, raw: _Raw) -> None:
+    _push_kept(machine, _index(machine, raw))
+
+
+def _push_kept(machine: _Machine, index: int) -> None:
     if index not in machine.memo:
         machine.refuse("an object that was kept", f"number {index}")
     machine.stack.append(machine.memo[index])
 
 
 def _put(machine: _Machine, raw: _Raw) -> None:
+    _keep(machine, int.from_bytes(raw, "little"))
+
+
+def _put_line(machine: _Machine, raw: _Raw) -> None:
+    _keep(machine, _index(machine, raw))
+
+
+def _keep(machine: _Machine, index: int) -> None:
     machine.stack.append(machine.pop())
-    machine.memo[_index(machine, raw)] = machine.stack[-1]
+    machine.memo[index] = machine.stack[-1]
 
 
 def _memoize(machine: _Machine, raw: _Raw) -> None:
-    machine.stack.append(machine.pop())
-    machine.memo[len(machine.memo)] = machine.stack[-1]
+    _keep(machine, len(machine.memo))
 
 
 def _index(machine: _Machine, raw: _Raw) -> int:
-    if machine.name in ("GET", "PUT"):
-        digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
-        if not digits.isdigit():
-            machine.refuse("a number", repr(digits)[1:])
-        return int(digits)
-    return int.from_bytes(raw, "little")
+    digits = bytes(raw[: _MOST_DIGITS + 1]).strip()
+    if not digits.isdigit():
+        machine.refuse("a number", repr(digits)[1:])
+    return int(digits)
 
 
 def _refused(machine: _Machine, raw: _Raw) -> None:
@@ -427,9 +446,9 @@ _ACTIONS: Mapping[str, _Action] = {
     "APPENDS": _appends,
     "LIST": _collected(list),
     "TUPLE": _collected(tuple),
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
+    "TUPLE1": _tuple_1,
+    "TUPLE2": _tuple_2,
+    "TUPLE3": _tuple_3,
     "DICT": _dict,
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
@@ -439,10 +458,10 @@ _ACTIONS: Mapping[str, _Action] = {
     "POP": _pop,
     "POP_MARK": lambda machine, raw: machine.since_mark().clear(),
     "DUP": _dup,
-    "GET": _get,
+    "GET": _get_line,
     "BINGET": _get,
     "LONG_BINGET": _get,
-    "PUT": _put,
+    "PUT": _put_line,
     "BINPUT": _put,
     "LONG_BINPUT": _put,
     "MEMOIZE": _memoize,

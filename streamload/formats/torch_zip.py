@@ -246,14 +246,17 @@ class _Archive:
         shape, strides = _checked(fail, tensor)
         numel = math.prod(shape)
         at = entry.start + tensor.offset * dtype.itemsize
-        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        stop = at + (last + 1) * dtype.itemsize
         if not numel:
             return TensorInfo(name, dtype, shape, self.file.path, entry.start, entry.start), None
+        follow = _follow(shape, strides)
+        last = numel - 1
+        if not follow:
+            last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        stop = at + (last + 1) * dtype.itemsize
         if stop > entry.stop:
             expected = f"{entry.nbytes} bytes of data/{storage.key}"
             raise fail("leads out of its storage", expected, f"its end at {stop - entry.start}")
-        if _follow(shape, strides):
+        if follow:
             return TensorInfo(name, dtype, shape, self.file.path, at, stop), None
         view = _view(dtype, after, at, shape, strides)
         return TensorInfo(name, dtype, shape, self.file.path, view.start, view.stop), view
@@ -279,8 +282,8 @@ def _checked(fail: Any, tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...
     if len(shape) != len(strides):
         given = f"{len(shape)} lengths and {len(strides)} strides"
         raise fail("the shape and the strides do not agree", "a stride for each axis", given)
-    numbers = [tensor.offset, *shape, *strides]
-    if any(not 0 <= number <= _MOST_NBYTES for number in numbers):
+    numbers = (tensor.offset, *shape, *strides)
+    if min(numbers) < 0 or max(numbers) > _MOST_NBYTES:
         found = next(number for number in numbers if not 0 <= number <= _MOST_NBYTES)
         raise fail("an offset, length or stride is not valid", f"0 to {_MOST_NBYTES}", found)
     if math.prod(shape) > _MOST_NBYTES // 8:
