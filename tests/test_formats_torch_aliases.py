@@ -13,6 +13,7 @@ import pytest
 from parameters import few
 from torch_files import archive, integer, pickle_of, storage, tensor, text, tuple_of, write
 
+import streamload
 from streamload.checkpoint.checkpoint import open_checkpoint
 from streamload.errors import HeaderError
 from streamload.formats import torch_pickle
@@ -69,6 +70,21 @@ def test_a_storage_has_one_dtype(tmp_path: Path, other: str, numel: int) -> None
     assert torch.load(path, weights_only=True)["b"].dtype == torch.float32
     with pytest.raises(HeaderError, match=r"one dtype and length of storage '0'"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "views", [("float8_e4m3fn", "uint8"), ("uint8", "uint16"), ("uint16", "uint32")]
+)
+def test_dtypes_that_may_share_a_storage(tmp_path: Path, views: tuple[str, str]) -> None:
+    """What torch.save writes of several dtypes in one storage: those it stores as bytes."""
+    path = tmp_path / "model.pth"
+    data = torch.arange(16, dtype=torch.uint8)
+    torch.save({name: data.view(getattr(torch, name)) for name in views}, path)
+    report = streamload.load_state_dict(None, path, device="cpu", progress=False)
+    for name, tensor_there in torch.load(path, weights_only=True).items():
+        mine = report.state_dict[name]
+        assert mine.dtype == tensor_there.dtype
+        assert torch.equal(mine.view(torch.uint8), tensor_there.view(torch.uint8))
 
 
 # --- any pickle -----------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class Storage:
 
     Attributes:
         key: its name below ``data/``.
-        dtype: name of its elements' dtype, as torch spells it; "" for bytes.
-        numel: number of elements, or of bytes.
+        dtype: name of its elements' dtype, as torch spells it.
+        numel: number of elements.
     """
 
     key: str
@@ -157,7 +157,7 @@ _GLOBALS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("torch._utils", "_rebuild_parameter"): ("parameter", ""),
     ("torch._utils", "_rebuild_parameter_with_state"): ("parameter", ""),
     ("torch._tensor", "_rebuild_from_type_v2"): ("from_type", ""),
-    ("torch.storage", "UntypedStorage"): ("storage", ""),
+    ("torch.storage", "UntypedStorage"): ("storage", "uint8"),  # torch has bytes there
     **{("torch", f"{kind}Storage"): ("storage", dtype) for kind, dtype in _STORAGES.items()},
     **{("torch", name): ("dtype", name) for name in _DTYPES},
     **{("torch._utils", name): ("unreadable", why) for name, why in _UNREADABLE.items()},

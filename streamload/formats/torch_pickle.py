@@ -125,9 +125,11 @@ class _Machine:
 
     def storage(self, found: Storage) -> Storage:
         """The storage of that key: torch keeps the first, whatever else is said of it later."""
+        if not found.numel and found.key not in self._storages:
+            return found  # there is nothing to keep
         first = self._storages.setdefault(found.key, found)
         if first != found:
-            said = (f"{each.numel} of {each.dtype or 'uint8'}" for each in (first, found))
+            said = (f"{each.numel} of {each.dtype}" for each in (first, found))
             self.refuse(f"one dtype and length of storage {found.key!r}", " and ".join(said))
         return first
 
