@@ -352,7 +352,9 @@ class _Conversion:
             try:
                 read_nbytes = self._run(journal, progress, verify=verify, overwrite=overwrite)
             except OSError as error:
-                raise disk.unwritable(error.filename or self._plan.destination, error) from error
+                # of what is opened in a folder, the system says the last name alone
+                path = self._plan.destination / os.fsdecode(error.filename or "")
+                raise disk.unwritable(path, error) from error
             finally:
                 journal.close()
             self.destination.clean()
