@@ -11,12 +11,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
+from typing import TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter
 from streamload.errors import CheckpointError, Suggestion
+from streamload.families import FAMILIES, Family
 from streamload.mapping import MAPPINGS, MappingArgument, Rename, renamed, sources
 from streamload.match import fits, shape_of, whole_shape
 
@@ -26,6 +28,7 @@ _TRIED = 16  # changes, those of most names first
 _HEADS = 64  # places of a repeated ending that are looked at
 _MOST_SLIPS = 64  # parameters that are compared with all that is left, letter by letter
 _NEAR = 0.75  # how much of what differs is alike in a slip, of 1
+_MOST = 0.9  # of a model's parameters: with fewer filled, a line is not worth writing
 _CLEAR = 0.1  # how much less like everything else has to be
 _TRANSFORMERS = "streamload.transformers.from_pretrained({path}, model_class={name}"
 #: Base classes of libraries that rename tensors as they load, and what does so here.
@@ -37,6 +40,8 @@ _CALLS = {
 _OFFLOADING_CALLS = {
     "transformers.modeling_utils.PreTrainedModel": f"{_TRANSFORMERS}, offload=True)"
 }
+#: What tensors begin with and what parameters do, in order, and how many names speak for it.
+_Prefixes: TypeAlias = Mapping[tuple[str, str], int]
 _ALSO = {"gamma": "weight", "beta": "bias"}  # what TensorFlow calls those of a norm
 
 
@@ -76,7 +81,7 @@ class Wanted:
         model = _Model.of(self.parameters)
         needed = len(model.needed)
         best, lines = -1, list[str]()
-        for mapping in self._mappings():
+        for mapping in self._mappings(model):
             stored = self._stored(mapping)
             if stored is None:
                 continue
@@ -88,11 +93,11 @@ class Wanted:
             found = [
                 self._judged(mapping, model, stored, pairs) for pairs in _orders(model, stored)
             ]
-            plain = self._judged(mapping, model, stored, [("", "")])
+            plain = self._judged(mapping, model, stored, {("", ""): 1})
             most = max(filled for filled, _ in found)
             if plain[0] >= most:
                 most, found = plain[0], [plain]
-            if most > best and 2 * most >= needed:
+            if most > best and most >= _MOST * needed:
                 best, lines = most, [line for filled, line in found if filled == most]
         if best < needed and self.mapping is None:
             most, line = self._turned(model)
@@ -110,7 +115,7 @@ class Wanted:
         mapping: MappingArgument | None,
         model: _Model,
         stored: _Stored,
-        prefixes: Sequence[tuple[str, str]],
+        prefixes: _Prefixes,
     ) -> tuple[int, str]:
         """How many parameters the best renaming fills, and the arguments as source text."""
         # the call's own rename knows no other names than those of its own mapping
@@ -151,14 +156,25 @@ class Wanted:
         mapping = f"mapping={{name: streamload.Source(name, transpose=True) {source}}}"
         return filled, ", ".join([mapping, line] if line else [mapping])
 
-    def _mappings(self) -> list[MappingArgument | None]:
-        """Those to try, the given one first; one that names parameters has no alternative."""
+    def _mappings(self, model: _Model) -> list[MappingArgument | None]:
+        """Those to try, the given one first; one that names parameters has no alternative.
+
+        Of the families, those that give most of what they change a name of the model's.
+        """
         if self.mapping is not None and not isinstance(self.mapping, str):
             return [self.mapping]
         model_type = str(self.checkpoint.config.get("model_type", ""))
+        endings = {name[at:] for name in model.shapes for at in _starts(name)}
+        families = [name for name in MAPPINGS if self._leads_to(FAMILIES[name], endings)]
         # those of the model's own family first
-        families = sorted(MAPPINGS, key=lambda name: not model_type.startswith(name.split("-")[1]))
+        families.sort(key=lambda name: not model_type.startswith(name.split("-")[1]))
         return list(dict.fromkeys([self.mapping, None, *families]))
+
+    def _leads_to(self, family: Family, endings: Set[str]) -> bool:
+        changed = [family.name(name) for name in self.checkpoint.tensors if family.matches(name)]
+        kept = [name for name in changed if name]  # not those that it leaves out
+        there = [n for n in kept if not endings.isdisjoint((n, n.partition(".")[2]))]
+        return 2 * len(there) > len(kept)
 
     def _stored(self, mapping: MappingArgument | None) -> _Stored | None:
         """Names and shapes under a mapping; None where it is not one for this checkpoint."""
@@ -304,7 +320,7 @@ class _Search:
         self._free = set(model.number.values())  # parameters that nothing fills yet
         self._filled: dict[str, str] = {}  # tensors to parameters
 
-    def renaming(self, prefixes: Sequence[tuple[str, str]]) -> _Renaming:
+    def renaming(self, prefixes: _Prefixes) -> _Renaming:
         """The one that was found, of these changes of prefixes first; it may change nothing."""
         found = _Renaming(self._prefixes(prefixes))
         found = replace(found, parts=self._parts(found))
@@ -331,14 +347,18 @@ class _Search:
             del self._left[name]
         return True
 
-    def _prefixes(self, pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    def _prefixes(self, pairs: _Prefixes) -> tuple[tuple[str, str], ...]:
         """What tensors begin with in place of what parameters begin with, longest first."""
         chosen: dict[str, str] = {}
         for pair in pairs:
             before, after = pair
             if before in chosen or len(chosen) == _MOST_RULES:
                 continue
-            rivals = (r for r in pairs if (r[0] == before) != (r[1] == after))
+            rivals = (
+                r
+                for r, names in pairs.items()
+                if (r[0] == before) != (r[1] == after) and 2 * names >= pairs[pair]
+            )
             if chosen and any(_likeness(*pair) < _likeness(*r) + _CLEAR for r in rivals):
                 continue  # it may as well be another
             one, filled = _Renaming((pair,), skips=True), dict(self._filled)
@@ -393,6 +413,9 @@ class _Search:
             near: dict[str, float] = {}
             for text, tensor in spelled[_digits(name)][:_MOST_SLIPS]:
                 if tensor in self._left and self._model.takes(name, self._left[tensor]):
+                    if _ends(tensor, name):  # a prefix, and no slip; nor is another name one
+                        near.clear()
+                        break
                     near[tensor] = max(near.get(tensor, 0), _likeness(text, name))
             nearest = sorted(near, key=near.__getitem__)[-2:]
             is_clear = len(nearest) < 2 or near[nearest[1]] >= near[nearest[0]] + _CLEAR
@@ -404,7 +427,7 @@ def _longest_first(rules: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(rules.items(), key=lambda each: -len(each[0])))
 
 
-def _orders(model: _Model, stored: _Stored) -> list[list[tuple[str, str]]]:
+def _orders(model: _Model, stored: _Stored) -> list[_Prefixes]:
     """What tensors begin with and what parameters do, those of most names first.
 
     There are several orders where parts of the checkpoint, or of the model, are alike: each of
@@ -414,7 +437,7 @@ def _orders(model: _Model, stored: _Stored) -> list[list[tuple[str, str]]]:
     likeness = {pair: _likeness(*pair) for pair, _ in votes.most_common(_TRIED)}
     pairs = sorted(likeness, key=lambda p: (-votes[p], p != ("", ""), -likeness[p]))
     if not pairs or pairs[0] == ("", ""):
-        return [pairs]
+        return [{pair: votes[pair] for pair in pairs}]
     top = pairs[0]
     alike = [
         pair
@@ -422,7 +445,7 @@ def _orders(model: _Model, stored: _Stored) -> list[list[tuple[str, str]]]:
         if votes[pair] == votes[top] and likeness[pair] > likeness[top] - _CLEAR
         if (pair[0] == top[0]) != (pair[1] == top[1])
     ]
-    return [[pair, *pairs] for pair in (top, *alike)]
+    return [{each: votes[each] for each in (pair, *pairs)} for pair in (top, *alike)]
 
 
 def _different_heads(model: _Model, stored: _Stored) -> Iterator[tuple[str, str]]:
@@ -487,6 +510,12 @@ def _starts(name: str) -> Iterator[int]:
     while at >= 0:
         yield at
         at = name.find(".", at) + 1 or -1
+
+
+def _ends(name: str, other: str) -> bool:
+    """Whether one of two names is the other behind a prefix."""
+    short, long = sorted((name, other), key=len)
+    return long.endswith(f".{short}")
 
 
 def _split(name: str) -> Iterator[tuple[str, str, str]]:

@@ -457,3 +457,42 @@ def test_nothing_is_looked_for_where_all_matches(
     """The detector costs nothing then."""
     monkeypatch.setattr("streamload.hints.Wanted.suggestions", pytest.fail)
     load(classifier(), save(tmp_path, classifier().state_dict()))
+
+
+#: Of Qwen2-VL, layers of text and of vision, and whether the head is tied.
+TOWERS = [(2, 1, False), (4, 2, False), (4, 1, False), (2, 2, True)]
+
+
+@pytest.mark.parametrize(("layers", "depth", "tied"), TOWERS)
+def test_no_family_is_named_that_is_not_its_own(
+    tmp_path: Path, layers: int, depth: int, tied: bool
+) -> None:
+    """Qwen2-VL's two prefixes are found whatever their parts are like, and hf-whisper is not."""
+    text = {**SMALL, "num_hidden_layers": layers, "num_key_value_heads": 2}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    vision = {"depth": depth, "embed_dim": 16, "num_heads": 2, "hidden_size": 16, "patch_size": 4}
+    config = transformers.Qwen2VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=tied,
+    )
+    source, model = (transformers.Qwen2VLForConditionalGeneration(config) for _ in range(2))
+    source.save_pretrained(tmp_path)
+    (found,) = suggested(model, tmp_path)
+    assert found.filled == found.parameters and "mapping=" not in found.arguments
+    follow(found, model, tmp_path)
+    wanted = source.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_line_that_fills_less_than_most_is_not_written(tmp_path: Path) -> None:
+    """MiniMax: of each layer three of ten parameters would be left; the library's call has all."""
+    config = transformers.MiniMaxConfig(**SMALL, num_key_value_heads=2, num_local_experts=2)
+    source = transformers.MiniMaxForCausalLM(config)
+    source.save_pretrained(tmp_path)
+    with pytest.raises(StateDictMismatchError) as caught:
+        load(transformers.MiniMaxForCausalLM(config), tmp_path)
+    assert caught.value.suggestions == ()
+    names = {"streamload": streamload, "MiniMaxForCausalLM": transformers.MiniMaxForCausalLM}
+    found = eval(caught.value.instead, names).state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in source.state_dict().items())
