@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import importlib
+import json
 import os
 import re
 from collections import Counter
@@ -43,14 +44,13 @@ from streamload.errors import (
 from streamload.load import load_state_dict
 from streamload.lookup import Devices, open_devices
 from streamload.mapping import Source
-from streamload.options import StreamOptions, Strictness, takes
+from streamload.options import DEFAULTS, StreamOptions, Strictness, takes
 from streamload.planning.budget import BudgetLike
 from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
-from streamload.transformers.arguments import takes_those_of_transformers
+from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
-from streamload.transformers.loading import found_at
 from streamload.transformers.names import whole
 from streamload.transformers.prepared import Prepared, load_untied, without_stale_notes
 from streamload.units import parse_bytes
@@ -58,6 +58,11 @@ from streamload.units import parse_bytes
 __all__ = ["from_pretrained"]
 
 _PIPELINE = "model_index.json"
+#: Options of other loads, which diffusers would ignore as components that it does not know.
+_OFFLOADING = {"offload", "tokens", "stay", "layers", "host"}
+#: Those that ask for quantised weights, and the format where they do not name it.
+_QUANT = {"quant": "", "load_in_8bit": "int8", "load_in_4bit": "nf4"}
+_OTHERS = DEFAULTS.keys() | _OFFLOADING | _QUANT.keys()
 _WEIGHTS = (".safetensors", ".bin", ".msgpack", ".onnx", ".pb", ".ckpt", ".pt", ".pth")
 
 
@@ -133,6 +138,8 @@ def from_pretrained(
     if not isinstance(folder, Path):
         raise CheckpointError(folder, "a pipeline is loaded from a folder on this machine")
     is_pipeline = (folder / _PIPELINE).is_file()
+    _check_names(folder, given, {name: options[name] for name in ("device", "budget")})
+    given = {name: value for name, value in given.items() if name not in _OTHERS}
     if not is_pipeline and (given or pipeline_class is not None):
         names = ", ".join(["pipeline_class"] * (pipeline_class is not None) + list(given))
         raise ValueError(f"{folder} holds one model, and no pipeline: leave {names} away")
@@ -160,6 +167,57 @@ def from_pretrained(
     pipeline = owner.from_pretrained(str(folder), local_files_only=True, **{**models, **given})
     pipeline.streamload_report = report
     return pipeline
+
+
+def _check_names(folder: Path, given: Mapping[str, Any], place: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of other loads, with what does the same here.
+
+    Args:
+        folder: of the pipeline, or of its model.
+        given: the components.
+        place: the device and the budget.
+    """
+    written = [f"{name}={value!r}" for name, value in place.items() if type(value) in (str, int)]
+    for name, value in given.items():
+        if name not in _OTHERS:
+            continue
+        instead = "leave it out"
+        if value and name in ("offload", *_QUANT):
+            quant = value if name == "quant" else _QUANT.get(name)
+            asked = [*written, f"quant={quant!r}"] if quant else written
+            instead = _by_itself(folder, given, bool(quant), ", ".join(["", *asked]))
+        if value or name not in _QUANT:
+            raise ValueError(f"{name} is no option here: {instead}")
+
+
+def _by_itself(folder: Path, given: Mapping[str, Any], fits: bool, arguments: str) -> str:
+    """What to write: the largest model of diffusers is filled by itself, and passed.
+
+    Args:
+        folder: of the pipeline, or of its model.
+        given: the components.
+        fits: whether it is loaded; if not, it is offloaded.
+        arguments: of that call, each behind a comma.
+    """
+    models = {
+        name: (sum(file.stat().st_size for file in where.iterdir()), where, found)
+        for name, (found, where) in _classes(folder, given).items()
+        if issubclass(found, diffusers.ModelMixin)
+    }
+    if not models:
+        return "leave it out"
+    name, (_, where, found) = max(models.items(), key=lambda item: item[1][0])
+    path, whole = (json.dumps(str(each), ensure_ascii=False) for each in (where, folder))
+    owner = f"diffusers.{found.__name__}"
+    call = "streamload.load_state_dict" if fits else "offloaded = streamload.offload"
+    lines = [
+        f"{name} = {owner}.from_config({owner}.load_config({path})).eval()",
+        f"{call}({name}, {path}{arguments})",
+    ]
+    if where == folder:
+        return f"write {'; '.join(lines)}"
+    lines.append(f"pipe = streamload.diffusers.from_pretrained({whole}, {name}={name})")
+    return f"fill its largest model by itself, and pass it: write {'; '.join(lines)}"
 
 
 # --- what a pipeline consists of ------------------------------------------------------------------

@@ -337,25 +337,34 @@ def open_devices(
         raise DeviceNotFoundError(
             ", ".join(wanted), f"a load has one framework, not {' and '.join(sorted(named))}"
         )
-    owner = framework(named.pop())
+    chosen, owner = owner, framework(named.pop())
     names: dict[str, None] = {}
     for _, name in split:
-        names[owner.canonical(name or owner.default_device())] = None
+        try:
+            names[owner.canonical(name or owner.default_device())] = None
+        except DeviceNotFoundError as error:
+            working = error.working or _working(owner, chosen)
+            raise DeviceNotFoundError(error.device, error.problem, working=working) from error
     if len(names) < len(wanted):
         raise ValueError(f"a device is named twice: {', '.join(wanted)}")
     found = Devices(owner, {})
     for name in names:
         result = probe(owner.name, name)
         if not result.works:
-            raise DeviceNotFoundError(name, result.problem, working=_working(owner))
+            raise DeviceNotFoundError(name, result.problem, working=_working(owner, chosen))
         found.opened[name] = owner.device(name)
     return found
 
 
-def _working(owner: Framework) -> list[str]:
-    """Names of all devices that work here; asked for only when one does not."""
+def _working(owner: Framework, chosen: Framework | None) -> list[str]:
+    """Names of all devices that work here; asked for only when one does not.
+
+    Args:
+        owner: whose.
+        chosen: the framework of a model, which takes no other's; or None.
+    """
     names = [name for name in owner.candidates() if probe(owner.name, name).works]
-    return names if owner.name == "host" else [*names, "host"]
+    return names if chosen is not None or owner.name == "host" else [*names, "host"]
 
 
 def _first_that_works(owner: Framework | None) -> Devices:

@@ -117,6 +117,26 @@ def test_a_loader_that_does_not_work_is_named(small_checkpoint: Path, tmp_path: 
     assert f"not compared: numpy: {why}" in found.lines()
 
 
+def test_safetensors_only_maps_on_the_cpu(small_checkpoint: Path) -> None:
+    """Its tensors are views on its files, which is what is said of it there."""
+    st = needs.module("safetensors.torch")
+    file = next(small_checkpoint.glob("*.safetensors"))
+    tensors = st.load_file(file)
+    assert any(str(file) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    assert tensors and LOADERS["safetensors"].maps
+    assert not any(loader.maps for name, loader in LOADERS.items() if name != "safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "noted"), [("checkpoint", True), ("bfloat16", False)])
+def test_a_loader_that_only_maps_is_named(small_checkpoint: Path, dtype: str, noted: bool) -> None:
+    """On the CPU that is no comparison of like with like; with a cast safetensors copies, too."""
+    asked = {"device": "torch:cpu", "dtype": dtype, "runs": 1, "limits": False}
+    found = compare(Options(str(small_checkpoint), peers=("safetensors",), **asked))
+    assert {OURS, "safetensors"} == set(found.loaders)
+    assert any("note: safetensors only maps" in line for line in found.lines()) == noted
+
+
 def test_a_hanging_loader_leaves_nothing(small_checkpoint: Path, tmp_path: Path) -> None:
     """It is ended when its time is over, and what it has started with it."""
     wrote = tmp_path / "pid"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -83,6 +84,42 @@ def test_without_arguments_there_is_help() -> None:
     assert out == run("--help")[0]
     assert all(f"  {command} " in out for command in COMMANDS)
     assert not any(line.endswith("...") for line in out.splitlines()[1:])
+
+
+def test_what_every_command_understands(
+    here: Callable[..., tuple[str, str]], layers: Path, tmp_path: Path
+) -> None:
+    """-h is --help; --version; --quiet leaves results and errors, and --json what it asks for."""
+    assert here("--version")[0] == here("-V")[0] == f"streamload {streamload.__version__}\n"
+    assert here("-h") == here("--help")
+    for command in (*COMMANDS, "bench"):
+        said, _ = here(command, "-h")
+        assert said == here(command, "--help")[0]
+        assert "-q, --quiet" in said
+    place = ("--device", "host", "--budget", "1GB")
+    for quiet in ("-q", "--quiet"):
+        assert here("load", layers, *place, "--verify", quiet) == ("", "")
+        assert json.loads(here("load", layers, *place, quiet, "--json")[0])["tensors"] == 7
+        assert here("convert", layers, tmp_path / quiet, "--dtype", "float16", quiet) == ("", "")
+        asked = (layers, tmp_path / quiet, "--dtype", "float16", quiet)
+        assert here("verify", *asked) == here("diff", *asked) == ("", "")
+        assert here("diff", layers, tmp_path / quiet, quiet, code=1) == ("", "")
+        said, complained = here("verify", layers, tmp_path / quiet, quiet, code=1)
+        assert said == "" and complained.count("\n") == 1
+        assert here("inspect", layers, quiet) == here("inspect", layers)
+        assert here("plan", layers, *place, quiet) == here("plan", layers, *place)
+        assert complaint(*here("load", tmp_path / "nothing", quiet, code=1))
+    assert here("load", layers, *place)[0].startswith("checkpoint ")  # the next is not quiet
+
+
+def test_quiet_about_warnings(tmp_path: Path) -> None:
+    """What overflows is a warning; asked to be quiet, the command does not mention it."""
+    path = write_safetensors(
+        tmp_path / "x.safetensors", {"w": ("F32", (2,), b"\xff\xff\x7f\x7f" * 2)}
+    )
+    asked = ("load", path, "--device", "host", "--dtype", "float16")
+    assert "warning: " in run(*asked)[1]
+    assert run(*asked, "--quiet") == ("", "")
 
 
 def test_a_variant_of_a_folder(
@@ -329,6 +366,26 @@ def test_what_does_not_fit(layers: Path) -> None:
     for told in ("28672", "10000", "4 devices or nodes"):
         assert told in err
     refused("load", layers, "--budget", "10kB", "--device", "host", code=3)
+
+
+def test_what_would_fit_is_said_in_flags(
+    here: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    """Each is one of the command's own, with which it fits."""
+    values = bytes(4 * 64 * 64)
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(6)]
+    path = write_safetensors(
+        tmp_path / "model.safetensors", {name: ("F32", (64, 64), values) for name in names}
+    )
+    for command in ("plan", "load"):
+        asked = (command, path, "--device", "host", "--budget", "60kB")
+        _, said = here(*asked, code=3)
+        lines = re.findall(r"--\w+ \w+", said.partition("would fit: ")[2])
+        assert "--dtype float16" in lines and "--quant q8_0" in lines
+        assert ("--residence mapped" in lines) == (command == "load")
+        assert not re.search(r"\w+=", said)
+        for line in lines:
+            here(*asked, *line.split())
 
 
 def test_llama_3_8b_over_nodes(tmp_path: Path) -> None:

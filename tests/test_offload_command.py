@@ -40,6 +40,8 @@ def test_plan_takes_what_offload_takes(path: Path) -> None:
     assert any(name.endswith(".mlp") for name in (*parts["streams"], *parts["stays"]))
     said = run(*asked[:-1], "--rate", "1GB")
     assert "s a pass for transfers, at 1GB a second" in said
+    said = run(*asked[:-1], "--device", "cpu")
+    assert said.count('residence="mapped" is faster') == 1
     said = run("plan", path, "--budget", "1kB", "--offload", code=3)
     assert "with layers that stream" in said
 
@@ -47,7 +49,8 @@ def test_plan_takes_what_offload_takes(path: Path) -> None:
 def test_plan_names_offload_where_that_fits(path: Path) -> None:
     """As a flag; and the flags of one without it are refused."""
     said = run("plan", path, "--budget", "600kB", "--dtype", "float32", code=3)
-    assert "--offload (" in said and "streamload.plan_offload" not in said
+    assert "streamload.offload in Python, which plan shows with --offload (" in said
+    assert "streamload.plan_offload" not in said
     said = run("plan", path, "--budget", "1kB", "--dtype", "float32", code=3)
     assert "--offload" not in said
     said = run("plan", path, "--budget", "9MB", "--stay", "lm_head.*", "--host", "1MB", code=2)

@@ -116,6 +116,7 @@ def test_layers_are_views_on_the_file(aligned: Path, x: torch.Tensor) -> None:
     model, handle = offloaded(aligned)
     assert handle.plan.views
     assert "pages of the mapped files" in str(handle.plan)
+    assert 'residence="mapped" is faster' in str(handle.report)
     most, addresses = 0, set()
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: addresses.add(mapped_nbytes(str(aligned))))

@@ -53,6 +53,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         **{"trust_remote_code": True, "local_files_only": True, "low_cpu_mem_usage": True},
         **{"token": None, "use_safetensors": True, "weights_only": True, "revision": "main"},
         **{"quantization_config": None, "force_download": False, "output_loading_info": False},
+        **{"gguf_file": None, "offload_folder": None},
     },
     "attention": {"attn_implementation": "eager"},
     "configuration": {"use_cache": False, "attention_dropout": 0.5},
@@ -92,10 +93,19 @@ def test_budgets_and_devices_as_they_come(tmp_path: Path, given: dict[str, Any])
     [
         ({"cache_dir": "/x"}, "set HF_HUB_CACHE"),
         ({"force_download": True}, "hf download"),
-        ({"use_safetensors": False}, "only safetensors"),
-        ({"gguf_file": "x.gguf"}, "only safetensors"),
+        ({"gguf_file": "x.gguf"}, r'write streamload.transformers.from_pretrained\(".*/x.gguf"\)'),
         ({"output_loading_info": True}, "streamload_report"),
-        ({"offload_folder": "x"}, r'device=\["cuda:0", "cpu"\]'),
+        ({"offload_folder": "x"}, "write offload=True$"),
+        ({"device_map": {"": "disk"}}, "write offload=True$"),
+        ({"device_map": "disk"}, "write offload=True$"),
+        ({"device_map": {"a": "cpu", "b": "disk"}}, 'write device="cpu", offload=True$'),
+        (
+            {"device_map": "auto", "max_memory": {"cpu": "1GB", "disk": "9GB"}},
+            'write device="cpu", budget="1GB", offload=True$',
+        ),
+        ({"load_in_8bit": True}, 'write quant="int8"$'),
+        ({"load_in_4bit": True}, 'write quant="nf4"$'),
+        ({"pretrained_model_name_or_path": "x"}, "leave one of them out"),
         ({"tp_plan": "auto"}, r"streamload\.distributed"),
         ({"state_dict": {}}, "the path of a checkpoint"),
         (
@@ -111,6 +121,52 @@ def test_what_is_answered(tmp_path: Path, given: dict[str, Any], said: str) -> N
     """What has no counterpart is an error with what to write, before anything is looked at."""
     with pytest.raises(ValueError, match=said):
         ours.from_pretrained(tmp_path, **given)
+
+
+def test_the_path_by_the_name_that_transformers_has(tmp_path: Path) -> None:
+    """``pretrained_model_name_or_path=`` is the path, of packages that call it inside, too."""
+    folder = saved(tmp_path, "llama")
+    found = ours.from_pretrained(pretrained_model_name_or_path=folder, load_in_8bit=False)
+    assert_same(found, reference(folder, "llama"))
+    with ours.streamed(budget="1GB"):
+        auto = transformers.AutoModelForCausalLM
+        inside = auto.from_pretrained(pretrained_model_name_or_path=str(folder))
+        own = transformers.LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=folder)
+    for model in (inside, own):
+        assert model.streamload_report.plan.devices[0].budget_nbytes <= 10**9
+        assert_same(model, found)
+
+
+def test_files_that_torch_wrote_where_they_are_asked_for(tmp_path: Path) -> None:
+    """``use_safetensors=False`` is taken where they are alone; else the error has their path."""
+    folder = saved(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"holds no .*pytorch_model\.bin: leave it out"):
+        load(folder, use_safetensors=False)
+    other = {n: t + 1 for n, t in new_model("llama").state_dict().items()}
+    torch.save(other, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="write ") as caught:
+        load(folder, use_safetensors=False)
+    line = str(caught.value).partition("write ")[2]
+    found = eval(line, {"streamload": streamload})
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in other.items())
+    (folder / "model.safetensors").unlink()
+    assert_same_bits(load(folder, use_safetensors=False), found)
+
+
+@pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        ("LlamaForCausalLM", "model_class=transformers.LlamaForCausalLM"),
+        ("transformers.AutoModel", "model_class=transformers.AutoModel"),
+        ("LlamaForCasualLM", "model_class=transformers.LlamaForCausalLM"),
+        ("nothing like it", ""),
+    ],
+)
+def test_a_class_by_its_name(tmp_path: Path, named: str, line: str) -> None:
+    """The error has the class of that name, or the nearest."""
+    with pytest.raises(ValueError, match=f"^model_class is a class of .*, not {named!r}") as caught:
+        load(saved(tmp_path, "llama"), model_class=named)
+    assert str(caught.value).partition("write ")[2] == line
 
 
 def test_unknown_arguments(tmp_path: Path) -> None:

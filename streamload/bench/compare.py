@@ -228,7 +228,21 @@ class _Comparing:
                 self.found.notes.append(f"{state}: ended by Ctrl-C")
                 break
         self.found.loaders = {n: of for n, of in self.found.loaders.items() if of.runs}
+        self.found.notes += self._unlike()
         return self.found
+
+    def _unlike(self) -> list[str]:
+        """What is said of loaders that leave the bytes in the files, which streamload reads."""
+        mapped = self._options.options.get("residence", "memory") != "memory"
+        if mapped or self._device != "cpu" or self._options.dtype != "checkpoint":
+            return []
+        return [
+            f"{name} only maps the files here: its tensors are views of the page cache, which "
+            "streamload reads into memory of its own. The two are not alike: "
+            'load_state_dict(..., residence="mapped") maps, too'
+            for name in self.found.loaders
+            if self._chosen[name].maps
+        ]
 
     def _state(self, state: str) -> None:
         options = self._options

@@ -329,6 +329,8 @@ class Loader:
     modules: tuple[str, ...] = ()  # other `imports` than the package, or none
     # it loads to CUDA devices alone; else also to the CPU, or what shares its memory
     cuda_only: bool = False
+    # on the CPU, and where nothing is cast, its tensors are views on the mapped files
+    maps: bool = False
     # of the page cache in which it is compared unless it is asked for by name
     states: tuple[str, ...] = ("warm", "cold")
 
@@ -348,7 +350,9 @@ LOADERS: dict[str, Loader] = {
     OURS: Loader(
         _streamload, "streamload", "", ("torch", "tinygrad", "host"), modules=("streamload.load",)
     ),
-    "safetensors": Loader(_safetensors, "safetensors", "load_file", modules=("safetensors.torch",)),
+    "safetensors": Loader(
+        _safetensors, "safetensors", "load_file", modules=("safetensors.torch",), maps=True
+    ),
     "safetensors-numpy": Loader(
         _safetensors_numpy, "safetensors", "load_file", ("host",), modules=("safetensors.numpy",)
     ),

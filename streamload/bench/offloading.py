@@ -6,12 +6,14 @@ Each budget, and each peer, has a process of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from streamload.bench.processes import Child, MeasurementError, call
 from streamload.chart import Bars, draw
+from streamload.errors import PlanInfeasibleError
 from streamload.offloading.deciding import ENDLESS_NBYTES, OffloadPlan
 from streamload.offloading.entrance import plan_offload
 from streamload.units import format_bytes, format_table, parse_bytes
@@ -66,12 +68,14 @@ class OffloadBench:
         device: where it ran.
         tokens: of a pass.
         points: ours by budget, and then the peers'.
+        notes: what a reader should know.
     """
 
     path: str
     device: str
     tokens: int
     points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """A line for each point."""
@@ -91,6 +95,7 @@ class OffloadBench:
             f"{self.path} on {self.device}, {self.tokens} tokens",
             *format_table(titles, rows, right=1),
             *(point.said for point in self.points if point.problem),
+            *(f"note: {note}" for note in self.notes),
         ]
 
     def svg(self) -> str:
@@ -167,7 +172,10 @@ def measure(
         budget = allowed if name == "accelerate" else None
         points.append(_measured(name, budget, job, runs, timeout_s))
         say(points[-1].said)
-    return OffloadBench(path, device, tokens, tuple(points))
+    notes: list[str] = []
+    with suppress(PlanInfeasibleError):  # said of its point
+        notes = plan_offload(path, budget=sizes[0], **how).faster
+    return OffloadBench(path, device, tokens, tuple(points), tuple(notes))
 
 
 def _budgets(path: str, given: Mapping[str, Any]) -> list[int]:

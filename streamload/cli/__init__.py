@@ -10,24 +10,45 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, cast
+from typing import Annotated, cast
 
 import typer
 
+import streamload
 from streamload.checkpoint.url import without_secrets
 from streamload.cli.benching import bench
 from streamload.cli.files import convert, diff, verify
+from streamload.cli.flags import as_flags
 from streamload.cli.loads import devices, inspect, load, plan
-from streamload.cli.output import complain
+from streamload.cli.output import complain, print_lines, warn
 from streamload.errors import BudgetError, StreamloadError
 from streamload.interrupt import end_by_interrupts, raise_interrupts
 
 app = typer.Typer(
-    help="Stream safetensors checkpoints onto devices that are too small for the usual loaders.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: it pipes, greps, and fits a narrow terminal
+    context_settings={"help_option_names": ["-h", "--help"]},  # of the commands, too
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print_lines(f"streamload {streamload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_show_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Stream safetensors checkpoints onto devices that are too small for the usual loaders."""
+
 
 for command in (inspect, plan, load, devices, bench, verify, diff, convert):
     app.command()(command)
@@ -48,16 +69,12 @@ def _without_secrets(message: str) -> str:
     return message
 
 
-def _show_warning(message: Warning | str, *rest: Any, **more: Any) -> None:
-    complain(f"warning: {message}")
-
-
 def main() -> None:
     """Run a command; the entry point of ``streamload``."""
     _open_closed_streams()
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("streamload").setLevel(logging.INFO)
-    warnings.showwarning = _show_warning
+    warnings.showwarning = warn
     if hasattr(sys.stdout, "reconfigure"):  # a name that the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     ended_before = False
@@ -65,7 +82,7 @@ def main() -> None:
         ended_before = raise_interrupts()
         code = app(sys.argv[1:] or ["--help"], prog_name="streamload", standalone_mode=False)
     except BudgetError as error:
-        code, message = 3, str(error)
+        code, message = 3, str(as_flags(error))
     except (KeyboardInterrupt, typer.Abort):
         code, message = 130, "interrupted"
     except (StreamloadError, OSError) as error:

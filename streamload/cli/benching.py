@@ -74,13 +74,14 @@ def bench(
     layers: flags.LayersOption = None,
     host: flags.HostOption = None,
     no_progress: flags.NoProgressOption = False,
+    quiet: flags.QuietOption = False,
 ) -> None:
     """Compare loaders on one checkpoint and device.
 
     Each load is a process of its own. Loaders that are not installed or do not work are named,
     with the reason.
     """
-    say = (lambda text: None) if no_progress else complain
+    say = (lambda text: None) if no_progress or quiet else complain
     if offload:
         _bench_offload(
             path,

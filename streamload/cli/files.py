@@ -71,13 +71,14 @@ def verify(
     exclude: flags.ExcludeOption = None,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
+    quiet: flags.SilentOption = False,
 ) -> None:
     """Check a checkpoint's digests, or a conversion.
 
     Reads every byte. A conversion is compared with what numpy makes of the first checkpoint.
     """
     checkpoint = flags.read_path(path, variant, key, like)
-    progress: Progress = False if no_progress else "auto"
+    progress: Progress = False if no_progress or quiet else "auto"
     found: compare.Comparison | Verification
     if converted is not None:
         found = compare.diff(
@@ -100,7 +101,7 @@ def verify(
     *lines, verdict = found.lines()
     if as_json:
         print_lines(found.to_json())
-    else:
+    elif not quiet:
         print_lines(*lines, *[verdict] * found.ok)
     if not found.ok:
         complain(verdict)
@@ -118,6 +119,7 @@ def diff(
     exclude: flags.ExcludeOption = None,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
+    quiet: flags.SilentOption = False,
 ) -> None:
     """List what differs between two checkpoints.
 
@@ -133,11 +135,11 @@ def diff(
         rename=flags.read_renames(rename),
         select=select or (),
         exclude=exclude or (),
-        progress=False if no_progress else "auto",
+        progress=False if no_progress or quiet else "auto",
     )
     if as_json:
         print_lines(found.to_json())
-    else:
+    elif not quiet:
         print_lines(*found.lines())
     if not found.ok:
         raise typer.Exit(1)
@@ -227,6 +229,7 @@ def convert(
     ] = False,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
+    quiet: flags.SilentOption = False,
 ) -> None:
     """Write a checkpoint in other dtypes, files, names or formats.
 
@@ -252,6 +255,7 @@ def convert(
         overwrite=overwrite,
         verify=verify,
         dry_run=dry_run,
-        progress=False if no_progress else "auto",
+        progress=False if no_progress or quiet else "auto",
     )
-    print_lines(*([report.to_json()] if as_json else str(report).splitlines()))
+    if as_json or dry_run or not quiet:
+        print_lines(*([report.to_json()] if as_json else str(report).splitlines()))

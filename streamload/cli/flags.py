@@ -2,6 +2,7 @@
 
 # annotations are evaluated here, once: two commands look at them
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
@@ -11,7 +12,9 @@ from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import CheckpointLike, open_checkpoint
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
+from streamload.cli.output import be_quiet
 from streamload.conversion.renaming import RenamePatterns
+from streamload.errors import BudgetError, PlanInfeasibleError
 from streamload.mapping import MAPPINGS, Rename
 from streamload.options import CastArgument
 from streamload.planning.partition import Node
@@ -97,6 +100,25 @@ HostOption = Annotated[
 ]
 NoProgressOption = Annotated[bool, switch("--no-progress", "Show no progress.")]
 JsonOption = Annotated[bool, switch("--json", "Print JSON on stdout.")]
+#: Of commands whose result is what they print.
+QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=be_quiet, help="Print the result and errors alone, no notes."
+    ),
+]
+#: Of commands that do something, and then report.
+SilentOption = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", callback=be_quiet, help="Print errors alone, and what --json asks for."
+    ),
+]
+
+
+#: Arguments of a call at the beginning of what would fit, and lists of devices there.
+_ARGUMENT = re.compile(r'^(dtype|quant|residence|reader|context)=(?:"([^"]*)"|(\d+))')
+_DEVICES = re.compile(r"^device=\[([^]]*)\]")
 
 
 class LoadFlags(TypedDict, total=False):
@@ -182,6 +204,20 @@ class LoadFlags(TypedDict, total=False):
         str | None,
         option("DTYPE", "With --context: the dtype of the cache. Default: that of the weights."),
     ]
+
+
+def as_flags(error: BudgetError) -> BudgetError:
+    """The same error with what would fit as the command line has it."""
+    if not isinstance(error, PlanInfeasibleError):
+        return error
+    lines = [_ARGUMENT.sub(r"--\1 \2\3", line) for line in error.would_fit]
+    lines = [_DEVICES.sub(lambda found: f"--device {_bare(found[1])}", line) for line in lines]
+    return error.without("").suggesting(lines)
+
+
+def _bare(names: str) -> str:
+    """Names in quotes, separated by commas, without quotes and spaces."""
+    return re.sub(r"['\" ]", "", names)
 
 
 def refuse_without_offload(given: Mapping[str, object]) -> None:

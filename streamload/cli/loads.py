@@ -31,6 +31,9 @@ from streamload.planning.plan import PARTS, Plan
 from streamload.quant.stored import Group, groups, members, read_states
 from streamload.units import format_bytes, format_table, parse_bytes
 
+#: What a plan that does not fit says of one that streams: no command runs a model.
+_PLAN_OFFLOAD = "streamload.offload in Python, which plan shows with --offload"
+
 
 def inspect(
     path: flags.PathArgument,
@@ -38,6 +41,7 @@ def inspect(
     key: flags.KeyOption = None,
     like: flags.LikeOption = None,
     as_json: flags.JsonOption = False,
+    quiet: flags.QuietOption = False,
 ) -> None:
     """Show what a checkpoint holds. Reads headers only.
 
@@ -164,6 +168,7 @@ def plan(
         ),
     ] = None,
     as_json: flags.JsonOption = False,
+    quiet: flags.QuietOption = False,
     **given: Unpack[flags.LoadFlags],
 ) -> None:
     """Show what a load would do, and whether it fits. Reads headers only."""
@@ -214,7 +219,7 @@ def plan(
         try:
             made = plan_load(checkpoint, **flags.read_place(given), **asked)
         except PlanInfeasibleError as error:
-            raise error.calling("streamload.plan_offload(", "--offload") from None
+            raise error.calling("streamload.plan_offload(", _PLAN_OFFLOAD) from None
     if plot is not None:
         total = f"{format_bytes(made.resident_nbytes)} of weights, {made.path}"
         title = "What each device or node holds"
@@ -265,6 +270,7 @@ def load(
     ] = 60.0,
     no_progress: flags.NoProgressOption = False,
     as_json: flags.JsonOption = False,
+    quiet: flags.SilentOption = False,
     **given: Unpack[flags.LoadFlags],
 ) -> None:
     """Load a checkpoint onto a device, and report what that took.
@@ -273,7 +279,7 @@ def load(
     environment, each rank loads its part, and rank 0 reports for all.
     """
     asked = {**flags.read_flags(given), **flags.read_place(given)}
-    asked["progress"] = False if no_progress else "auto"
+    asked["progress"] = False if no_progress or quiet else "auto"
     launch, silent = find_launch(), False
     checkpoint: CheckpointLike = path
     if launch is not None and launch.size != 1:
@@ -311,7 +317,7 @@ def load(
     said = {"verified": not problems, "mismatches": problems} if verify else {}
     if as_json and not silent:
         print_json(json.loads(report.to_json()) | said)
-    elif not silent:
+    elif not silent and not quiet:
         print_lines(*str(report).splitlines())
         if verify and not problems:
             print_lines(f"verified: {len(report.plan.placements)} tensors, byte by byte")
@@ -326,6 +332,7 @@ def devices(
         typer.Argument(metavar="NAME...", help="Devices to look at.  [default: all]"),
     ] = None,
     as_json: flags.JsonOption = False,
+    quiet: flags.QuietOption = False,
 ) -> None:
     """Compute on every device and show what works. Takes seconds for each."""
     found = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -40,3 +42,20 @@ def complain(message: str) -> None:
         return
     with suppress(OSError):  # a full disk must not change the exit code
         print(f"streamload: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def warn(message: Warning | str, *rest: object, **more: object) -> None:
+    """Write a warning as a complaint; takes the place of ``warnings.showwarning``."""
+    complain(f"warning: {message}")
+
+
+def be_quiet(wanted: bool) -> bool:
+    """Write no warnings and no notes from here on, if that is wanted; says whether it is."""
+    if wanted:
+        logging.getLogger("streamload").setLevel(logging.ERROR)
+        warnings.showwarning = _say_nothing
+    return wanted
+
+
+def _say_nothing(*rest: object, **more: object) -> None:
+    """In the place of ``warnings.showwarning``."""

@@ -18,6 +18,11 @@ _FRAMEWORKS = {
     "torch": "streamload.devices.torch",
     "host": "streamload.devices.host",
 }
+#: Why a device that no framework has by that name cannot be opened, and what users mean by it.
+NO_DEVICE = (
+    'there is none of this name: a GPU is "cuda:0", "mps" or "xpu" (torch\'s), "CUDA", "CL" or '
+    '"METAL" (tinygrad\'s)'
+)
 # torch's own spelling; tinygrad's names are in upper case
 _TORCH_NAME = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 

@@ -41,7 +41,7 @@ from streamload.devices.base import (
     Staging,
     Ticket,
 )
-from streamload.devices.names import environment
+from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.tinygrad_tensors import (
@@ -476,7 +476,10 @@ class TinygradFramework(Framework):
         except DeviceNotFoundError:
             raise
         except Exception as error:  # each backend raises what it likes
-            raise DeviceNotFoundError(name, f"tinygrad cannot open it: {error}") from error
+            module = f"tinygrad.runtime.ops_{backend_of(name).lower()}"
+            lacking = isinstance(error, ImportError) and error.name == module
+            problem = NO_DEVICE if lacking else error
+            raise DeviceNotFoundError(name, f"tinygrad cannot open it: {problem}") from error
 
     def default_device(self) -> str:
         """tinygrad's default."""

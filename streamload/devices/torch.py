@@ -30,7 +30,7 @@ from streamload.devices.base import (
     Swap,
     Ticket,
 )
-from streamload.devices.names import environment
+from streamload.devices.names import NO_DEVICE, environment
 from streamload.devices.probing import computed, doubles, nvidia_parts
 from streamload.devices.staging import DONE, HostStaging
 from streamload.devices.torch_tensors import (
@@ -479,7 +479,9 @@ class TorchFramework(Framework):
         try:
             return name_of(torch.device(name.lower() or self.default_device()))
         except RuntimeError as error:
-            raise DeviceNotFoundError(name, _first_line(error)) from error
+            said = _first_line(error)
+            problem = NO_DEVICE if said.startswith("Expected one of") else said
+            raise DeviceNotFoundError(name, problem) from error
 
     def device(self, name: str) -> TorchDevice:
         """Open a device by the fastest way in that it has."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,23 +35,34 @@ from streamload.reading import map_shard, open_shard
 ALIGNMENT_NBYTES = 64
 
 
-def can_be_views(plan: Plan, checkpoint: Checkpoint) -> tuple[bool, str]:
+class Viewable(NamedTuple):
+    """Whether the CPU can compute on what streams in its files.
+
+    Attributes:
+        views: it can, with pages that come and go with the slots.
+        unaligned: where it cannot only because of where tensors begin, the name of one. `convert`
+            lets each begin at a multiple of 64 if its length is one.
+        mappable: a load can leave all of it in its files, whose pages the kernel drops.
+    """
+
+    views: bool = False
+    unaligned: str = ""
+    mappable: bool = False
+
+
+def can_be_views(plan: Plan, checkpoint: Checkpoint) -> Viewable:
     """Whether the CPU can compute on all of a plan in its files.
 
     Args:
         plan: made with ``residence="auto"``.
         checkpoint: the headers that it was made from.
-
-    Returns:
-        Whether it can; and where it cannot only because of where tensors begin, the name of one.
-        ``streamload convert`` lets each begin at a multiple of 64 if its length is one.
     """
     placements = plan.placements
     unaligned = ""
     movable = True
     for kind, source in zip(placements.kinds, placements.sources, strict=True):
         if kind.cast != "mapped":
-            return False, ""
+            return Viewable()
         (row,) = source
         info = checkpoint.tensors[row.tensor]
         start = first_byte(info, row)
@@ -59,7 +70,7 @@ def can_be_views(plan: Plan, checkpoint: Checkpoint) -> tuple[bool, str]:
             unaligned = unaligned or info.name
         if (start - info.start) % ALIGNMENT_NBYTES or info.nbytes % ALIGNMENT_NBYTES:
             movable = False
-    return not unaligned, unaligned if movable else ""
+    return Viewable(not unaligned, unaligned if movable else "", mappable=True)
 
 
 class FileViews:

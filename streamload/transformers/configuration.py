@@ -141,7 +141,9 @@ def on_meta(checkpoint: Checkpoint, config: Any, wanted: Wanted, dtype: DType) -
         build = model_class.from_config
         options["trust_remote_code"] = wanted.trust_remote_code
     else:
-        raise ValueError(f"model_class is a class of transformers, not {model_class!r}")
+        raise ValueError(
+            f"model_class is a class of transformers, not {model_class!r}{_class_like(model_class)}"
+        )
     # drop-path rates and the like are read while a model is built: not from the meta device
     readable = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
     with torch.device("meta"), readable():
@@ -169,6 +171,15 @@ def _class_of(checkpoint: Checkpoint, config: Any, trust_remote_code: bool) -> A
             found=named,
         )
     return found
+
+
+def _class_like(named: object) -> str:
+    """What to write in place of a class's name, if there is such a class."""
+    if not isinstance(named, str):
+        return ""
+    name = named.rpartition(".")[2]
+    near = [name] if name in dir(transformers) else get_close_matches(name, dir(transformers), 1)
+    return f": write model_class=transformers.{near[0]}" if near else ""
 
 
 def _is_model_class(value: object) -> bool:

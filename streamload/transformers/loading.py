@@ -10,15 +10,15 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedModel
 
-from streamload.checkpoint.checkpoint import locate, open_checkpoint
-from streamload.checkpoint.url import Location, Url, is_url
+from streamload.checkpoint.checkpoint import open_checkpoint
+from streamload.checkpoint.url import Url
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
 from streamload.lookup import open_devices
 from streamload.options import Strictness, takes
 from streamload.selection import Patterns
 from streamload.transformers.adapter import Adapter
-from streamload.transformers.arguments import takes_those_of_transformers
+from streamload.transformers.arguments import found_at, takes_those_of_transformers
 from streamload.transformers.configuration import Wanted
 from streamload.transformers.prepared import (
     ModelOptions,
@@ -225,26 +225,16 @@ def streamed(**options: Unpack[ModelOptions]) -> Iterator[None]:
     own = {name: _SAME.get(name, ()) for name in options}
     theirs = PreTrainedModel.__dict__["from_pretrained"]
 
-    def stream(cls: Any, path: Any, *arguments: Any, **given: Any) -> Any:
+    def stream(cls: Any, *arguments: Any, **given: Any) -> Any:
         replaced = {*own, *(each for names in own.values() for each in names)}
         rest = {name: value for name, value in given.items() if name not in replaced}
-        return from_pretrained(path, *arguments, model_class=cls, **rest, **options)
+        return from_pretrained(*arguments, model_class=cls, **rest, **options)
 
     PreTrainedModel.from_pretrained = classmethod(stream)
     try:
         yield
     finally:
         PreTrainedModel.from_pretrained = theirs
-
-
-def found_at(path: str | os.PathLike[str], revision: str | None, subfolder: str) -> Location:
-    """Where the checkpoint is; a folder on this machine has no revisions."""
-    name = os.fsdecode(path.href if isinstance(path, Url) else path)
-    local = os.path.exists(os.path.expanduser(name)) or is_url(name)
-    if revision is not None and not local and "@" not in name:
-        name = f"{name}@{revision}"
-    found, _ = locate(path if isinstance(path, Url) else name)
-    return found / subfolder if subfolder else found
 
 
 def _check_accelerate(device: object) -> None:
