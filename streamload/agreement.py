@@ -30,7 +30,7 @@ from streamload.hints import Wanted
 from streamload.load import split
 from streamload.mapping import Source
 from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
-from streamload.nodes.index import Index, check_present, write_index
+from streamload.nodes.index import SAMPLED, Index, check_present, write_index
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import LOCAL_LAYERS, ClusterPlan, LayerNumbers, Split, make_shares
 from streamload.offloading.entrance import OffloadAsked, Prepared
@@ -85,9 +85,12 @@ class Asked:
     @property
     def terms(self) -> dict[str, str]:
         """What must be the same on every rank, as text, beside what a plan's digest is of."""
-        rules = self.options.policy.rules
+        rules = {p: dtype.name if dtype else "checkpoint" for p, dtype in self.options.policy.rules}
+        dtype: object = rules or None
+        if rules.keys() == {"*"}:
+            dtype = rules["*"]
         said = {
-            "dtype": {pattern: dtype or "checkpoint" for pattern, dtype in rules},
+            "dtype": dtype,
             "out_of_range": self.options.knobs.out_of_range,
             "context": self.options.room.cache,
             "split": self.split if isinstance(self.split, str) else "a function",
@@ -98,7 +101,7 @@ class Asked:
             "tokens": self.offload and self.offload.tokens,
             "stay": self.offload and self.offload.stay,
         }
-        return {name: str(value) for name, value in said.items()}
+        return {name: repr(value) for name, value in said.items()}
 
 
 class Agreement:
@@ -110,6 +113,7 @@ class Agreement:
         options: with this rank's part of the host.
         block_nbytes: most that is exchanged at once, under "replicate".
         plan: who loads what.
+        notes: what a user may want to know, one sentence each.
         names: by the names of this rank's model, what the plan calls its parameters.
     """
 
@@ -123,18 +127,25 @@ class Agreement:
             # decided once for all; that all ask alike is seen when they have planned
             blocks = model is not None  # which has floats, unless a dtype is asked for
             weights = weights_asked(found, asked.options.policy, blocks=blocks)
-            return json.dumps(weights).encode() + b"\n" + write_index(found)
+            return json.dumps(weights).encode() + b"\n" + write_index(found, session.me.host)
 
         weights, _, data = session.share("the checkpoint", write).partition(b"\n")
 
-        def check() -> tuple[Index, list[str]]:
+        checked: list[tuple[Index, list[str]]] = []
+
+        def check() -> bool:
             index = Index.read(data, *locate(asked.path))
             missing = index.check()
             made = dequantised(index.checkpoint, json.loads(weights))
-            return replace(index, checkpoint=made), missing
+            checked.append((replace(index, checkpoint=made), missing))
+            return index.is_sampled(session.me.host)
 
-        self.index, self._missing = session.step("its files", check)
-        offers = session.exchange("its device", lambda: self._offer(model))
+        sampled = session.exchange("its files", check)
+        ((self.index, self._missing),) = checked
+        nodes = [member.node for member in session.members if sampled[member.rank]]
+        self.notes = (f"{', '.join(nodes)}: {SAMPLED}",) if nodes else ()
+        offers = session.exchange("its device", lambda: self._offer(model) | {"terms": asked.terms})
+        self._check_terms(offers)
         self._check_alike(offers)
         # of each rank, in bytes
         self._budgets: tuple[int, ...] = tuple(offered["budget"] for offered in offers)
@@ -175,6 +186,18 @@ class Agreement:
                 "each"
             )
         return place
+
+    def _check_terms(self, offers: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse ranks that were asked for different things."""
+        here, wanted = self._session.members[0].node, offers[0]["terms"]
+        for member in self._session.members:
+            terms = offers[member.rank]["terms"]
+            for name in (name for name in terms if terms[name] != wanted[name]):
+                raise PlanMismatchError(
+                    member.node,
+                    f"was asked for {name}={terms[name]}, and {here} for {name}={wanted[name]}: "
+                    "ask for the same on every rank",
+                )
 
     def _check_alike(self, offers: Sequence[Mapping[str, Any]]) -> None:
         """Refuse devices that would not hold the same dtypes, where no dtype was asked for."""
@@ -247,7 +270,7 @@ class Agreement:
         made: list[ClusterPlan] = []
         problems: list[StreamloadError] = []
 
-        def plan() -> list[Any]:
+        def plan() -> str:
             rank, path = session.me.rank, str(checkpoint.path)
             try:
                 weight_of = {name: group.name for name, group in members(checkpoint).items()}
@@ -257,19 +280,12 @@ class Agreement:
                 made.append(found.with_passes(passes))
             except (PlanInfeasibleError, NodeError) as error:  # found by all, if all asked alike
                 problems.append(error)
-            return [made[0].digest if made else str(problems[0]), asked.terms]
+            return made[0].digest if made else str(problems[0])
 
         plans = session.exchange("its plan", plan)
-        here, (first, wanted) = session.members[0].node, plans[0]
+        here, first = session.members[0].node, plans[0]
         for member in session.members:
-            digest, terms = plans[member.rank]
-            for name in (name for name in terms if terms[name] != wanted.get(name)):
-                raise PlanMismatchError(
-                    member.node,
-                    f"was asked for {name}={terms[name]}, and {here} for {wanted.get(name)}: "
-                    "ask for the same on every rank",
-                )
-            if digest != first:
+            if plans[member.rank] != first:
                 raise PlanMismatchError(
                     member.node,
                     f"planned another split than {here}: rename, mapping, and the function of a "

@@ -229,7 +229,8 @@ def load_state_dict(
         dtypes = {p.name: p.dst.name for p in load.plan.placements}
         with _stated(load):
             nodes = _verified(session, asked, agreed, dtypes, report, read_nbytes, 0, model)
-        return replace(report, nodes=nodes, seconds=clock.seconds)
+        notes = (*report.notes, *agreed.notes)
+        return replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
 
 
 @takes()
@@ -308,7 +309,8 @@ def offload(
         for offloaded in begun:
             offloaded.close()
         raise
-    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds)
+    notes = (*report.notes, *agreed.notes)
+    begun[0].load = replace(report, nodes=nodes, seconds=clock.seconds, notes=notes)
     return begun[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -789,8 +790,35 @@ def test_another_argument_on_one_rank(odd: dict[str, Any], path: Path) -> None:
     found = at_odds(path, {1: odd})
     assert kinds(found) == ["PlanMismatchError"] * 3
     assert all(said.node.endswith("/1") for said in found)
-    name = next(iter(odd))
+    ((name, value),) = odd.items()
     assert name in str(found[0])
+    if name not in ("rename", "mapping"):  # which plans differ by
+        said = "a function" if callable(value) else value
+        assert f"was asked for {name}={said!r}, and " in str(found[0])
+        assert re.search(rf"/0 for {name}=\S", str(found[0]))
+
+
+def test_a_dtype_on_one_rank_alone(tmp_path: Path) -> None:
+    """Also where the others leave it to their devices, which then are not blamed."""
+    path = llama(tmp_path, dtype="bfloat16")
+    for rank in (0, 1):
+        found = at_odds(path, {rank: {"dtype": "float16"}}, size=2)
+        assert kinds(found) == ["PlanMismatchError"] * 2
+        there, here = ("None", "'float16'")[:: -1 if rank else 1]
+        assert f"was asked for dtype={there}, and " in str(found[0])
+        assert f"/0 for dtype={here}: ask for the same" in str(found[0])
+        assert "bfloat16" not in str(found[0])
+
+
+def test_files_that_were_sampled_are_named(path: Path, tmp_path: Path) -> None:
+    """A rank with files of its own, without digests of both, stands in every rank's report."""
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    for report in succeeded(at_odds(path, {1: {"path": copy}})):
+        (note,) = (note for note in report.notes if "blocks of 4 KiB" in note)
+        assert re.match(r"\S+/1: files were compared with rank 0's by", note)
+    for report in succeeded(at_odds(path, {})):
+        assert not any("blocks of 4 KiB" in note for note in report.notes)
 
 
 def test_bfloat16_beside_float16(path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -197,3 +199,35 @@ def test_pipeline_predicts_the_same_in_one_process_and_in_two(
     assert last.splitlines()[-1:] == alone.splitlines()[-1:]
     assert last.startswith("next token: ")
     assert torch.equal(torch.load(one), torch.load(two))
+
+
+def test_pipeline_says_where_ranks_of_mpirun_meet(small_checkpoint: Path) -> None:
+    """On several hosts somebody has to say it: the line has the options."""
+    needs.module("torch")
+    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    process = _start(
+        "pipeline.py", small_checkpoint, env={**rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    )
+    _, complaint = process.communicate()
+    assert process.returncode == 1
+    assert "write mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500" in complaint
+
+
+@pytest.mark.slow
+def test_pipeline_under_mpirun(small_checkpoint: Path) -> None:
+    """Two ranks of one host need no more than the command."""
+    needs.module("torch")
+    if shutil.which("mpirun") is None:
+        needs.lacking("mpirun is not installed (Debian: openmpi-bin)")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, EXAMPLES / "pipeline.py", small_checkpoint, "--budget", "150kB"]
+    done = subprocess.run(
+        ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *command],
+        env={**os.environ, "MASTER_PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next token: ") == 1

@@ -492,8 +492,12 @@ print(json.dumps(error))
 class Meeting:
     """Ranks that come to a place one by one."""
 
-    def __init__(self, size: int, timeout: float, **variables: str) -> None:
+    def __init__(
+        self, size: int, timeout: float, named: Mapping[int, int] | None = None, **variables: str
+    ) -> None:
+        """Of so many ranks; of some processes, another rank than their number is named."""
         needs.module("torch")
+        self.named = named or {}
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = str(server.getsockname()[1])
         meeting = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -505,7 +509,7 @@ class Meeting:
         for rank in range(int(self.variables["WORLD_SIZE"])):
             self.ranks[rank] = subprocess.Popen(
                 [sys.executable, "-c", MEET, str(self.timeout)],
-                env=environment(**self.variables, RANK=str(rank)),
+                env=environment(**self.variables, RANK=str(self.named.get(rank, rank))),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -544,6 +548,70 @@ def test_who_did_not_come_is_named_by_all() -> None:
         meeting.come(0, 2)
         expected = ("rank 1", "did not come in time (not here: 1 of 3)")
         assert [meeting.said(0), meeting.said(2)] == [expected] * 2
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_processes_of_one_rank(rank: int) -> None:
+    """Both learn it at once, with where they meet, and so do those that wait with them."""
+    other = 1 - rank
+    with Meeting(2, 60.0, {other: rank}) as meeting:
+        began = time.monotonic()
+        if rank:  # somebody has to keep the store
+            meeting.ranks[2] = subprocess.Popen(
+                [sys.executable, "-c", MEET, "60"],
+                env=environment(**meeting.variables, RANK="0"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            meeting.come(2)
+        meeting.come(0, 1)
+        found = [meeting.said(process) for process in (0, 1)]
+        assert time.monotonic() - began < 60
+    port = meeting.variables["MASTER_PORT"]
+    for node, problem in found:
+        assert node == f"rank {rank}"
+        assert (
+            f"at 127.0.0.1, port {port}, two processes say that they are rank {rank} of" in problem
+        )
+        assert "give each a number of its own (RANK and WORLD_SIZE)" in problem
+
+
+@pytest.mark.slow
+def test_a_port_that_another_program_has() -> None:
+    """The error has the port, and the variables that choose it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        with Meeting(2, 20.0) as meeting:
+            pass
+        meeting.variables["MASTER_PORT"] = port
+        with meeting:
+            meeting.come(0)
+            node, problem = meeting.said(0)
+    assert node == "rank 0"
+    assert f"127.0.0.1, port {port} (MASTER_ADDR and MASTER_PORT): another process" in problem
+
+
+def test_the_port_of_the_store_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """STREAMLOAD_STORE_PORT names it; what is no port, or taken, is an error on all ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    monkeypatch.setenv("STREAMLOAD_STORE_PORT", str(free))
+    for _ in range(2):  # it can be had again at once
+        keeper, store, port = two_stores()
+        assert port == free
+        store.set("key", b"value")
+        assert keeper.get("key") == b"value"
+        store.close()
+        keeper.close()
+    with socket.create_server(("", 0)) as taken:
+        for wrong in (str(taken.getsockname()[1]), "65536", "-1", "http"):
+            monkeypatch.setenv("STREAMLOAD_STORE_PORT", wrong)
+            wire: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+            for rank in (0, 1):
+                with pytest.raises(NodeError, match=f"STREAMLOAD_STORE_PORT={wrong}: "):
+                    open_store(Rank(rank, wire), 10.0)
 
 
 @pytest.mark.slow

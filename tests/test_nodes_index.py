@@ -13,6 +13,7 @@ import pytest
 from remote_server import serve
 from safetensors_files import write_safetensors
 
+import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers, locate, open_checkpoint
 from streamload.checkpoint.url import Url
 from streamload.dtypes import BY_CODE
@@ -149,6 +150,41 @@ def test_files_of_other_content_are_refused(pair: tuple[Path, Index], where: str
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="though it is as long"):
         index.check()
+
+
+def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
+    """One byte that no block has: the sidecars say so; without both, blocks were compared alone."""
+    names = ("here", "there")
+    data = bytearray(random.Random(1).randbytes(300_000))
+    for name in names:
+        data[100_000] ^= 1
+        source = write_safetensors(
+            tmp_path / f"of/{name}.safetensors",
+            {"a": ("U8", (300_000,), bytes(data)), "b": ("U8", (4,), b"abcd")},
+        )
+        streamload.convert(source, tmp_path / name, progress=False)
+    here, there = (tmp_path / name for name in names)
+
+    def found(host: str = "two") -> bool:
+        index = Index.read(write_index(open_checkpoint(here), "one"), *locate(there))
+        assert index.check() == []
+        return index.is_sampled(host)
+
+    with pytest.raises(CheckpointError, match="says other bytes than that of rank 0") as raised:
+        found()
+    assert (raised.value.path, raised.value.tensor) == (str(there / "streamload.json"), "a")
+    (sidecar,) = there.glob("streamload.json")
+    kept = sidecar.read_bytes()
+    sidecar.unlink()
+    assert found()  # the page says that this passes, and the report says so, too
+    shutil.copy(here / "model.safetensors", there)
+    (there / "streamload.json").write_bytes((here / "streamload.json").read_bytes())
+    assert not found()
+    (here / "streamload.json").unlink()
+    sidecar.write_bytes(kept)
+    assert found()
+    here, there = there, there
+    assert not found("one") and found()  # the same file, unless the host is another
 
 
 def test_missing_files_matter_to_who_needs_them(pair: tuple[Path, Index]) -> None:

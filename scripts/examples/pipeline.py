@@ -5,7 +5,8 @@
 
 Each rank asks the plan which layers are its own, builds those alone (on the meta device, where they
 take no memory), loads them, and sends what it computes to the rank that has the next ones. The last
-one prints the most likely next token. One process without torchrun runs the whole model.
+one prints the most likely next token. One process without torchrun runs the whole model. Under
+mpirun it is the same, on several hosts with `-x MASTER_ADDR=HOST -x MASTER_PORT=29500`.
 
     torchrun --nproc-per-node 2 pipeline.py DIR --budget 1GB --offload --count 8
 
@@ -67,8 +68,7 @@ def main() -> None:
     parser.add_argument("--logits", type=Path, help="write the last token's logits there")
     args = parser.parse_args()
 
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    meet()
     asked = {"budget": args.budget, "device": args.device, "dtype": args.dtype}
     plan = streamload.distributed.plan(args.dir, offload=args.offload, **asked)
     share = plan.mine
@@ -101,6 +101,25 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()  # a sender must not leave before what it sent was received
         dist.destroy_process_group()
+
+
+def meet() -> None:
+    """Begin torch.distributed, as torchrun or mpirun says; one process alone needs none."""
+    mpi = "OMPI_COMM_WORLD_"
+    for rank, size in (("RANK", "WORLD_SIZE"), (f"{mpi}RANK", f"{mpi}SIZE")):
+        if rank in os.environ and size in os.environ:
+            break
+    else:
+        return
+    if os.environ.get(f"{mpi}LOCAL_SIZE") == os.environ[size]:  # all are on this host
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+    if not os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:
+        raise SystemExit(
+            "pipeline.py: cannot meet the other ranks: nothing says where rank 0 is; write "
+            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the name of rank 0's host"
+        )
+    dist.init_process_group("gloo", rank=int(os.environ[rank]), world_size=int(os.environ[size]))
 
 
 def run(stage: Stage, tokens: Tensor, dtype: torch.dtype, device: str) -> Tensor:

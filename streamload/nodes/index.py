@@ -13,7 +13,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,17 +31,30 @@ from streamload.checkpoint.header import (
     unreadable,
 )
 from streamload.checkpoint.url import Location, Url
-from streamload.digests import hasher
+from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BY_CODE
-from streamload.errors import CheckpointError, ShardNotFoundError
+from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
 from streamload.nesting import parse_json
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
+_DIGITS = 16  # of each digest that are compared
+
+#: What is said of files that were compared in parts alone.
+SAMPLED = (
+    f"files were compared with rank 0's by their lengths and {_SAMPLES} blocks of 4 KiB of each: "
+    f"where both have a {SIDECAR} (which `streamload convert` writes) the digests of all tensors "
+    "are compared"
+)
 
 
-def write_index(checkpoint: Checkpoint) -> bytes:
-    """Everything that the headers and config.json say, compressed."""
+def write_index(checkpoint: Checkpoint, host: str = "") -> bytes:
+    """Everything that the headers and config.json say, compressed.
+
+    Args:
+        checkpoint: the headers.
+        host: what tells this host from others; see `Index.is_sampled`.
+    """
     shards = []
     for header in checkpoint.shards:
         codes: dict[str, int] = {}
@@ -56,11 +69,13 @@ def write_index(checkpoint: Checkpoint) -> bytes:
                 "codes": list(codes),
                 "shapes": [info.shape for info in header.tensors],
                 "sample": sample(header),
+                "place": _place(header, host),
                 "version": header.path.version if isinstance(header.path, Url) else "",
                 **_other_than_safetensors(header),
             }
         )
-    document = {"shards": shards, "config": dict(checkpoint.config)}
+    config, digests = dict(checkpoint.config), _digests(checkpoint)
+    document = {"shards": shards, "config": config, "digests": digests}
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
 
 
@@ -83,6 +98,8 @@ class Index:
 
     checkpoint: Checkpoint  # its headers, with its files in a folder of this rank
     samples: Mapping[str, str]  # digests of blocks of each file, by its name; see `sample`
+    digests: str = ""  # the first digits of those of all tensors, if rank 0 has them
+    places: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # where rank 0's files are
 
     @classmethod
     def read(cls, data: bytes, path: Location, folder: Location) -> Index:
@@ -100,14 +117,18 @@ class Index:
             _header(shard, path if is_file and len(shards) == 1 else folder / shard["name"])
             for shard in shards
         ]
-        samples = {h.path.name: s["sample"] for h, s in zip(headers, shards, strict=True)}
-        return cls(from_headers(path, headers, document["config"]), samples)
+        named = [(h.path.name, shard) for h, shard in zip(headers, shards, strict=True)]
+        samples = {name: shard["sample"] for name, shard in named}
+        places = {name: shard["place"] for name, shard in named}
+        made = from_headers(path, headers, document["config"])
+        return cls(made, samples, document["digests"], places)
 
     def check(self) -> list[str]:
         """Compare the files here with those that were indexed.
 
-        Lengths are compared, and some blocks of 4 KiB all over each file: a checkpoint of the same
-        shapes that was trained on has other values everywhere. Of a URL nothing is looked at.
+        The digests of all tensors are compared where both have a sidecar with them. Lengths are
+        compared, and some blocks of 4 KiB all over each file: a checkpoint of the same shapes that
+        was trained on has other values everywhere. Of a URL nothing is looked at.
 
         Returns:
             The names of files that are not here.
@@ -141,7 +162,32 @@ class Index:
                     expected=f"blocks of 4 KiB with the digest {expected}",
                     found=found,
                 )
+        self._check_digests()
         return missing
+
+    def _check_digests(self) -> None:
+        found = _digests(self.checkpoint) if self.digests else ""
+        if not found or found == self.digests:
+            return
+        pairs = (range(0, len(found), _DIGITS), self.checkpoint.tensors)
+        name = next(
+            n for at, n in zip(*pairs, strict=True) if _at(found, at) != _at(self.digests, at)
+        )
+        raise CheckpointError(
+            _folder(self.checkpoint) / SIDECAR,
+            "says other bytes than that of rank 0: the checkpoints differ",
+            tensor=name,
+        )
+
+    def is_sampled(self, host: str) -> bool:
+        """Whether files here are others than rank 0's, and only blocks of them were compared.
+
+        Args:
+            host: what tells this host from others, as `write_index` was given it.
+        """
+        local = [h for h in self.checkpoint.shards if not isinstance(h.path, Url) and h.state]
+        alike = all(_place(h, host) == list(self.places.get(h.path.name, ())) for h in local)
+        return not alike and not (self.digests and _digests(self.checkpoint))
 
 
 def _header(shard: Mapping[str, Any], path: Location) -> Header:
@@ -172,6 +218,39 @@ def _header(shard: Mapping[str, Any], path: Location) -> Header:
         turns={name: Turn(*_tuples(one)) for name, one in shard.get("turns", {}).items()},
         views=tuple(View(*_tuples(one)) for one in shard.get("views", [])),
     )
+
+
+def _place(header: Header, host: str) -> list[Any]:
+    """Where a file is: on the same host, filesystem and inode it is the same one."""
+    return [host, header.state.device, header.state.inode] if header.state is not None else []
+
+
+def _folder(checkpoint: Checkpoint) -> Location:
+    return checkpoint.shards[0].path.parent
+
+
+def _digests(checkpoint: Checkpoint) -> str:
+    """The first digits of the digests that a sidecar has of all tensors; "" where there is none.
+
+    The tensors of other formats than safetensors have other names there, and their own digests.
+    """
+    folder = _folder(checkpoint) if checkpoint.shards else None
+    if not isinstance(folder, Path) or not (folder / SIDECAR).is_file():
+        return ""
+    try:
+        known = Digests.read(folder / SIDECAR).tensors
+    except HeaderError:  # of a newer version: it says nothing here
+        return ""
+    infos = checkpoint.tensors.values()
+    found = [known.get(info.name) for info in infos]
+    alike = (
+        d and (d.dtype, d.shape) == (i.dtype, i.shape) for d, i in zip(found, infos, strict=True)
+    )
+    return "".join(d.hex[:_DIGITS] for d in found if d) if all(alike) else ""
+
+
+def _at(digests: str, at: int) -> str:
+    return digests[at : at + _DIGITS]
 
 
 def _tuples(values: Sequence[Any]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from streamload.nodes.group import Group
 from streamload.nodes.heartbeat import Heartbeat
 
 #: What ranks must share to understand each other; counted up when a message changes.
-PROTOCOL = 5
+PROTOCOL = 6
 
 T = TypeVar("T")
 _LISTED = 3

@@ -25,6 +25,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
+from streamload.errors import NodeError
 from streamload.nesting import parse_json
 from streamload.nodes.group import Group, MemoryStore, Store, lost
 
@@ -35,6 +36,7 @@ _STRANGERS = 64  # connections beside those of the ranks that may be about to pr
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE_S = 0.05  # for what was given back then
 _CONNECT_S = 3.0  # for one of several addresses to answer
+_LAST_PORT = 65535
 _FAREWELL_S = 5.0  # at most, for the others to leave before the keeper does
 _FAREWELL_SHARE = 0.1  # of the group's timeout, which is a promise
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface, netdevice(7)
@@ -96,14 +98,14 @@ class _Channel:
 class _Keeper(MemoryStore):
     """The store of rank 0, and the threads that answer for it."""
 
-    def __init__(self, key: bytes, size: int, timeout: float, address: str) -> None:
+    def __init__(self, key: bytes, size: int, timeout: float, address: str, port: int = 0) -> None:
         super().__init__()
         self._key = key
         self._most_unproven = size + _STRANGERS
         self._farewell_s = min(_FAREWELL_S, timeout * _FAREWELL_SHARE)
         both = not address and socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
-            (address, 0),
+            (address, port),
             family=socket.AF_INET6 if both or ":" in address else socket.AF_INET,
             dualstack_ipv6=both,
             backlog=1024,
@@ -251,11 +253,19 @@ def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
 
     Raises:
         PeerFailedError: rank 0 is gone, or cannot be reached from here.
+        NodeError: rank 0 cannot listen on the port of STREAMLOAD_STORE_PORT.
     """
     if group.rank == 0:
         key = secrets.token_bytes(32)
         address = address or next(filter(None, map(interface_address, gloo_interfaces())), "")
-        keeper = _Keeper(key, group.size, timeout, address)
+        try:
+            keeper = _Keeper(key, group.size, timeout, address, _chosen_port())
+        except (OSError, ValueError) as error:
+            port = os.environ.get("STREAMLOAD_STORE_PORT", "")
+            chosen = f" with STREAMLOAD_STORE_PORT={port}" if port else ""
+            problem = f"its store cannot listen{chosen}: {error}"
+            group.broadcast(json.dumps({"problem": problem}).encode())
+            raise NodeError("rank 0", problem) from error
         addresses = [address] if address else _addresses()
         where = {"addresses": addresses, "port": keeper.port, "key": key.hex()}
         try:
@@ -265,7 +275,17 @@ def open_store(group: Group, timeout: float, address: str = "") -> SharedStore:
             raise
         return keeper
     found = parse_json(group.broadcast(None))
+    if "problem" in found:
+        raise NodeError("rank 0", found["problem"])
     return _Client(found["addresses"], found["port"], bytes.fromhex(found["key"]), timeout)
+
+
+def _chosen_port() -> int:
+    """The port that ``STREAMLOAD_STORE_PORT`` names; 0 for one of the system's choice."""
+    text = os.environ.get("STREAMLOAD_STORE_PORT", "") or "0"
+    if not text.isascii() or not text.isdecimal() or int(text) > _LAST_PORT:
+        raise ValueError(f"{text!r} is no port: expected a number up to {_LAST_PORT}")
+    return int(text)
 
 
 def _connect(address: str, port: int, key: bytes, seconds: float) -> tuple[socket.socket, _Channel]:

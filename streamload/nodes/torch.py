@@ -11,7 +11,9 @@ import ctypes
 import ipaddress
 import os
 import re
+import secrets
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -33,6 +35,8 @@ _NAP_SHARE = 0.1  # of the time waited so far
 _LOOK_S = 0.05  # between looks for ranks that are to come
 _FAREWELL_S = 3.0  # at most, for the others to see which ranks did not come
 _AWAY = "away"  # in the place of what a rank says when it comes
+_TWICE = "twice"  # why two processes cannot meet as one rank
+_ME = secrets.token_hex(8)  # tells processes of one number, in containers, from each other
 
 #: The launcher's store, by (meeting, rank, size): kept for good. Rank 0 may be its server, on a
 #: port that the program's own init_process_group shares, before or after.
@@ -113,15 +117,82 @@ def launched(launch: Launch, timeout: float) -> Group:
             # Of one rank: the server would wait until all have come, and this rank could not say
             # that it has.
             met = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
-            _launched[found], *_ = next(met)
+            _launched[found] = _store(launch, met, timeout, serves=launch.rank == keeper)
+        _claim(_launched[found], launch)
     except ValueError as error:
         raise NodeError(launch.host, _summary(error)) from error
     except PeerFailedError:
         raise
     except RuntimeError as error:
         raise lost(f"the ranks did not meet: {_summary(error)}") from error
-    prefix = f"streamload/{launch.attempt}"
+    prefix = _prefix(launch)
     return _group(_launched[found], prefix, launch.rank, launch.size, timeout, end, keeper)
+
+
+def _prefix(launch: Launch) -> str:
+    return f"streamload/{launch.attempt}"
+
+
+def _store(launch: Launch, met: Any, timeout: float, *, serves: bool) -> Any:
+    """The store of a meeting; raises PeerFailedError where it cannot be served here."""
+    try:
+        store, *_ = next(met)
+    except RuntimeError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        host, port = _where(launch.meeting)
+        if (other := _connected(host, port, min(timeout, _FAREWELL_S))) is not None:
+            _claim(other, launch)  # where the server is another rank 0, it says so
+        problem = (
+            f"its store cannot be at {host}, port {port} (MASTER_ADDR and MASTER_PORT): another "
+            "process listens there: choose another port, on all ranks"
+        )
+        raise lost(problem, launch.rank) from error
+    return store
+
+
+def _connected(host: str, port: int, seconds: float) -> Any:
+    """The store that is served there; None if there is none, or it does not answer in time."""
+    found: list[Any] = []
+
+    def connect() -> None:  # c10d waits without end for a server of another kind
+        with suppress(RuntimeError):
+            found.append(dist.TCPStore(host, port, None, False, timedelta(seconds=seconds)))
+
+    connecting = threading.Thread(target=connect, name="streamload-connect", daemon=True)
+    connecting.start()
+    connecting.join(seconds)
+    return found[0] if found else None
+
+
+def _claim(store: Any, launch: Launch) -> None:
+    """Say that this process has its rank.
+
+    Raises:
+        PeerFailedError: another process has; all that wait for others learn of it, too.
+    """
+    prefix, rank = _prefix(launch), launch.rank
+    mine = f"{launch.host}, process {os.getpid()}"
+    key = f"{_ME} {mine}"
+    first = store.compare_set(f"{prefix}/process/{rank}", "", key).decode()
+    if first == key:
+        return
+    host, port = _where(launch.meeting)
+    problem = (
+        f"at {host}, port {port}, two processes say that they are rank {rank} of {launch.size}: "
+        f"{first.partition(' ')[2]}, and {mine}: give each a number of its own ({launch.launcher})"
+    )
+    opened = max(store.add(f"{prefix}/{rank}", 0), 1)
+    store.set(f"{prefix}/{opened}/{_TWICE}", f"{rank} {problem}")
+    raise lost(problem, rank)
+
+
+def _where(meeting: str) -> tuple[str, int]:
+    """Host and port of a meeting; raises ValueError where nothing says them."""
+    where = urlsplit(meeting)
+    if where.scheme == "env":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return where.hostname or "", where.port or 0
 
 
 def _await_server(meeting: str, keeper: int | None, end: float) -> None:
@@ -131,10 +202,7 @@ def _await_server(meeting: str, keeper: int | None, end: float) -> None:
         PeerFailedError: it cannot be in time.
         ValueError: nothing says where it is.
     """
-    where = urlsplit(meeting)
-    host, port = where.hostname or "", where.port or 0
-    if where.scheme == "env":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = _where(meeting)
     while True:
         try:
             socket.create_connection((host, port), max(end - time.monotonic(), _NAPS_S[1])).close()
@@ -251,6 +319,9 @@ def _roll_call(store: Any, missed: str, rank: int, size: int, said: str, end: fl
     found = []
     for key in keys:
         while not store.check([key]):
+            if store.check([_TWICE]):
+                twice, _, problem = store.get(_TWICE).decode().partition(" ")
+                raise lost(problem, int(twice))
             if time.monotonic() > end:
                 store.set(key, _AWAY)
             else:
