@@ -214,3 +214,27 @@ def test_what_cannot_be_streamed(tmp_path: Path) -> None:
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"neither of diffusers.*unet= with.*elsewhere\.Mo"):
         ours(folder)
+
+
+def test_options_of_other_loads_are_refused_with_what_works(tmp_path: Path) -> None:
+    """diffusers would ignore them: quant= and offload= of a pipeline are lines that run."""
+    folder = saved(tmp_path, "Stable Diffusion")
+    scope = {"streamload": streamload, "diffusers": diffusers}
+    for asked in ({"quant": "int8"}, {"load_in_4bit": True}, {"offload": True, "budget": "1.2MB"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(asked))} is no option here: ") as caught:
+            streamload.diffusers.from_pretrained(folder, **asked)
+        names = dict(scope)
+        exec(str(caught.value).partition("write ")[2], names)
+        assert type(names["pipe"]).__name__ == "StableDiffusionPipeline"
+        assert np.isfinite(image(names["pipe"])).all()
+        if "offload" in asked:
+            assert names["offloaded"].plan.residency.streams
+            names["offloaded"].close()
+    with pytest.raises(ValueError, match=r"write model = .*quant='int8'\)$") as caught:
+        ours(folder / "unet", quant="int8")
+    exec(str(caught.value).partition("write ")[2], names := dict(scope))
+    assert type(names["model"]).__name__ == "UNet2DConditionModel"
+    for name, value in (("strict", False), ("tokens", 5), ("offload_folder", "x")):
+        with pytest.raises(ValueError, match=f"^{name} .*leave it out$"):
+            ours(folder, **{name: value})
+    ours(folder, quant=None, load_in_8bit=False)

@@ -800,7 +800,7 @@ def test_another_argument_on_one_rank(odd: dict[str, Any], path: Path) -> None:
 
 def test_a_dtype_on_one_rank_alone(tmp_path: Path) -> None:
     """Also where the others leave it to their devices, which then are not blamed."""
-    path = llama(tmp_path, dtype="bfloat16")
+    path = llama(tmp_path, dtype="BF16")
     for rank in (0, 1):
         found = at_odds(path, {rank: {"dtype": "float16"}}, size=2)
         assert kinds(found) == ["PlanMismatchError"] * 2

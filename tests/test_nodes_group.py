@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -550,7 +551,34 @@ def test_who_did_not_come_is_named_by_all() -> None:
         assert [meeting.said(0), meeting.said(2)] == [expected] * 2
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second that says so is refused, and so are those that wait with the first."""
+    needs.module("torch")
+    import torch.distributed as dist
+
+    from streamload.nodes import torch as engine
+
+    where = ("127.0.0.1", 0, None, True, timedelta(seconds=10))
+    store = dist.TCPStore(*where, wait_for_workers=False)
+    told = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (told | {"MASTER_PORT": str(store.port)}).items():
+        monkeypatch.setenv(name, value)
+    launch = find_launch()
+    assert launch is not None
+    for _ in range(2):  # one process may come again
+        engine._claim(store, launch)
+    assert store.add("streamload/0/1", 1) == 1
+    monkeypatch.setattr(engine, "_ME", "another")
+    said = f"node rank 1: at 127.0.0.1, port {store.port}, two processes say that they are rank 1"
+    with pytest.raises(PeerFailedError, match=said):
+        engine._claim(store, launch)
+    waiting = dist.PrefixStore("streamload/0/1", store)
+    with pytest.raises(PeerFailedError, match=said):
+        engine._roll_call(waiting, "did not come", 0, 3, "", time.monotonic() + 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_two_processes_of_one_rank(rank: int) -> None:
     """Both learn it at once, with where they meet, and so do those that wait with them."""
     other = 1 - rank

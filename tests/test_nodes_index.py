@@ -157,7 +157,7 @@ def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
     names = ("here", "there")
     data = bytearray(random.Random(1).randbytes(300_000))
     for name in names:
-        data[100_000] ^= 1
+        data[110_000] ^= 1  # between two blocks
         source = write_safetensors(
             tmp_path / f"of/{name}.safetensors",
             {"a": ("U8", (300_000,), bytes(data)), "b": ("U8", (4,), b"abcd")},
@@ -183,6 +183,7 @@ def test_digests_are_compared_where_both_have_them(tmp_path: Path) -> None:
     (here / "streamload.json").unlink()
     sidecar.write_bytes(kept)
     assert found()
+    sidecar.unlink()
     here, there = there, there
     assert not found("one") and found()  # the same file, unless the host is another
 
