@@ -169,7 +169,8 @@ LAYERS = (
     ("bench.worker", "bench.results", "bench.passes"),
     ("bench.compare", "bench.offloading"),
     ("",),  # streamload/__init__.py
-    ("cli.output", "cli.flags"),
+    ("cli.output",),
+    ("cli.flags",),
     ("cli.loads", "cli.files", "cli.benching"),
     ("cli",),
     ("__main__",),
@@ -213,7 +214,7 @@ READ_ENVIRONMENT = (
 START_THREADS = (
     *("stream", "conversion.writing", "bench.limits"),  # of a process each
     "device_casts",  # to send scales ahead
-    *("nodes.store", "nodes.heartbeat", "nodes.gather"),
+    *("nodes.store", "nodes.heartbeat", "nodes.gather", "nodes.torch"),
     "offloading.reaper",  # what waits for a device that computes
     "offloading.rounds",  # what brings layers while the caller computes
     "checkpoint.wire",  # to connect, which nothing interrupts
