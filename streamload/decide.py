@@ -95,7 +95,8 @@ class Options:
         """Everything in the checkpoint, with what is quantised in its parts."""
         wants = wants_of(checkpoint, fill)
         formats = self.quant.formats(checkpoint, wants)
-        return quantised(checkpoint, wants, formats, self.changes.by_tensor)
+        changed = self.changes.by_tensor
+        return quantised(checkpoint, wants, formats, changed, policy=self.quant)
 
     def check_names(self, names: Iterable[str], device: object) -> None:
         """Refuse a budget for a device that the load does not have: it would hold nothing back."""
@@ -425,7 +426,7 @@ class Decision:
                     said = said_of_dense(swap.dense_nbytes)
                     notes.append(f"a module dequantises its own weight to compute: {said}")
             coded = {**place.coded, **swap.coded}
-            wants = match.quantised(checkpoint, coded, options.changes.by_tensor)
+            wants = match.quantised(checkpoint, coded, options.changes.by_tensor, quant)
             return _Demand(place, checkpoint, options, wants, tied, swap, notes)
 
         demand = demanded(NO_QUANT)

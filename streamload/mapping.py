@@ -329,6 +329,10 @@ def _source(checkpoint: Checkpoint, parameter: str, given: object) -> Source:
         replace(r, stop=whole(checkpoint.tensors[r.tensor]).stop) if r.stop == END else r
         for r in source.rows
     )
+    if len(rows) == 1 and source.shape is not None:
+        info = checkpoint.tensors[rows[0].tensor]
+        if rows[0] == whole(info) and _is_blocks(checkpoint, info):
+            source = replace(source, shape=None)  # that of its floats: a module takes the bytes
     return _with_lengths(checkpoint, parameter, replace(source, rows=rows))
 
 

@@ -202,7 +202,11 @@ class Match:
         return self.missing + [mismatch.name for mismatch in self.wrong_shape]
 
     def quantised(
-        self, checkpoint: Checkpoint, coded: Mapping[str, CodedWeight], changed: Collection[str]
+        self,
+        checkpoint: Checkpoint,
+        coded: Mapping[str, CodedWeight],
+        changed: Collection[str],
+        policy: QuantPolicy | None = None,
     ) -> Wants:
         """What is wanted, with the weights whose codes the model holds in their parts.
 
@@ -210,6 +214,7 @@ class Match:
             checkpoint: the headers.
             coded: as in `match`.
             changed: tensors whose rows functions change on the way.
+            policy: what decided what is quantised, for messages.
         """
         if not coded:
             return Wants.of(checkpoint, self.wants)
@@ -224,7 +229,7 @@ class Match:
             ],
         )
         formats = [None if form is None else form.format for form in forms]
-        return quantised(checkpoint, wants, formats, changed, self.beside)
+        return quantised(checkpoint, wants, formats, changed, self.beside, policy)
 
     def formats(
         self, checkpoint: Checkpoint, quant: QuantPolicy, coded: Mapping[str, CodedWeight]
@@ -263,9 +268,11 @@ class Match:
             return []
         listed = ", ".join(list(kept)[:8]) + (", ..." if len(kept) > 8 else "")
         if not swap.coded and not coded:
+            classes = ", ".join(dict.fromkeys(swap.refused[n] for n in kept if n in swap.refused))
             raise ValueError(
-                f"quant: no module of the model can hold quantised weights: {listed}; without a "
-                "model (model=None) the parts of each come by name"
+                f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
+                f"{swap.holders}, and theirs are {classes or 'others'}; without a model "
+                "(model=None) the parts of each come by name"
             )
         return [
             f"not quantised, {len(kept)} tensors of {format_bytes(sum(kept.values()))}, for their "

@@ -189,7 +189,9 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
         return lambda: put_into(model, {id(layer): linear for linear, layer in pairs})
 
     coded = {name: CodedWeight(form, shapes[name]) for name, form in replaced.items()}
-    return Swap(coded, put)
+    others = (name for name in formats if name in tensors and name not in coded)
+    refused = {name: type(_owner(model, name)).__name__ for name in others}
+    return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
 
 
 def _chosen(
@@ -219,6 +221,16 @@ def _chosen(
                 pairs[-1][1].bias = linear.bias
             replaced |= dict.fromkeys(tied, format)
     return replaced, pairs
+
+
+def _owner(model: Any, name: str) -> Any:
+    """What holds the tensor of a name."""
+    for key in name.split(".")[:-1]:
+        if isinstance(model, (list, tuple)):
+            model = model[int(key)]
+        else:
+            model = model[key] if isinstance(model, dict) else getattr(model, key)
+    return model
 
 
 def coded(model: Any) -> dict[str, CodedWeight]:

@@ -238,6 +238,7 @@ def quantised(
     formats: Sequence[str | None],
     changed: Collection[str] = (),
     beside: Mapping[str, Want] = MappingProxyType({}),
+    policy: QuantPolicy | None = None,
 ) -> Wants:
     """Ask for the parts of what is quantised in place of it.
 
@@ -247,27 +248,72 @@ def quantised(
         formats: the format of each; None leaves it as it is.
         changed: tensors whose rows functions change on the way.
         beside: what a model holds now of the parts beside the codes, by their names.
+        policy: what decided the formats, for messages.
 
     Raises:
-        UnsupportedCastError: a tensor cannot be in its format, or is dequantised.
+        UnsupportedCastError: tensors cannot be in their formats, or are dequantised: all of them
+            are named, with what leaves them as they are.
         ValueError: parts of two tensors would have one name.
     """
     if not any(formats):
         return wants
     out: list[Want] = []
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
     for want, src, name in zip(wants, wants.srcs, formats, strict=True):
         if name is None:
             out.append(want)
             continue
         of_rows = any(r.tensor in changed for r in want.source)
-        for each in parts_of(checkpoint, want, src, name, of_rows=of_rows):
+        tensor = want.source[0].tensor
+        try:
+            parts = list(parts_of(checkpoint, want, src, name, of_rows=of_rows))
+        except UnsupportedCastError as error:
+            refused[tensor] = error
+            continue
+        taken.append(tensor)
+        for each in parts:
             there = beside.get(each.name)
             if there is not None:
                 reusable = there.reusable_nbytes
                 each = replace(each, device=there.device, held=there.held, reusable_nbytes=reusable)
             out.append(each)
+    if refused:
+        raise leaving(refused, taken, policy)
     check_distinct([want.name for want in out], wants.names)
     return Wants.of(checkpoint, out)
+
+
+def leaving(
+    refused: Mapping[str, UnsupportedCastError],
+    taken: Collection[str],
+    policy: QuantPolicy | None = None,
+) -> UnsupportedCastError:
+    """The first of several errors, with the ``quant=`` under which none of them is raised.
+
+    Args:
+        refused: by tensor, why it cannot be in its format.
+        taken: the tensors that can be.
+        policy: what decided the formats; None: one format for all.
+    """
+    first = next(iter(refused.values()))
+    rules = dict(policy.rules) if policy is not None and policy.rules else {"*": first.dst}
+    left: dict[str, str | None] = {}
+    for name in refused:
+        # all layers of a model are alike: the numbers in names may be any
+        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", escape(name))
+        alike = len(refused) > 1 and not any(fnmatchcase(other, kind) for other in taken)
+        left[kind if alike else escape(name)] = None
+    named = ", ".join(list(refused)[1:4]) + ", ..." * (len(refused) > 4)
+    others = f" (so are {len(refused) - 1} more: {named})" * (len(refused) > 1)
+    written = ", ".join(
+        f"{json.dumps(pattern, ensure_ascii=False)}: {json.dumps(form) if form else None}"
+        for pattern, form in (left | {p: f for p, f in rules.items() if p not in left}).items()
+    )
+    it = "them as they are" if len(refused) > 1 else "it as it is"
+    reason = f"{first.reason}{others}; leave {it}: quant={{{written}}}"
+    tensor, path = first.tensor, first.path
+    return UnsupportedCastError(first.src, first.dst, reason=reason, tensor=tensor, path=path)
 
 
 def check_distinct(names: Collection[str], before: Collection[str]) -> None:
@@ -396,18 +442,15 @@ def quantised_of(info: TensorInfo, shape: tuple[int, ...], src: DType, name: str
     Raises:
         UnsupportedCastError: the weight cannot be in the format, or is dequantised.
     """
-    pattern = json.dumps(escape(info.name), ensure_ascii=False)
-    instead = f'leave it as it is: quant={{{pattern}: None, "*": "{name}"}}'
     tensor, path = info.name, info.shard
     if src.is_packed:
-        reason = f"this call dequantises it; quantise what convert(dtype=...) writes, or {instead}"
+        reason = "this call dequantises it: quantise what convert(dtype=...) writes"
         raise UnsupportedCastError(src.name, name, reason=reason, tensor=tensor, path=path)
     try:
         return ALL_FORMATS[name].of(shape, src)
     except ValueError as error:
-        reason = f"{error}; {instead}"
         raise UnsupportedCastError(
-            src.name, name, reason=reason, tensor=tensor, path=path
+            src.name, name, reason=str(error), tensor=tensor, path=path
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import needs
 import pytest
 from boxes import Boxes
+from gguf_models import write_model
 from make_checkpoint import LlamaShape, make_checkpoint
 from test_transformers_quantised import (
     MOE,
@@ -22,6 +23,7 @@ from test_transformers_quantised import (
     reference,
 )
 
+from streamload import convert
 from streamload.bench.processes import call, command, measure
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 
@@ -146,6 +148,41 @@ def test_experts_that_a_format_cannot_hold_are_named(tmp_path: Path) -> None:
     plain(tmp_path, "Mixtral", torch.bfloat16, **EXPERTS["Mixtral"] | {"intermediate_size": 48})
     with pytest.raises(UnsupportedCastError, match=r"experts\.0\.w2\.weight.*None"):
         load(tmp_path, quant="q8_0")
+
+
+def test_one_pass_names_all_that_a_format_cannot_hold(tmp_path: Path) -> None:
+    """What the error says to write works as it is typed, and leaves nothing else."""
+    plain(tmp_path / "in", hidden_size=72, num_attention_heads=2, num_hidden_layers=3)
+    with pytest.raises(UnsupportedCastError, match=r"so are 17 more") as caught:
+        load(tmp_path / "in", quant={"*k_proj*": "q4_0", "*": "q8_0"})
+    written = str(caught.value).partition("quant=")[2]
+    assert "layers.*.mlp.up_proj" in written
+    model = load(tmp_path / "in", quant=eval(written))
+    coded = {name for name, module in model.named_modules() if isinstance(module, Coded)}
+    assert coded == {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
+    with pytest.raises(UnsupportedCastError) as caught:
+        convert(tmp_path / "in", tmp_path / "out", quant="q8_0", progress=False)
+    written = eval(str(caught.value).partition("quant=")[2])
+    assert convert(tmp_path / "in", tmp_path / "out", quant=written, progress=False).errors
+
+
+def test_classes_that_hold_nothing_quantised_are_named(tmp_path: Path) -> None:
+    """With those that can."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"torch's Linear.*Conv1D.*theirs are FalconLinear;"):
+        load(tmp_path, quant="int8")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_of_gguf_stay_as_they_are_in_modules(tmp_path: Path, family: str) -> None:
+    """Where ``quant=`` asks for the format that they are stored in: nothing is rounded twice."""
+    write_model(tmp_path / "in", family)
+    convert(tmp_path / "in", tmp_path / "out", to="gguf", quant="q8_0", progress=False)
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    model = load(path, quant="q8_0")
+    assert any(isinstance(module, Coded) for module in model.modules())
+    assert error(logits(model), logits(load(path))) < 1e-6
 
 
 def test_a_budget_of_the_codes_is_enough(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from streamload.conversion.beside import (
     followed_config,
     main_dtype,
 )
-from streamload.conversion.quantising import described, entries_of, wanted_of
+from streamload.conversion.quantising import all_entries, described, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
 from streamload.conversion.runtimes import Runtime, runtime_of
 from streamload.dequantise import all_names
@@ -358,13 +358,13 @@ def plan_conversion(
     notes = _kept_back(checkpoint, dtypes, options)
     beside, left = files_beside(checkpoint)
     model = _model(checkpoint, wanted, beside, options)
-    lists = [[entries_of(each) for each in listed] for listed in writer.tensors(model)]
+    lists = all_entries(writer.tensors(model), options.quant)
     _check_names(checkpoint, [e.name for one in lists for each in one for e in each], wanted)
     notes += writer.notes(model)
     if writer.keeps_beside:
         by_tensor = {each[0].info.name: each for listed in lists for each in listed}
         notes += options.notes
-        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options.runtime)
+        notes += _follow(checkpoint, dtypes, by_tensor, beside, left, options)
     else:
         beside = {name: file for name, file in beside.items() if name in writer.copied}
     parts, node_plans = _parts(chosen, options, lists)
@@ -471,7 +471,7 @@ def _follow(
     made: Mapping[str, Sequence[Entry]],
     beside: dict[str, SmallFile],
     left: Sequence[str],
-    runtime: Runtime | None,
+    options: ConvertOptions,
 ) -> list[str]:
     """Bring config.json after the tensors; gives notes on that and on what is not copied."""
     notes = []
@@ -481,8 +481,9 @@ def _follow(
     if groups(checkpoint) and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
         still = ", ".join(list(groups(checkpoint))[:8])
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
-    said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes))
+    said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes), options.quant)
     notes += quant_notes
+    runtime = options.runtime
     if runtime is not None and checkpoint.config:
         names = [entries[0].name for entries in made.values()]
         wants, runtime_notes = runtime.config(checkpoint.config, names)

@@ -20,7 +20,7 @@ from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models
 from streamload.quant.stored import groups
-from streamload.quantise import QuantPolicy, codings_of
+from streamload.quantise import QuantPolicy, codings_of, leaving
 
 _WEIGHT = ".weight"
 #: Matrices that transformers has in no Linear: it holds the experts of a layer in one tensor.
@@ -73,6 +73,33 @@ def wanted_of(
     return out
 
 
+def all_entries(lists: Iterable[Sequence[Wanted]], policy: QuantPolicy) -> list[list[list[Entry]]]:
+    """What each tensor of each list is in the output; see `entries_of`.
+
+    Raises:
+        UnsupportedCastError: some cannot be in their formats, which names all of them; or one
+            cannot have its dtype.
+    """
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
+    out: list[list[list[Entry]]] = []
+    for listed in lists:
+        out.append([])
+        for wanted in listed:
+            try:
+                out[-1].append(entries_of(wanted))
+            except UnsupportedCastError as error:
+                if wanted.quant is None or error.dst != wanted.quant:
+                    raise
+                refused[wanted.info.name] = error
+                continue
+            if wanted.quant is not None:
+                taken.append(wanted.info.name)
+    if refused:
+        raise leaving(refused, taken, policy)
+    return out
+
+
 def entries_of(wanted: Wanted) -> list[Entry]:
     """What a tensor is in the output: itself, or the parts of what it becomes.
 
@@ -109,7 +136,10 @@ def _check_dtypes(info: TensorInfo, wanted: Wanted) -> None:
 
 
 def described(
-    checkpoint: Checkpoint, made: Mapping[str, Sequence[Entry]], main: str
+    checkpoint: Checkpoint,
+    made: Mapping[str, Sequence[Entry]],
+    main: str,
+    policy: QuantPolicy,
 ) -> tuple[dict[str, Any], list[str]]:
     """What is quantised, for config.json, and in sentences for users.
 
@@ -117,6 +147,7 @@ def described(
         checkpoint: the source.
         made: what each tensor becomes.
         main: the dtype that most of the floats would have otherwise.
+        policy: what decided what is quantised.
 
     Raises:
         CheckpointError: config.json says already how weights are quantised that stay so.
@@ -142,7 +173,7 @@ def described(
         raise CheckpointError(
             checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
         )
-    _check_transposed(checkpoint, codes)
+    _check_transposed(checkpoint, codes, policy)
     if not checkpoint.config:
         return {}, ["there is no config.json to say how the weights are quantised"]
     others = [
@@ -171,17 +202,24 @@ def _left(tensors: Iterable[Entry]) -> list[str]:
     ]
 
 
-def _check_transposed(checkpoint: Checkpoint, codes: Mapping[str, Entry]) -> None:
+def _check_transposed(
+    checkpoint: Checkpoint, codes: Mapping[str, Entry], policy: QuantPolicy
+) -> None:
     """Refuse weights of Conv1D in a format whose library has no module for them."""
+    refused: dict[str, UnsupportedCastError] = {}
+    taken: list[str] = []
     for each in codes.values():
         tensor = each.info.name
-        if each.coding is not None and not each.made and is_conv1d(checkpoint.config, tensor):
-            raise UnsupportedCastError(
-                each.info.dtype.name,
-                each.coding.format,
-                reason="its model stores it transposed (Conv1D), and transformers has no such "
-                "module in that format; bitsandbytes-int8 and nf4 have one, or leave it: "
-                f'quant={{"{tensor}": None, "*": "{each.coding.format}"}}',
-                tensor=tensor,
-                path=each.info.shard,
-            )
+        if each.coding is None or each.made or not is_conv1d(checkpoint.config, tensor):
+            taken.append(tensor)
+            continue
+        refused[tensor] = UnsupportedCastError(
+            each.info.dtype.name,
+            each.coding.format,
+            reason="its model stores it transposed (Conv1D), and transformers has no such module "
+            "in that format; bitsandbytes-int8 and nf4 have one",
+            tensor=tensor,
+            path=each.info.shard,
+        )
+    if refused:
+        raise leaving(refused, taken, policy)

@@ -501,11 +501,15 @@ class Swap:
         put: puts the modules in place, without values, and returns what lets the model be as it
             was. A codes' parameter goes on holding the memory of the weight until that is released.
         dense_nbytes: of the largest weight that these modules dequantise at once, to compute.
+        holders: the classes of modules that can hold such weights, in words.
+        refused: of each other weight, the class of its module.
     """
 
     coded: Mapping[str, CodedWeight]
     put: Callable[[], Callable[[], None]]
     dense_nbytes: int = 0
+    holders: str = "none"
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def nothing() -> None:

@@ -263,6 +263,8 @@ def set_aside(model: nn.Module) -> Iterator[None]:
 # --- the place of modules in a model --------------------------------------------------------------
 
 _Place = tuple[nn.Module, str]
+#: The classes that `_said` takes.
+_HOLDERS = "torch's Linear, and transformers' Conv1D and fused experts"
 
 
 def _is_experts(module: nn.Module, parameter: torch.Tensor) -> bool:
@@ -319,6 +321,7 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             holders.setdefault((id(module), leaf), (name, (module, leaf)))
     coded: dict[str, CodedWeight] = {}
     groups: list[list[tuple[_Place, CodedWeight]]] = []
+    refused: dict[str, str] = {}
     dense_nbytes = 0
     for name, format in formats.items():
         if name not in by_name:
@@ -328,13 +331,16 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
         said = [_said(*place, format) for _, place in holders.values()]
         first = said[0]
         if first is None or any(each != first for each in said):
-            continue  # an embedding shares it: it needs the weight as it is
+            # an embedding shares it: it needs the weight as it is
+            kinds = dict.fromkeys(type(holder).__name__ for _, (holder, _) in holders.values())
+            refused[name] = " and ".join(kinds) + ", which share it" * (len(kinds) > 1)
+            continue
         coded |= {other: first for other, _ in holders.values()} | {name: first}
         groups.append([(place, first) for _, place in holders.values()])
         itemsize = module._parameters[leaf].itemsize
         one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
         dense_nbytes = max(dense_nbytes, one_nbytes)
-    return Swap(coded, lambda: _put(groups), dense_nbytes)
+    return Swap(coded, lambda: _put(groups), dense_nbytes, _HOLDERS, refused)
 
 
 def _put(groups: Iterable[list[tuple[_Place, CodedWeight]]]) -> Callable[[], None]:
