@@ -150,8 +150,8 @@ LAYERS = (
     ("transformers.packed", "transformers.packed_compressed", "transformers.packed_mxfp4"),
     ("transformers.adapter", "transformers.arguments"),
     ("transformers.names", "transformers.parts"),
-    ("transformers.dtypes", "transformers.rest", "transformers.quantised"),
-    ("transformers.quantising",),
+    ("transformers.dtypes", "transformers.rest", "transformers.quantised", "transformers.saving"),
+    ("transformers.quantising", "transformers.coded"),
     ("transformers.prepared",),
     ("transformers.loading",),
     ("transformers", "agreement", "diffusers"),
@@ -182,7 +182,16 @@ _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
         *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
-        *("quantised", "quantising", "parts", "packed", "packed_compressed", "packed_mxfp4"),
+        *(
+            "quantised",
+            "quantising",
+            "coded",
+            "saving",
+            "parts",
+            "packed",
+            "packed_compressed",
+            "packed_mxfp4",
+        ),
     )
 )
 FRAMEWORKS = {

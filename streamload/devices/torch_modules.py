@@ -245,6 +245,32 @@ def _empty(own: type[Any], leaves: frozenset[str]) -> Any:
     return object.__new__(_class_of(own, leaves))
 
 
+def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Let modules be as they were before they held codes, with the values that these decode to.
+
+    Args:
+        model: the model.
+        dtype: of the weights; None: what they had before.
+    """
+    made: dict[int, nn.Parameter] = {}  # by the codes: modules may share them
+    for module in list(model.modules()):
+        if not isinstance(module, Coded):
+            continue
+        coded: dict[str, CodedWeight] = getattr(module, CODED)
+        for leaf, said in coded.items():
+            codes = module._buffers[leaf]
+            assert codes is not None
+            if id(codes) not in made:
+                dense = module.dense(leaf, dtype)
+                dense = dense.t().contiguous() if said.transposed else dense
+                made[id(codes)] = nn.Parameter(dense)
+            module._parameters[leaf] = made[id(codes)]
+            for name in said.names(leaf):
+                del module._buffers[name]
+        module.__class__ = type(module).__bases__[1]
+        del module.__dict__[CODED], module.__dict__["_streamload_dtype"]
+
+
 @contextmanager
 def set_aside(model: nn.Module) -> Iterator[None]:
     """Take all parts out of their modules, while others walk over tensors and move them."""

@@ -6,6 +6,7 @@ import transformers
 
 __all__ = [
     "AutoHfQuantizer",
+    "HfQuantizer",
     "WeightConverter",
     "WeightRenaming",
     "build_glob_alternation",
@@ -14,6 +15,7 @@ __all__ = [
     "leave_out_what_is_ignored",
     "plan_of_dtypes",
     "rename_source_key",
+    "revert_weight_conversion",
     "should_convert_module",
 ]
 
@@ -25,8 +27,10 @@ try:
         build_glob_alternation,
         dot_natural_key,
         rename_source_key,
+        revert_weight_conversion,
     )
     from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     plan_of_dtypes = transformers.PreTrainedModel._get_dtype_plan

@@ -32,6 +32,7 @@ from streamload.planning.planner import Residence
 from streamload.progress import Progress
 from streamload.report import LoadReport
 from streamload.selection import Patterns
+from streamload.transformers.coded import CodedCheckpoint
 from streamload.transformers.configuration import Wanted, configuration_of, on_meta
 from streamload.transformers.dtypes import Dtypes
 from streamload.transformers.names import Names, Renames
@@ -45,6 +46,7 @@ from streamload.transformers.rest import (
     stored_otherwise,
     untie,
 )
+from streamload.transformers.saving import as_coded
 from streamload.units import parse_bytes
 
 _Loaded = TypeVar("_Loaded")
@@ -207,11 +209,12 @@ class Prepared:
         finish(self.model, self.checkpoint, self.names, report, self.wanted)
         if self.quantised is not None:
             self.quantised.finish(self.model)
+        as_coded(self.model, getattr(self.model, "hf_quantizer", None))
 
 
 def quantised_as(checkpoint: Checkpoint, config: Any, asked: Any) -> Quantised | None:
     """How a model is quantised: as its checkpoint is, or as a caller asks; None where neither."""
-    stored = Quantised.of(checkpoint, config, asked)
+    stored = CodedCheckpoint.of(checkpoint, config) or Quantised.of(checkpoint, config, asked)
     if stored is not None or asked is None:
         return stored
     return Quantising.asked(checkpoint, config, asked)

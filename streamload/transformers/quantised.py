@@ -77,14 +77,11 @@ class Quantised:
             CheckpointError: the method is opened by transformers alone, needs a package
                 that is not installed, or its tensors are not those of quantised weights.
         """
-        said = getattr(config, "quantization_config", None)
-        for key in config.sub_configs if said is None else ():
-            said = said or getattr(getattr(config, key, None), "quantization_config", None)
+        said, stated = stated_in(config)
         if said is None:
             return None
         path = folder_of(checkpoint) / "config.json"
-        stated = said if isinstance(said, Mapping) else said.to_dict()
-        method = str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
+        method = method_of(stated)
         if method not in _NEEDED:
             raise CheckpointError(
                 path,
@@ -366,6 +363,21 @@ class Quantised:
         """Say to a loaded model that it is quantised, as transformers does."""
         model.hf_quantizer = self.quantizer
         self.quantizer.postprocess_model(model)
+
+
+def stated_in(config: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A configuration's ``quantization_config``: as it is, and as a dict; (None, {}) for none."""
+    said = getattr(config, "quantization_config", None)
+    for key in config.sub_configs if said is None else ():
+        said = said or getattr(getattr(config, key, None), "quantization_config", None)
+    if said is None:
+        return None, {}
+    return said, said if isinstance(said, Mapping) else said.to_dict()
+
+
+def method_of(stated: Mapping[str, Any]) -> str:
+    """The method that a ``quantization_config`` names."""
+    return str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
 
 
 def _entries(group: Group) -> dict[str, TensorInfo]:

@@ -1,0 +1,81 @@
+"""Checkpoints of streamload's own layout: weights as modules of streamload hold them.
+
+`save_pretrained` writes it of models whose weights no quantiser of transformers has modules for:
+fused experts, blocks of GGUF, several formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from streamload.checkpoint.checkpoint import Checkpoint
+from streamload.devices.names import framework
+from streamload.errors import CheckpointError
+from streamload.lookup import Devices
+from streamload.transformers.configuration import folder_of
+from streamload.transformers.names import Renames
+from streamload.transformers.quantised import Quantised, method_of, stated_in
+from streamload.transformers.saving import METHOD, CodedConfig, CodedQuantizer, formats_of
+
+
+@dataclass(slots=True)
+class CodedCheckpoint(Quantised):
+    """How such a checkpoint becomes a model."""
+
+    formats: dict[str, str] = field(default_factory=dict)  # by tensor
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Any, _: Any = None) -> CodedCheckpoint | None:
+        """Look at a configuration; None where it does not say that the checkpoint is such a one.
+
+        Raises:
+            CheckpointError: what it says is invalid.
+        """
+        said, stated = stated_in(config)
+        if said is None or method_of(stated) != METHOD:
+            return None
+        try:
+            formats = formats_of(stated)
+        except ValueError as error:
+            raise CheckpointError(folder_of(checkpoint) / "config.json", str(error)) from error
+        lacking = next((name for name in formats if name not in checkpoint.tensors), None)
+        if lacking is not None:
+            raise CheckpointError(
+                checkpoint.path, "quantization_config names a tensor that is not there", lacking
+            )
+        quantizer = CodedQuantizer(CodedConfig(**stated))
+        return cls(METHOD, quantizer, checkpoint, formats=formats)
+
+    def prepare(self, model: Any, devices: Devices, renames: Callable[[], Renames]) -> None:
+        """Let modules of a model on the meta device hold the parts of their weights.
+
+        Raises:
+            CheckpointError: a module cannot hold its weight so.
+        """
+        named = renames()
+        formats = {named(tensor)[0]: format for tensor, format in self.formats.items()}
+        swap = framework("torch").swap(model, formats)
+        for tensor in self.formats:
+            name, _ = named(tensor)
+            if name not in swap.coded:
+                raise CheckpointError(
+                    self.checkpoint.tensors[tensor].shard,
+                    f"no module can hold {name} quantised",
+                    swap.holders,
+                    swap.refused.get(name, "no such parameter"),
+                    tensor=tensor,
+                )
+        swap.put()
+        for name, said in swap.coded.items():
+            prefix, _, leaf = name.rpartition(".")
+            codes = said.made.parts[0]
+            dtype = getattr(torch, codes.dtype.name)
+            empty = torch.empty(codes.shape, dtype=dtype, device="meta")
+            model.get_submodule(prefix)._buffers[leaf] = empty
+
+    def finish(self, model: Any) -> None:
+        """Nothing: `as_coded` says to a model that it is quantised."""

@@ -1,0 +1,354 @@
+"""Saving models whose modules hold quantised weights, and what such a model says of itself.
+
+transformers asks a model's quantiser what to save, and counts what modules hold as parameters. Here
+the weights are buffers of streamload's modules: a model gets a class beside its own, as its modules
+do, which counts them, and writes the ``quantization_config`` by which they are opened again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from streamload.devices.torch_modules import Coded, make_dense
+from streamload.devices.torch_tensors import CODED
+from streamload.quant.base import FORMATS, CodedWeight
+from streamload.transformers.internals import (
+    HfQuantizer,
+    revert_weight_conversion,
+    should_convert_module,
+)
+
+#: The method of layouts that transformers has no modules for.
+METHOD = "streamload"
+_FORMATS = "formats"
+_BITSANDBYTES = "bitsandbytes"
+_WEIGHT = ".weight"
+
+
+class CodedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """The ``quantization_config`` of a model: what a checkpoint of it says."""
+
+    def __init__(self, **said: Any) -> None:
+        """Take all that it says."""
+        self.__dict__.update(said)
+
+
+class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks about a model whose weights are codes in modules of streamload."""
+
+    def is_serializable(self) -> bool:
+        """Whether it can be saved: `CodedModel.save_pretrained` raises where it cannot."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can be trained on it."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether a trainer takes it without adapters: what is not quantised can be trained."""
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        make_dense(model, dtype)
+        return model
+
+
+def as_coded(model: Any, quantizer: Any = None) -> None:
+    """Let a model whose modules hold codes count them, and save them so that they are opened again.
+
+    Args:
+        model: loaded; so are the models in it.
+        quantizer: of the library whose modules hold other weights of it, if there are such.
+    """
+    if not any(hasattr(module, CODED) for module in model.modules()):
+        return
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel) and any(hasattr(m, CODED) for m in each.modules()):
+            each.__class__ = _class_of(type(each))
+            if quantizer is None:
+                each.hf_quantizer = CodedQuantizer(CodedConfig(quant_method=METHOD))
+                each.is_quantized = True
+    if quantizer is None:
+        said = config_of(model, {name: weight for name, _, _, weight in _named(model)})
+        model.config.quantization_config = model.hf_quantizer.quantization_config = said
+
+
+class CodedModel:
+    """What models share whose modules hold codes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy by the class that it had: the one that it has is made by a load."""
+        return _empty, (type(self).__bases__[1],), self.__dict__
+
+    def num_parameters(
+        self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+    ) -> int:
+        """The parameters of the model, quantised ones too; see transformers."""
+        found = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
+        coded = 0 if only_trainable else sum(math.prod(w.shape) for w in _distinct(self))
+        return found + coded
+
+    def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
+        """The bytes that the model holds; see transformers. Codes count as parameters."""
+        found = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
+        if return_buffers:
+            return found
+        parts = {id(part): part.nbytes for _, _, part in _parts(self)}
+        return found + sum(parts.values())
+
+    def half(self: Any, *_: Any) -> Any:
+        """Cast what is not quantised, and what quantised weights are decoded to."""
+        return nn.Module.half(self)
+
+    def float(self: Any, *_: Any) -> Any:
+        """Cast what is not quantised, and what quantised weights are decoded to."""
+        return nn.Module.float(self)
+
+    def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
+        """Let modules hold the decoded values as floats; see transformers."""
+        if not isinstance(self.hf_quantizer, CodedQuantizer):
+            return super().dequantize(dtype)  # type: ignore[misc]
+        found = super().dequantize(dtype)  # type: ignore[misc]
+        for each in self.modules():
+            if isinstance(each, CodedModel):
+                if "hf_quantizer" in each.__dict__:
+                    del each.hf_quantizer
+                each.__dict__["is_quantized"] = False
+                each.__class__ = type(each).__bases__[1]
+        return found
+
+    def save_pretrained(self: Any, *args: Any, **named: Any) -> None:
+        """Save it with the ``quantization_config`` by which it is opened; see transformers.
+
+        Raises:
+            ValueError: nothing opens such weights.
+        """
+        own = super().save_pretrained  # type: ignore[misc]
+        given = inspect.signature(own).bind(*args, **named)
+        if getattr(self, "_hf_peft_config_loaded", False):  # an adapter is saved alone
+            own(*args, **named)
+            return
+        if not isinstance(self.hf_quantizer, CodedQuantizer):
+            raise ValueError(
+                f"cannot save {type(self).__name__}: modules of streamload and of "
+                f"{self.hf_quantizer.quantization_config.quant_method} stand side by side; load it "
+                'with quant="nf4" or "int8" in place of quantization_config=, and save that'
+            )
+        state = given.arguments.get("state_dict") or self.state_dict()
+        said, state = layout(self, state)
+        if said is not None:
+            _check_shapes(self, said)
+        before = getattr(self.config, "quantization_config", None)
+        quantizer, self.hf_quantizer = self.hf_quantizer, None  # which would drop the state
+        self.config.quantization_config = said
+        if said is None:
+            del self.config.quantization_config
+        elif said.quant_method == METHOD:
+            given.arguments["save_original_format"] = False
+        given.arguments["state_dict"] = state
+        try:
+            own(*given.args, **given.kwargs)
+        finally:
+            self.hf_quantizer = quantizer
+            if before is not None:
+                self.config.quantization_config = before
+            elif said is not None:
+                del self.config.quantization_config
+
+
+@cache
+def _class_of(own: type[Any]) -> type[Any]:
+    """The class for models of a class."""
+    if issubclass(own, CodedModel):
+        return own
+    entries: dict[str, Any] = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__doc__": own.__doc__,
+    }
+    for name in ("save_pretrained", "num_parameters", "get_memory_footprint", "dequantize"):
+        entries[name] = _like(getattr(own, name), CodedModel.__dict__[name])
+    return type(own.__name__, (CodedModel, own), entries)
+
+
+def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with the name, the signature and the docstring of another."""
+
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        return ours(self, *args, **named)
+
+    return method
+
+
+def _empty(own: type[Any]) -> Any:
+    """A model without a state, for pickle."""
+    return object.__new__(_class_of(own))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, CodedWeight]]:
+    """Each weight in codes: its name, its module, its name there; shared modules once."""
+    for prefix, module in model.named_modules():
+        for leaf, said in getattr(module, CODED, {}).items():
+            yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, said
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Each part of each weight in codes: the weight's name, its own, and its tensor."""
+    for name, module, leaf, said in _named(model):
+        prefix = name.removesuffix(leaf)
+        for part in said.names(leaf):
+            yield name, prefix + part, module._buffers[part]
+
+
+def _distinct(model: nn.Module) -> Iterable[CodedWeight]:
+    """The weights in codes, shared ones once."""
+    return {id(module._buffers[leaf]): said for _, module, leaf, said in _named(model)}.values()
+
+
+def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, dict[str, Any]]:
+    """What a checkpoint of a model says of its quantised weights, and what it holds.
+
+    Args:
+        model: its modules hold codes.
+        state: what is to be saved of it, by the model's names.
+
+    Returns:
+        None where no weight is in codes; and the state, with shared weights once.
+
+    Raises:
+        ValueError: nothing would open it.
+    """
+    aliases = {n for n, _ in model.named_modules(remove_duplicate=False)}
+    aliases -= {n for n, _ in model.named_modules()}
+    state = {n: t for n, t in state.items() if n.rpartition(".")[0] not in aliases}
+    coded: dict[str, CodedWeight] = {}
+    for name, _, leaf, said in _named(model):
+        found = state.get(name)
+        if found is None or found.is_floating_point():
+            continue  # it is not saved, or is given as floats
+        prefix = name.removesuffix(leaf)
+        lacking = [prefix + part for part in said.names(leaf) if prefix + part not in state]
+        if lacking:
+            raise ValueError(f"cannot save {name}: state_dict has its codes, and no {lacking[0]}")
+        coded[name] = said
+    return (config_of(model, coded) if coded else None), state
+
+
+def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
+    """What a checkpoint says of these weights of a model.
+
+    That of transformers, where one of its quantisers has modules for exactly these, and finds them
+    by their names; else streamload's own, which `streamload.transformers.from_pretrained` opens.
+    """
+    by_format: dict[str, list[str]] = {}
+    for name, said in coded.items():
+        by_format.setdefault(said.format, []).append(name)
+    dtype = str(model.dtype).removeprefix("torch.")
+    said = theirs(model, coded, dtype) if len(by_format) == 1 else None
+    if said is not None and _come_back(model, coded):
+        return CodedConfig(**said)
+    return CodedConfig(quant_method=METHOD, **{_FORMATS: by_format})
+
+
+def _check_shapes(model: Any, said: CodedConfig) -> None:
+    """Raise ValueError where transformers would take all codes for floats without a word.
+
+    It skips a quantization_config that it does not know, and refuses a tensor of another shape.
+    """
+    by_format = said.to_dict().get(_FORMATS)
+    if by_format is None:
+        return
+    names = {name for listed in by_format.values() for name in listed}
+    coded = [weight for name, _, _, weight in _named(model) if name in names]
+    if all(each.made.parts[0].shape == each.stored_shape for each in coded):
+        raise ValueError(
+            f"cannot save {type(model).__name__}: its weights are {' and '.join(by_format)}, no "
+            "quantization_config of transformers says so, and it would read them as floats: write "
+            f'"streamload convert IN OUT --quant {next(iter(by_format))}"'
+        )
+
+
+def theirs(model: Any, coded: Mapping[str, CodedWeight], dtype: str) -> dict[str, Any] | None:
+    """The configuration by which transformers opens exactly these weights; None if there is none.
+
+    Args:
+        model: as it is, or on the meta device.
+        coded: the weights that are quantised, all in one format, by the model's names.
+        dtype: that the model computes in.
+    """
+    format = FORMATS[next(iter(coded.values())).format]
+    kinds = {n: m for n, m in model.named_modules() if _is_product(m)}
+    linears = (n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
+    left = [name for name in linears if name + _WEIGHT not in coded]
+    said = format.config(left, dtype)
+    taken = {name.removesuffix(_WEIGHT) for name in coded}
+    if said is None or not taken <= kinds.keys():
+        return None
+    turned = any(isinstance(kinds[name], Conv1D) for name in taken)
+    if turned and not format.turns_conv1d:
+        return None
+    if said["quant_method"] == _BITSANDBYTES:  # what it leaves are patterns: they may match more
+        left += list(model._keep_in_fp32_modules or ())
+        if taken != {name for name in kinds if should_convert_module(name, left)}:
+            return None
+    return said
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether transformers' quantisers look at a module: torch's Linear, or a Conv1D."""
+    own = type(module).__bases__[1] if isinstance(module, Coded) else type(module)
+    return own is nn.Linear or own is Conv1D
+
+
+def _come_back(model: Any, coded: Mapping[str, CodedWeight]) -> bool:
+    """Whether the parts of weights keep together when transformers gives back names of files."""
+    parts = {
+        name: {
+            part: torch.empty(0, device="meta")
+            for part in (f"{name.rpartition('.')[0]}.{p}" for p in said.names("weight"))
+        }
+        for name, said in coded.items()
+    }
+    flat = {part: tensor for each in parts.values() for part, tensor in each.items()}
+    try:
+        found = revert_weight_conversion(model, dict(flat))
+    except Exception:  # whatever an operation of transformers raises of such shapes
+        return False
+    names = {id(tensor): name for name, tensor in found.items()}
+    for name, said in coded.items():
+        new = [names.get(id(tensor)) for tensor in parts[name].values()]
+        first = new[0]
+        if first is None or new != [part.name(first) for part in said.made.parts]:
+            return False
+    return True
+
+
+def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
+    """By weight, the formats that a configuration of streamload's own names.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    listed = said.get(_FORMATS)
+    if not isinstance(listed, Mapping) or not listed:
+        raise ValueError(f"quantization_config has no {_FORMATS}")
+    out: dict[str, str] = {}
+    for format, names in listed.items():
+        if format not in FORMATS or not isinstance(names, list):
+            raise ValueError(f"quantization_config: {format!r} is no format with a list of names")
+        out |= dict.fromkeys(map(str, names), format)
+    return out
