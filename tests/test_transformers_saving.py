@@ -86,7 +86,7 @@ def test_in_several_files_and_with_what_is_skipped(tmp_path: Path) -> None:
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert again.generation_config.max_new_tokens == 7
     assert not isinstance(again.model.layers[0].self_attn.q_proj, Coded)
-    with pytest.raises(ValueError, match="cannot save.*streamload convert IN OUT --quant"):
+    with pytest.raises(ValueError, match=r"cannot save.*streamload convert IN OUT --quant"):
         load(tmp_path / "in", quant={"*.mlp.*": "int8", "*": "bitsandbytes-int8"}).save_pretrained(
             tmp_path / "none"
         )
@@ -140,7 +140,7 @@ def test_what_it_says_of_itself(tmp_path: Path, name: str) -> None:
     dense = model.dequantize()
     assert type(dense) is type(plain_model)
     assert not any(isinstance(module, Coded) for module in dense.modules())
-    assert not dense.is_quantized and dense.hf_quantizer is None
+    assert not dense.is_quantized and getattr(dense, "hf_quantizer", None) is None
     assert bytes_of(dense).keys() == bytes_of(plain_model).keys()
     kwargs = {"experts_implementation": "eager"} if name in EXPERTS else {}
     dense.save_pretrained(tmp_path / "dense")
@@ -168,7 +168,9 @@ def test_it_is_trained_and_saved_by_a_trainer(tmp_path: Path) -> None:
 
 def test_adapters_of_peft(tmp_path: Path) -> None:
     """They train on it, and are saved alone; under checkpoints of activations, too."""
-    peft = needs_library("peft")
+    needs_library("peft")
+    import peft
+
     make(tmp_path / "in", "Llama", torch.float32)
     model = load(tmp_path / "in", quant="q8_0")
     model.gradient_checkpointing_enable()
@@ -193,7 +195,7 @@ def test_what_is_saved_is_offloaded(tmp_path: Path) -> None:
     model = load(tmp_path / "in", quant="q8_0")
     model.save_pretrained(tmp_path / "out")
     opened = load(tmp_path / "out", offload=True, budget="75kB")
-    assert opened.streamload_offload.streamed
+    assert "\nstream" in str(opened.streamload_offload.plan)
     assert torch.equal(logits(opened), logits(model))
 
 

@@ -70,12 +70,17 @@ class CodedCheckpoint(Quantised):
                     tensor=tensor,
                 )
         swap.put()
+        stored = {named(tensor)[0]: tensor for tensor in self.formats}
         for name, said in swap.coded.items():
             prefix, _, leaf = name.rpartition(".")
-            codes = said.made.parts[0]
-            dtype = getattr(torch, codes.dtype.name)
-            empty = torch.empty(codes.shape, dtype=dtype, device="meta")
-            model.get_submodule(prefix)._buffers[leaf] = empty
+            buffers = model.get_submodule(prefix)._buffers
+            for part in said.made.parts:
+                info = self.checkpoint.tensors.get(part.name(stored.get(name, name)))
+                state = info is not None and len(part.shape) == 1 and part.dtype.name == "uint8"
+                # the length of a state of JSON depends on the dtype that the weight had
+                shape = info.shape if state and info is not None else part.shape
+                dtype = getattr(torch, part.dtype.name)
+                buffers[part.name(leaf)] = torch.empty(shape, dtype=dtype, device="meta")
 
     def finish(self, model: Any) -> None:
         """Nothing: `as_coded` says to a model that it is quantised."""

@@ -62,6 +62,8 @@ class CodedQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        if isinstance(dtype, str):  # of a configuration that was saved
+            dtype = getattr(torch, dtype)
         make_dense(model, dtype)
         return model
 
