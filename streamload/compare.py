@@ -21,9 +21,10 @@ from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
 from streamload.checkpoint.header import TensorInfo, Turn
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
-from streamload.checkpoint.url import Location
+from streamload.checkpoint.url import Location, Url
 from streamload.dequantise import all_names, as_in_models, asked, dequantised
 from streamload.differences import Pair, TensorDifference
+from streamload.digests import SIDECAR, Digests
 from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.mapping import Rename, model_shape, sources
@@ -180,6 +181,7 @@ def diff(
     names = _names(first)
     check_patterns("dtype", (pattern for pattern, _ in policy.rules), names)
     check_patterns("quant", (pattern for pattern, _ in formats.rules), names)
+    formats = formats.leaving(_left(second)) if formats else formats
     named, _, _ = sources(first, None, rename)
     infos = {name: first.tensors[source.rows[0].tensor] for name, source in named.items()}
     wants = _quantised(first, formats, infos) if formats else None
@@ -265,6 +267,18 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
     if not supported(info.dtype, wanted):
         raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
     return wanted
+
+
+def _left(converted: Checkpoint) -> list[str]:
+    """Patterns of what `convert` left as it is, though it was to be quantised: its sidecar's."""
+    path = converted.path
+    if isinstance(path, Url):
+        return []
+    try:
+        left = Digests.read((path if path.is_dir() else path.parent) / SIDECAR).options.get("left")
+    except CheckpointError:
+        return []
+    return [each for each in left if isinstance(each, str)] if isinstance(left, list) else []
 
 
 def _quantised(

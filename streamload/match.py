@@ -23,7 +23,7 @@ from streamload.planning.parts import Block, Columns, RowRange, RowTranspose, by
 from streamload.planning.plan import Placements
 from streamload.quant.base import CodedWeight
 from streamload.quant.stored import members
-from streamload.quantise import QuantPolicy, coded_want, quantised
+from streamload.quantise import QuantPolicy, coded_want, no_holder, quantised
 from streamload.reading import open_shard
 from streamload.report import callers_level
 from streamload.units import format_bytes
@@ -269,11 +269,8 @@ class Match:
         listed = ", ".join(list(kept)[:8]) + (", ..." if len(kept) > 8 else "")
         if not swap.coded and not coded:
             classes = ", ".join(dict.fromkeys(swap.refused[n] for n in kept if n in swap.refused))
-            raise ValueError(
-                f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
-                f"{swap.holders}, and theirs are {classes or 'others'}; without a model "
-                "(model=None) the parts of each come by name"
-            )
+            why = no_holder(list(kept), swap.holders, classes)
+            raise ValueError(f"{why}; without a model (model=None) the parts of each come by name")
         return [
             f"not quantised, {len(kept)} tensors of {format_bytes(sum(kept.values()))}, for their "
             f"modules compute with them as they are, or others share them: {listed}"

@@ -166,6 +166,10 @@ class QuantPolicy:
                 return [f'quant="{name}" ({", ".join(need)})']
         return []
 
+    def leaving(self, patterns: Sequence[str]) -> QuantPolicy:
+        """The same, without tensors of these names."""
+        return replace(self, rules=(*((p, None) for p in patterns), *self.rules))
+
     def rule(self, name: str) -> tuple[str, str | None] | None:
         """The pattern that decides for a tensor, and its format; None where none matches."""
         return next((r for r in self.rules if r[0] == "*" or fnmatchcase(name, r[0])), None)
@@ -284,6 +288,38 @@ def quantised(
     return Wants.of(checkpoint, out)
 
 
+def kinds_of(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Patterns of names, in which numbers may be any where all layers of a model are alike.
+
+    Args:
+        names: those that they match.
+        others: those that they do not match.
+    """
+    alike: dict[str, bool] = {}
+    out: dict[str, None] = {}
+    for name in names:
+        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", escape(name))
+        if kind not in alike:
+            alike[kind] = len(names) > 1 and not any(fnmatchcase(each, kind) for each in others)
+        out[kind if alike[kind] else escape(name)] = None
+    return list(out)
+
+
+def no_holder(names: Sequence[str], holders: str, classes: str) -> str:
+    """What is said where no module can hold a weight quantised.
+
+    Args:
+        names: of the weights.
+        holders: the classes of modules that can hold such, in words.
+        classes: those of their modules.
+    """
+    listed = ", ".join(names[:8]) + ", ..." * (len(names) > 8)
+    return (
+        f"quant: cannot quantise {listed}: the modules that can hold quantised weights are "
+        f"{holders}, and theirs are {classes or 'others'}"
+    )
+
+
 def leaving(
     refused: Mapping[str, UnsupportedCastError],
     taken: Collection[str],
@@ -298,12 +334,7 @@ def leaving(
     """
     first = next(iter(refused.values()))
     rules = dict(policy.rules) if policy is not None and policy.rules else {"*": first.dst}
-    left: dict[str, str | None] = {}
-    for name in refused:
-        # all layers of a model are alike: the numbers in names may be any
-        kind = re.sub(r"(?<![^.])\d+(?![^.])", "*", escape(name))
-        alike = len(refused) > 1 and not any(fnmatchcase(other, kind) for other in taken)
-        left[kind if alike else escape(name)] = None
+    left: dict[str, str | None] = dict.fromkeys(kinds_of(list(refused), taken))
     named = ", ".join(list(refused)[1:4]) + ", ..." * (len(refused) > 4)
     others = f" (so are {len(refused) - 1} more: {named})" * (len(refused) > 1)
     written = ", ".join(

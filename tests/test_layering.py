@@ -153,10 +153,10 @@ LAYERS = (
     ("transformers.dtypes", "transformers.rest", "transformers.quantised", "transformers.saving"),
     ("transformers.quantising", "transformers.coded"),
     ("transformers.prepared",),
-    ("transformers.loading",),
+    ("transformers.loading", "transformers.holding"),
     ("transformers", "agreement", "diffusers"),
     ("distributed",),
-    ("conversion.beside",),
+    ("conversion.beside", "conversion.openable"),
     ("conversion.quantising", "conversion.renaming", "conversion.runtimes"),
     ("conversion.planning",),
     ("conversion.disk", "conversion.sums"),
@@ -181,7 +181,17 @@ LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 _TRANSFORMERS = tuple(
     f"transformers.{part}"
     for part in (
-        *("internals", "configuration", "rows", "names", "dtypes", "rest", "loading", "arguments"),
+        *(
+            "internals",
+            "configuration",
+            "rows",
+            "names",
+            "dtypes",
+            "rest",
+            "loading",
+            "arguments",
+            "holding",
+        ),
         *(
             "quantised",
             "quantising",

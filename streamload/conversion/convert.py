@@ -27,6 +27,7 @@ from streamload.conversion.beside import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal
+from streamload.conversion.openable import why_not_opened
 from streamload.conversion.planning import (
     ConvertOptions,
     ConvertPlan,
@@ -251,6 +252,7 @@ def convert(
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
+    options = options.asked_of_models(checkpoint)
     # to list what is written takes memory, too: the first look says if there is any
     plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
     codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
@@ -258,7 +260,8 @@ def convert(
     turned = any(t.made is not None for _, _, t in plan.tensors())
     if codes or turned:
         way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
-    job = _Conversion(checkpoint, plan, way)
+    opens = options.is_whole and options.verdict is not None
+    job = _Conversion(checkpoint, plan, way, opens=opens)
     if dry_run:
         job.check(resume=resume, overwrite=overwrite)
         job.destination.check_room()
@@ -275,7 +278,10 @@ def convert(
 class _Conversion:
     """One call of `convert`, planned."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, *, opens: bool = False
+    ) -> None:
+        self._opens = opens  # what is written is a model of transformers
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
@@ -380,7 +386,9 @@ class _Conversion:
             read_nbytes = self._write(journal, progress)
             if verify:
                 self._verify(self._by_key(journal), self.destination.out, progress)
-            journal.publish(self._prepare(journal))
+            published = self._prepare(journal)
+            self._check_opens()
+            journal.publish(published)
         self._publish(journal, replaces=replaces)
         if verify and begun_to_publish:
             self._verify(self._by_key(journal), self._plan.destination, progress)
@@ -492,6 +500,16 @@ class _Conversion:
             sync_folder(out / folder)
         large = {file.path for file in self._plan.files}
         return {p: "" if p in large else disk.file_digest(out / p) for p in self._plan.paths}
+
+    def _check_opens(self) -> None:
+        """Refuse to publish what transformers, which opened the source, would not open."""
+        why = why_not_opened(self.destination.out) if self._opens else ""
+        if why:
+            raise CheckpointError(
+                self._plan.destination,
+                "what was written is not opened again, and is not published: " + why,
+                "weights that modules of the model can hold quantised: quant= takes patterns",
+            )
 
     def _write_sidecar(self, folder: str, journal: Journal) -> None:
         mine = [

@@ -32,6 +32,7 @@ from streamload.conversion.beside import (
     followed_config,
     main_dtype,
 )
+from streamload.conversion.openable import Verdict, asked_of_models
 from streamload.conversion.quantising import all_entries, described, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
 from streamload.conversion.runtimes import Runtime, runtime_of
@@ -51,12 +52,13 @@ from streamload.formats.writer import (
 )
 from streamload.load import split
 from streamload.mapping import Rename, Source, sources
+from streamload.match import wants_of
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
-from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
+from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct, kinds_of
 from streamload.selection import Selection, check_patterns, fits
 from streamload.units import format_bytes, format_table, parse_bytes, round_up
 
@@ -89,6 +91,8 @@ class ConvertOptions:
     writer: FormatWriter = field(default_factory=lambda: writers()[SAFETENSORS])
     runtime: Runtime | None = None
     notes: tuple[str, ...] = ()
+    verdict: Verdict | None = None  # of transformers, on what is quantised
+    left: tuple[str, ...] = ()  # patterns of what ``quant`` leaves for that
 
     @classmethod
     def parse(
@@ -138,16 +142,45 @@ class ConvertOptions:
             tuple(notes),
         )
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of a checkpoint is written, in one folder."""
+        return not (self.nodes or self.selection.select or self.selection.exclude)
+
+    def asked_of_models(self, checkpoint: Checkpoint) -> Self:
+        """The same, without what no module of the checkpoint's model can hold quantised.
+
+        Raises:
+            ValueError: modules can hold none of what is to be quantised.
+        """
+        if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
+            return self
+        fill, _, _ = sources(checkpoint, None, None)
+        found = self.quant.formats(checkpoint, wants_of(checkpoint, fill))
+        wanted = (source.rows[0].tensor for source in fill.values())
+        formats = {t: form for t, form in zip(wanted, found, strict=True) if form is not None}
+        verdict = asked_of_models(checkpoint, formats)
+        if verdict is None:
+            return self
+        taken = [name for name in formats if name not in verdict.left]
+        left = tuple(kinds_of(list(verdict.left), taken))
+        quant = self.quant.leaving(left)
+        notes = (*self.notes, *([verdict.note] if verdict.note else []))
+        return replace(self, quant=quant, notes=notes, verdict=verdict, left=left)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
         rules = rules_of(self.rename)
         rename = "by a function" if self.rename is not None else None
         # unfinished conversions of earlier versions go on: these have no such options
-        quant = {"quant": [list(rule) for rule in self.quant.rules]} if self.quant else {}
+        asked = [list(rule) for rule in self.quant.rules[len(self.left) :]]
+        quant = {"quant": asked} if self.quant else {}
+        left = {"left": list(self.left)} if self.left else {}
         to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
         runtime = {"for": self.runtime.name} if self.runtime is not None else {}
         return {
             **quant,
+            **left,
             **to,
             **runtime,
             "dtype": [[p, "checkpoint" if d is None else d.name] for p, d in self.policy.rules],
@@ -481,7 +514,9 @@ def _follow(
     if groups(checkpoint) and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
         still = ", ".join(list(groups(checkpoint))[:8])
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
-    said, quant_notes = described(checkpoint, made, main_dtype(checkpoint, dtypes), options.quant)
+    said, quant_notes = described(
+        checkpoint, made, main_dtype(checkpoint, dtypes), options.quant, options.verdict
+    )
     notes += quant_notes
     runtime = options.runtime
     if runtime is not None and checkpoint.config:

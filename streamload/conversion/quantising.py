@@ -9,6 +9,7 @@ from typing import Any
 from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
+from streamload.conversion.openable import Verdict
 from streamload.dequantise import all_dequantised
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -140,6 +141,7 @@ def described(
     made: Mapping[str, Sequence[Entry]],
     main: str,
     policy: QuantPolicy,
+    verdict: Verdict | None,
 ) -> tuple[dict[str, Any], list[str]]:
     """What is quantised, for config.json, and in sentences for users.
 
@@ -148,6 +150,7 @@ def described(
         made: what each tensor becomes.
         main: the dtype that most of the floats would have otherwise.
         policy: what decided what is quantised.
+        verdict: of the model on it; None where no model was asked.
 
     Raises:
         CheckpointError: config.json says already how weights are quantised that stay so.
@@ -160,6 +163,14 @@ def described(
     left = _left(parts[0] for parts in made.values())
     if _HEAD not in left and _HEAD + _WEIGHT not in codes:
         left.append(_HEAD)
+    if verdict is not None and verdict.modules is not None:
+        left = verdict.modules
+    elif verdict is not None and verdict.said is not None:
+        return {"quantization_config": dict(verdict.said)}, [
+            f"the weights are {' and '.join(names)}, for which transformers has no modules: "
+            "streamload.transformers.from_pretrained opens them, and load_state_dict of tinygrad's "
+            "models"
+        ]
     found = [FORMATS[name].config(left, main) for name in names]
     config = found[0]
     if config is None or any(other != config for other in found):
@@ -174,6 +185,11 @@ def described(
             checkpoint.path, f"config.json says already how it is quantised ({key}), and can once"
         )
     _check_transposed(checkpoint, codes, policy)
+    if verdict is not None and verdict.known and verdict.modules is None:
+        raise ValueError(
+            f"quant: transformers opens no {names[0]} in this model, and read what is written as "
+            'floats: write quant="nf4", which bitsandbytes opens, or "q8_0" for streamload alone'
+        )
     if not checkpoint.config:
         return {}, ["there is no config.json to say how the weights are quantised"]
     others = [

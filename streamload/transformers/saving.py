@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -25,6 +26,8 @@ from streamload.devices.torch_tensors import CODED
 from streamload.quant.base import FORMATS, CodedWeight
 from streamload.transformers.internals import (
     HfQuantizer,
+    WeightConverter,
+    get_model_conversion_mapping,
     revert_weight_conversion,
     should_convert_module,
 )
@@ -32,7 +35,7 @@ from streamload.transformers.internals import (
 #: The method of layouts that transformers has no modules for.
 METHOD = "streamload"
 _FORMATS = "formats"
-_BITSANDBYTES = "bitsandbytes"
+_BITSANDBYTES, _COMPRESSED = "bitsandbytes", "compressed-tensors"
 _WEIGHT = ".weight"
 
 
@@ -101,14 +104,14 @@ class CodedModel:
         """The parameters of the model, quantised ones too; see transformers."""
         found = int(super().num_parameters(only_trainable, exclude_embeddings))  # type: ignore[misc]
         coded = 0 if only_trainable else sum(math.prod(w.shape) for w in _distinct(self))
-        return found + coded
+        return found + int(coded)
 
     def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
         """The bytes that the model holds; see transformers. Codes count as parameters."""
         found = int(super().get_memory_footprint(return_buffers))  # type: ignore[misc]
         if return_buffers:
             return found
-        parts = {id(part): part.nbytes for _, _, part in _parts(self)}
+        parts: dict[int, int] = {id(part): part.nbytes for part in _parts(self)}
         return found + sum(parts.values())
 
     def half(self: Any, *_: Any) -> Any:
@@ -172,7 +175,7 @@ class CodedModel:
 
 
 @cache
-def _class_of(own: type[Any]) -> type[Any]:
+def _class_of(own: Any) -> type[Any]:
     """The class for models of a class."""
     if issubclass(own, CodedModel):
         return own
@@ -208,12 +211,11 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, CodedWeight]
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, said
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Each part of each weight in codes: the weight's name, its own, and its tensor."""
-    for name, module, leaf, said in _named(model):
-        prefix = name.removesuffix(leaf)
-        for part in said.names(leaf):
-            yield name, prefix + part, module._buffers[part]
+def _parts(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors of all weights in codes."""
+    for _, module, leaf, said in _named(model):
+        buffers: dict[str, Any] = module._buffers
+        yield from (buffers[part] for part in said.names(leaf))
 
 
 def _distinct(model: nn.Module) -> Iterable[CodedWeight]:
@@ -256,27 +258,36 @@ def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
     That of transformers, where one of its quantisers has modules for exactly these, and finds them
     by their names; else streamload's own, which `streamload.transformers.from_pretrained` opens.
     """
+    left = left_by_theirs(model, coded)
+    if left is not None and _come_back(model, coded):
+        format = FORMATS[next(iter(coded.values())).format]
+        return CodedConfig(**format.config(left, str(model.dtype).removeprefix("torch.")) or {})
+    return CodedConfig(**own_config(coded))
+
+
+def own_config(coded: Mapping[str, CodedWeight]) -> dict[str, Any]:
+    """The configuration by which streamload alone opens weights, by their names in a checkpoint."""
     by_format: dict[str, list[str]] = {}
-    for name, said in coded.items():
-        by_format.setdefault(said.format, []).append(name)
-    dtype = str(model.dtype).removeprefix("torch.")
-    said = theirs(model, coded, dtype) if len(by_format) == 1 else None
-    if said is not None and _come_back(model, coded):
-        return CodedConfig(**said)
-    return CodedConfig(quant_method=METHOD, **{_FORMATS: by_format})
+    for name, each in coded.items():
+        by_format.setdefault(each.format, []).append(name)
+    return {"quant_method": METHOD, _FORMATS: by_format}
 
 
-def _check_shapes(model: Any, said: CodedConfig) -> None:
-    """Raise ValueError where transformers would take all codes for floats without a word.
+def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
+    """Whether transformers would take all codes for floats without a word.
 
     It skips a quantization_config that it does not know, and refuses a tensor of another shape.
     """
+    return all(each.made.parts[0].shape == each.stored_shape for each in coded)
+
+
+def _check_shapes(model: Any, said: CodedConfig) -> None:
+    """Raise ValueError where nothing keeps transformers from taking codes for floats."""
     by_format = said.to_dict().get(_FORMATS)
     if by_format is None:
         return
     names = {name for listed in by_format.values() for name in listed}
-    coded = [weight for name, _, _, weight in _named(model) if name in names]
-    if all(each.made.parts[0].shape == each.stored_shape for each in coded):
+    if would_be_floats(weight for name, _, _, weight in _named(model) if name in names):
         raise ValueError(
             f"cannot save {type(model).__name__}: its weights are {' and '.join(by_format)}, no "
             "quantization_config of transformers says so, and it would read them as floats: write "
@@ -284,30 +295,46 @@ def _check_shapes(model: Any, said: CodedConfig) -> None:
         )
 
 
-def theirs(model: Any, coded: Mapping[str, CodedWeight], dtype: str) -> dict[str, Any] | None:
-    """The configuration by which transformers opens exactly these weights; None if there is none.
+def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:
+    """Look whether a quantiser of transformers has modules for exactly these weights.
 
     Args:
         model: as it is, or on the meta device.
-        coded: the weights that are quantised, all in one format, by the model's names.
-        dtype: that the model computes in.
+        coded: the weights that are quantised, by the model's names.
+
+    Returns:
+        The modules that its configuration has to leave as they are; None if there is no such.
     """
-    format = FORMATS[next(iter(coded.values())).format]
+    names = {each.format for each in coded.values()}
+    format = FORMATS[next(iter(names))]
+    said = format.config([], "float32")
     kinds = {n: m for n, m in model.named_modules() if _is_product(m)}
-    linears = (n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
-    left = [name for name in linears if name + _WEIGHT not in coded]
-    said = format.config(left, dtype)
     taken = {name.removesuffix(_WEIGHT) for name in coded}
-    if said is None or not taken <= kinds.keys():
+    if said is None or len(names) > 1 or not taken <= kinds.keys():
         return None
-    turned = any(isinstance(kinds[name], Conv1D) for name in taken)
-    if turned and not format.turns_conv1d:
+    if not format.turns_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
+    linears = (n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
+    left = [name for name in linears if name not in taken]
+    if said["quant_method"] == _COMPRESSED and _puts_together(model):
+        return None  # it dequantises what is put together, and finds floats
     if said["quant_method"] == _BITSANDBYTES:  # what it leaves are patterns: they may match more
-        left += list(model._keep_in_fp32_modules or ())
-        if taken != {name for name in kinds if should_convert_module(name, left)}:
+        patterns = [*left, *(model._keep_in_fp32_modules or ())]
+        if taken != {name for name in kinds if should_convert_module(name, patterns)}:
             return None
-    return said
+    return left
+
+
+def _puts_together(model: Any) -> bool:
+    """Whether transformers makes parameters of several tensors of a checkpoint."""
+    state = model.state_dict()
+    return any(
+        re.search(pattern, name)
+        for one in get_model_conversion_mapping(model)
+        if isinstance(one, WeightConverter)
+        for pattern in one.target_patterns
+        for name in state
+    )
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -352,5 +379,5 @@ def formats_of(said: Mapping[str, Any]) -> dict[str, str]:
     for format, names in listed.items():
         if format not in FORMATS or not isinstance(names, list):
             raise ValueError(f"quantization_config: {format!r} is no format with a list of names")
-        out |= dict.fromkeys(map(str, names), format)
+        out.update(dict.fromkeys(map(str, names), str(format)))
     return out

@@ -1,0 +1,133 @@
+"""Which weights of a checkpoint modules can hold quantised, and whether a checkpoint is opened.
+
+The model is built on the meta device; nothing is read but headers and ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from streamload.devices.names import framework
+from streamload.dtypes import F32, parse_dtype
+from streamload.errors import StreamloadError
+from streamload.lookup import open_devices
+from streamload.options import Strictness
+from streamload.planning.parts import whole
+from streamload.quant.base import FORMATS, CodedWeight
+from streamload.transformers.configuration import Wanted, configuration_of, first_line, on_meta
+from streamload.transformers.dtypes import COMPUTED_IN
+from streamload.transformers.internals import should_convert_module
+from streamload.transformers.names import Names
+from streamload.transformers.prepared import Prepared
+from streamload.transformers.quantised import method_of, missing, stated_in
+from streamload.transformers.saving import METHOD, left_by_theirs, own_config, would_be_floats
+
+_STRICT = Strictness(strict=True, shapes="error")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What modules can hold of the weights that are to be quantised.
+
+    Attributes:
+        holders: the classes of modules that can hold quantised weights, in words.
+        left: by tensor that is in none of them, the class of its module.
+        modules: modules that transformers' quantiser has to leave as they are to open the others;
+            None where it has no modules for these.
+        said: the ``quantization_config`` by which streamload alone opens them, or None.
+    """
+
+    holders: str
+    left: Mapping[str, str]
+    modules: list[str] | None
+    said: Mapping[str, Any] | None
+
+
+def holding(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Holding | None:
+    """Look which of the weights modules of the model can hold.
+
+    Args:
+        checkpoint: the headers.
+        formats: by tensor that is to be quantised, its format.
+
+    Returns:
+        None where transformers does not open the checkpoint as it is.
+    """
+    try:
+        config = configuration_of(checkpoint, Wanted())
+        stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        dtype = parse_dtype(stated) if stated in COMPUTED_IN else F32
+        model = on_meta(checkpoint, config, Wanted(), dtype)
+        names = Names.of(model, checkpoint)
+        names.check(model, checkpoint, _STRICT)
+    except Exception:  # whatever transformers, or code of a model's own, raises
+        return None
+    alone = {
+        source.rows[0].tensor: name
+        for name, source in names.fill.items()
+        if source.transpose is None
+        and source.rows == (whole(checkpoint.tensors[source.rows[0].tensor]),)
+    }
+    parts = {r.tensor: name for name, source in names.fill.items() for r in source.rows}
+    swap = framework("torch").swap(model, {alone[t]: f for t, f in formats.items() if t in alone})
+    coded: dict[str, CodedWeight] = {}
+    left: dict[str, str] = {}
+    for tensor in formats:
+        name = alone.get(tensor, "")
+        if name in swap.coded and len(swap.coded[name].shape) == 2:
+            coded[tensor] = swap.coded[name]
+        elif tensor in parts:
+            module = model.get_submodule(parts[tensor].rpartition(".")[0])
+            left[tensor] = swap.refused.get(name, type(module).__name__)
+        else:
+            left[tensor] = "none of the model"
+    stays = _kept_in_float32(model, {alone[t]: t for t in coded}, set(formats.values()))
+    left |= dict.fromkeys(stays, "kept in float32 by transformers")
+    coded = {tensor: each for tensor, each in coded.items() if tensor not in stays}
+    modules = said = None
+    if coded:
+        modules = left_by_theirs(model, {alone[tensor]: each for tensor, each in coded.items()})
+        turned = any(c.transposed and not FORMATS[c.format].turns_conv1d for c in coded.values())
+        if not turned and not would_be_floats(coded.values()):
+            said = own_config(coded)
+    return Holding(swap.holders, left, modules, said)
+
+
+def _kept_in_float32(model: Any, tensors: Mapping[str, str], formats: set[str]) -> list[str]:
+    """Tensors of modules that bitsandbytes' quantiser of transformers leaves as they are."""
+    said = FORMATS[next(iter(formats))].config([], "float32") if len(formats) == 1 else None
+    kept = list(model._keep_in_fp32_modules or ())
+    if said is None or said["quant_method"] != "bitsandbytes" or not kept:
+        return []
+    modules = {name.rpartition(".")[0]: tensor for name, tensor in tensors.items()}
+    return [t for module, t in modules.items() if not should_convert_module(module, kept)]
+
+
+def why_not_opened(folder: Path) -> str:
+    """Open a checkpoint on the meta device, as `from_pretrained` does; "" where it is opened.
+
+    What needs a package that is not installed, or another machine, counts as opened.
+    """
+    checkpoint = open_checkpoint(folder)
+    try:
+        said, stated = stated_in(configuration_of(checkpoint, Wanted()))
+        method = method_of(stated)
+        if said is None or (method != METHOD and missing(method)):
+            return ""
+        Prepared.of(
+            checkpoint,
+            str(folder),
+            Wanted(),
+            open_devices("cpu", framework("torch"), {}),
+            dtype=None,
+            budget=None,
+            cast="auto",
+            strictness=_STRICT,
+        )
+    except StreamloadError as error:
+        return "" if "does not run on" in str(error) else first_line(error)
+    return ""

@@ -1,0 +1,141 @@
+"""`convert(quant=)` of models that transformers knows: what is written is opened again."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import needs
+import pytest
+from conversions import quiet as convert
+from test_transformers_quantised import load, logits, needs_library, plain, quiet, reference
+from test_transformers_quantising import error, make
+from test_transformers_saving import said_in
+
+import streamload
+from streamload.conversion import openable, planning
+from streamload.conversion.openable import Verdict
+from streamload.errors import CheckpointError
+
+torch = needs.module("torch")
+transformers = needs.module("transformers")
+
+__all__ = ["quiet"]
+
+FALCON = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def falcon(folder: Path) -> None:
+    """A small Falcon, whose products are of a class of its own."""
+    transformers.FalconForCausalLM(transformers.FalconConfig(**FALCON)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8", "q8_0"])
+def test_a_model_that_holds_none_is_refused(tmp_path: Path, format: str) -> None:
+    """By the classes of its modules, as `from_pretrained(quant=)` refuses it."""
+    falcon(tmp_path / "in")
+    for call in (
+        lambda: convert(tmp_path / "in", tmp_path / "out", quant=format),
+        lambda: load(tmp_path / "in", quant=format),
+    ):
+        with pytest.raises(ValueError, match=r"torch's Linear.*theirs are FalconLinear"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_experts_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    """A note says so; diff and verify know it; what is written is opened."""
+    make(tmp_path / "in", name, torch.float32)
+    out = tmp_path / "out"
+    report = convert(tmp_path / "in", out, quant="q8_0", verify=True)
+    assert len(report.errors) == 8
+    (note,) = (note for note in report.plan.notes if note.startswith("not quantised, 24 tensors"))
+    assert f"({name}Experts)" in note
+    assert said_in(out)["quant_method"] == "streamload"
+    assert error(logits(load(out)), logits(load(tmp_path / "in"))) < 0.02
+    assert streamload.diff(tmp_path / "in", out, quant="q8_0", progress=False).ok
+    assert convert(tmp_path / "in", out, quant="q8_0", resume=True).read_nbytes == 0
+    other = streamload.diff(tmp_path / "in", tmp_path / "in", quant="q8_0", progress=False)
+    assert not other.ok
+    with pytest.raises(ValueError, match=r'opens no int8 in this model.*quant="nf4"'):
+        convert(tmp_path / "in", tmp_path / "none", quant="int8")
+
+
+@pytest.mark.parametrize("format", ["nf4", "bitsandbytes-int8", "int8"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT2"])
+def test_transformers_opens_what_is_written(tmp_path: Path, name: str, format: str) -> None:
+    """With its own quantisers, and equal logits."""
+    make(tmp_path / "in", name, torch.float32)
+    needs_library("bitsandbytes")
+    needs_library("compressed_tensors")
+    if format == "int8" and name != "Llama":
+        pytest.skip("it is refused: another test")
+    convert(tmp_path / "in", tmp_path / "out", quant=format)
+    found = logits(load(tmp_path / "out"))
+    assert error(found, logits(reference(tmp_path / "out", device_map="cpu"))) < 1e-3
+    assert error(found, logits(load(tmp_path / "in"))) < 0.05
+
+
+def test_what_is_no_weight_of_a_product_stays(tmp_path: Path) -> None:
+    """Tables of positions, and what the model does not have; names of several formats."""
+    plain(tmp_path / "in")
+    quant = {"*embed*": "nf4", "*.mlp.*": "nf4", "*": "q8_0"}
+    report = convert(tmp_path / "in", tmp_path / "out", quant=quant)
+    assert any("Embedding" in note for note in report.plan.notes)
+    formats = said_in(tmp_path / "out")["formats"]
+    assert {format: len(names) for format, names in formats.items()} == {"nf4": 6, "q8_0": 8}
+    assert error(logits(load(tmp_path / "out")), logits(load(tmp_path / "in"))) < 0.05
+
+
+def test_what_would_not_be_opened_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened once on the meta device before anything gets its name."""
+    falcon(tmp_path / "in")
+    names = ["transformer.h.0.mlp.dense_4h_to_h.weight"]
+    said = {"quant_method": "streamload", "formats": {"q8_0": names}}
+    verdict = Verdict(said=said, known=True)
+    monkeypatch.setattr(planning, "asked_of_models", lambda *_: verdict)
+    with pytest.raises(CheckpointError, match=r"is not published: .*FalconLinear"):
+        convert(tmp_path / "in", tmp_path / "out", quant={names[0]: "q8_0"})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
+
+
+def test_another_process_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answer is a line of JSON; without room for it, a note says that nobody was asked."""
+    make(tmp_path / "in", "Mixtral")
+    checkpoint = streamload.open_checkpoint(tmp_path / "in")
+    wanted = [name for name in checkpoint.tensors if "proj" in name or "experts" in name]
+    formats = dict.fromkeys(wanted, "nf4")
+    question = {"path": str(tmp_path / "in"), "formats": formats, "packed": []}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"question": "holding", **question})))
+    openable.answer()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = openable.asked_of_models(checkpoint, formats)
+    assert expected is not None
+    assert (found["left"], found["modules"]) == (expected.left, expected.modules)
+    monkeypatch.setattr(openable, "_is_imported", lambda: False)
+    monkeypatch.setattr(openable, "_CHILD_NBYTES", 2**60)
+    verdict = openable.asked_of_models(checkpoint, formats)
+    assert verdict is not None and not verdict.left
+    assert "transformers was not asked what it opens: it takes" in verdict.note
+    assert openable.why_not_opened(tmp_path / "in") == ""
+
+
+@pytest.mark.slow
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """A process that has not imported transformers asks another one."""
+    make(tmp_path / "in", "Mixtral")
+    falcon(tmp_path / "falcon")
+    base = [sys.executable, "-m", "streamload", "convert"]
+    for name, code, says in (("in", 0, "not quantised, 24 tensors"), ("falcon", 2, "FalconLinear")):
+        command = [*base, str(tmp_path / name), str(tmp_path / f"{name}-out"), "--quant", "q8_0"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stderr
+    assert error(logits(load(tmp_path / "in-out")), logits(load(tmp_path / "in"))) < 0.02
