@@ -148,6 +148,31 @@ def test_what_it_says_of_itself(tmp_path: Path, name: str) -> None:
     assert error(logits(reference(tmp_path / "dense", **kwargs)), expected) < 0.02
 
 
+def test_a_model_in_a_model_is_saved(tmp_path: Path) -> None:
+    """By itself; the whole is as it was."""
+    make(tmp_path / "in", "Llama")
+    model = load(tmp_path / "in", quant="q8_0")
+    said = model.config.quantization_config.to_dict()
+    model.model.save_pretrained(tmp_path / "out")
+    again = load(tmp_path / "out")
+    assert type(again).__name__ == "LlamaModel"
+    assert bytes_of(again) == bytes_of(model.model)
+    assert model.config.quantization_config.to_dict() == said
+    other = type(model)(model.config)  # of the class alone, without codes
+    assert other.num_parameters() == model.num_parameters()
+
+
+def test_modules_of_two_libraries_are_not_saved(tmp_path: Path) -> None:
+    """An error says what to load in place of it."""
+    needs_library("bitsandbytes")
+    make(tmp_path / "in", "Mixtral")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    model = load(tmp_path / "in", quantization_config=config)
+    with pytest.raises(ValueError, match=r"cannot save MixtralForCausalLM.*quant=\"nf4\""):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_it_is_trained_and_saved_by_a_trainer(tmp_path: Path) -> None:
     """What is not quantised; `Trainer.save_model` writes what is opened."""
     make(tmp_path / "in", "Llama", torch.float32)

@@ -82,7 +82,8 @@ def as_coded(model: Any, quantizer: Any = None) -> None:
         return
     for each in model.modules():
         if isinstance(each, PreTrainedModel) and any(hasattr(m, CODED) for m in each.modules()):
-            each.__class__ = _class_of(type(each))
+            own: Any = type(each)
+            each.__class__ = _class_of(own)
             if quantizer is None:
                 each.hf_quantizer = CodedQuantizer(CodedConfig(quant_method=METHOD))
                 each.is_quantized = True
@@ -178,7 +179,8 @@ class CodedModel:
 def _class_of(own: Any) -> type[Any]:
     """The class for models of a class."""
     if issubclass(own, CodedModel):
-        return own
+        known: type[Any] = own
+        return known
     entries: dict[str, Any] = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
@@ -199,7 +201,7 @@ def _like(own: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., An
     return method
 
 
-def _empty(own: type[Any]) -> Any:
+def _empty(own: Any) -> Any:
     """A model without a state, for pickle."""
     return object.__new__(_class_of(own))
 
