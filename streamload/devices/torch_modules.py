@@ -268,7 +268,8 @@ def make_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             for name in said.names(leaf):
                 del module._buffers[name]
         module.__class__ = type(module).__bases__[1]
-        del module.__dict__[CODED], module.__dict__["_streamload_dtype"]
+        for key in (CODED, "_streamload_dtype", "_streamload_name"):
+            module.__dict__.pop(key, None)
 
 
 @contextmanager

@@ -14,8 +14,10 @@ import torch
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.names import framework
+from streamload.dtypes import U8
 from streamload.errors import CheckpointError
 from streamload.lookup import Devices
+from streamload.quant.base import CodedWeight
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.names import Renames
 from streamload.transformers.quantised import Quantised, method_of, stated_in
@@ -71,16 +73,28 @@ class CodedCheckpoint(Quantised):
                 )
         swap.put()
         stored = {named(tensor)[0]: tensor for tensor in self.formats}
-        for name, said in swap.coded.items():
+        made: dict[int, list[torch.Tensor]] = {}  # by what stands for codes: it may be shared
+        held: list[Any] = []  # so that nothing else gets its number
+        for name in sorted(swap.coded, key=lambda each: each not in stored):
             prefix, _, leaf = name.rpartition(".")
-            buffers = model.get_submodule(prefix)._buffers
-            for part in said.made.parts:
-                info = self.checkpoint.tensors.get(part.name(stored.get(name, name)))
-                state = info is not None and len(part.shape) == 1 and part.dtype.name == "uint8"
-                # the length of a state of JSON depends on the dtype that the weight had
-                shape = info.shape if state and info is not None else part.shape
-                dtype = getattr(torch, part.dtype.name)
-                buffers[part.name(leaf)] = torch.empty(shape, dtype=dtype, device="meta")
+            buffers: dict[str, Any] = model.get_submodule(prefix)._buffers
+            said, old = swap.coded[name], buffers[leaf]
+            held.append(old)
+            parts = made.get(id(old)) or self._empty(said, stored.get(name, name))
+            made[id(old)] = made[id(parts[0])] = parts
+            buffers.update(zip(said.names(leaf), parts, strict=True))
+
+    def _empty(self, said: CodedWeight, tensor: str) -> list[torch.Tensor]:
+        """The parts of a weight, without values."""
+        out = []
+        for part in said.made.parts:
+            info = self.checkpoint.tensors.get(part.name(tensor))
+            shape = part.shape
+            if info is not None and len(shape) == len(info.shape) == 1 and info.dtype is U8:
+                shape = info.shape  # of a state in JSON: it names the dtype that the weight had
+            dtype = getattr(torch, part.dtype.name)
+            out.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return out
 
     def finish(self, model: Any) -> None:
         """Nothing: `as_coded` says to a model that it is quantised."""

@@ -242,8 +242,14 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
     aliases -= {n for n, _ in model.named_modules()}
     state = {n: t for n, t in state.items() if n.rpartition(".")[0] not in aliases}
     coded: dict[str, CodedWeight] = {}
-    for name, _, leaf, said in _named(model):
+    seen: set[int] = set()
+    for name, module, leaf, said in _named(model):
         found = state.get(name)
+        if id(module._buffers[leaf]) in seen:  # modules that share a weight
+            for part in said.names(leaf):
+                state.pop(name.removesuffix(leaf) + part, None)
+            continue
+        seen.add(id(module._buffers[leaf]))
         if found is None or found.is_floating_point():
             continue  # it is not saved, or is given as floats
         prefix = name.removesuffix(leaf)
