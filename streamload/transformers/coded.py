@@ -14,7 +14,6 @@ import torch
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.names import framework
-from streamload.dtypes import U8
 from streamload.errors import CheckpointError
 from streamload.lookup import Devices
 from streamload.quant.base import CodedWeight
@@ -90,7 +89,7 @@ class CodedCheckpoint(Quantised):
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
             shape = part.shape
-            if info is not None and len(shape) == len(info.shape) == 1 and info.dtype is U8:
+            if info is not None and len(shape) == len(info.shape) == 1 and info.dtype.code == "U8":
                 shape = info.shape  # of a state in JSON: it names the dtype that the weight had
             dtype = getattr(torch, part.dtype.name)
             out.append(torch.empty(shape, dtype=dtype, device="meta"))
