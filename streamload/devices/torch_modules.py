@@ -37,13 +37,13 @@ _STEP_NUMEL = 2**20  # elements that are dequantised at once: 16 MB beside the w
 def _int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
     width = parts[""].shape[1]
     rows = slice(start // width, stop // width)
-    return parts[""][rows] * parts["_scale"][rows]
+    return parts[""][rows].flatten(1) * parts["_scale"][rows]
 
 
 def _bitsandbytes_int8(parts: _Parts, start: int, stop: int) -> torch.Tensor:
     width = parts[""].shape[1]
     rows = slice(start // width, stop // width)
-    return parts[""][rows] * parts["SCB"][rows, None] * float(BITSANDBYTES_STEP)
+    return parts[""][rows].flatten(1) * parts["SCB"][rows, None] * float(BITSANDBYTES_STEP)
 
 
 def _gguf_blocks(

@@ -165,7 +165,7 @@ def _int8(layouts: Layouts, name: str) -> Group | None:
     values = layouts.need(f"{module}weight", name, "weight")
     scales = layouts.need(name, values.name, "SCB")
     layouts.check(values, ("I8",))
-    if len(values.shape) != 2:
+    if len(values.shape) != 2 and (len(values.shape) != 3 or values.shape[2] != 1):
         layouts.refuse(values.name, "it is no matrix", "two axes", list(values.shape))
     layouts.check(scales, ("F32",), values.shape[:1])
     members = {"weight": values, "SCB": scales}
@@ -173,4 +173,4 @@ def _int8(layouts: Layouts, name: str) -> Group | None:
     if form is not None:
         layouts.check(form, ("U8",), (), (1,))
         members["weight_format"] = form
-    return Group("bnb-int8", values.name, members, values.shape, (1, values.shape[1]), 8)
+    return Group("bnb-int8", values.name, members, values.shape[:2], (1, values.shape[1]), 8)

@@ -89,8 +89,10 @@ class CodedCheckpoint(Quantised):
         for part in said.made.parts:
             info = self.checkpoint.tensors.get(part.name(tensor))
             shape = part.shape
-            if info is not None and len(shape) == len(info.shape) == 1 and info.dtype.code == "U8":
-                shape = info.shape  # of a state in JSON: it names the dtype that the weight had
+            state = len(shape) == 1 and part.dtype.name == "uint8"
+            if info is not None and (state or (*shape, 1) == info.shape):
+                # a state in JSON names the dtype that the weight had; and see `layout`
+                shape = info.shape
             dtype = getattr(torch, part.dtype.name)
             out.append(torch.empty(shape, dtype=dtype, device="meta"))
         return out

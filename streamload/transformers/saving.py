@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -140,7 +141,7 @@ class CodedModel:
         """Save it with the ``quantization_config`` by which it is opened; see transformers.
 
         Raises:
-            ValueError: nothing opens such weights.
+            ValueError: nothing opens such weights, or a part of one is not in ``state_dict``.
         """
         own = super().save_pretrained  # type: ignore[misc]
         given = inspect.signature(own).bind(*args, **named)
@@ -155,8 +156,6 @@ class CodedModel:
             )
         state = given.arguments.get("state_dict") or self.state_dict()
         said, state = layout(self, state)
-        if said is not None:
-            _check_shapes(self, said)
         before = getattr(self.config, "quantization_config", None)
         quantizer, self.hf_quantizer = self.hf_quantizer, None  # which would drop the state
         self.config.quantization_config = said
@@ -206,9 +205,11 @@ def _empty(own: Any) -> Any:
     return object.__new__(_class_of(own))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, CodedWeight]]:
-    """Each weight in codes: its name, its module, its name there; shared modules once."""
-    for prefix, module in model.named_modules():
+def _named(
+    model: nn.Module, *, shared: bool = False
+) -> Iterator[tuple[str, nn.Module, str, CodedWeight]]:
+    """Each weight in codes: its name, its module, its name there; shared modules once, or not."""
+    for prefix, module in model.named_modules(remove_duplicate=not shared):
         for leaf, said in getattr(module, CODED, {}).items():
             yield f"{prefix}.{leaf}" if prefix else leaf, module, leaf, said
 
@@ -236,16 +237,14 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
         None where no weight is in codes; and the state, with shared weights once.
 
     Raises:
-        ValueError: nothing would open it.
+        ValueError: it has a part of a weight, and not the others.
     """
-    aliases = {n for n, _ in model.named_modules(remove_duplicate=False)}
-    aliases -= {n for n, _ in model.named_modules()}
-    state = {n: t for n, t in state.items() if n.rpartition(".")[0] not in aliases}
+    state = dict(state)
     coded: dict[str, CodedWeight] = {}
     seen: set[int] = set()
-    for name, module, leaf, said in _named(model):
+    for name, module, leaf, said in _named(model, shared=True):
         found = state.get(name)
-        if id(module._buffers[leaf]) in seen:  # modules that share a weight
+        if id(module._buffers[leaf]) in seen:  # it has several names
             for part in said.names(leaf):
                 state.pop(name.removesuffix(leaf) + part, None)
             continue
@@ -257,7 +256,13 @@ def layout(model: Any, state: Mapping[str, Any]) -> tuple[CodedConfig | None, di
         if lacking:
             raise ValueError(f"cannot save {name}: state_dict has its codes, and no {lacking[0]}")
         coded[name] = said
-    return (config_of(model, coded) if coded else None), state
+    config = config_of(model, coded) if coded else None
+    if config is not None and config.quant_method == METHOD:
+        for name, each in coded.items():
+            if tuple(state[name].shape) == each.stored_shape:
+                # transformers skips a method that it does not know, and refuses another shape
+                state[name] = state[name][..., None]
+    return config, state
 
 
 def config_of(model: Any, coded: Mapping[str, CodedWeight]) -> CodedConfig:
@@ -289,20 +294,6 @@ def would_be_floats(coded: Iterable[CodedWeight]) -> bool:
     return all(each.made.parts[0].shape == each.stored_shape for each in coded)
 
 
-def _check_shapes(model: Any, said: CodedConfig) -> None:
-    """Raise ValueError where nothing keeps transformers from taking codes for floats."""
-    by_format = said.to_dict().get(_FORMATS)
-    if by_format is None:
-        return
-    names = {name for listed in by_format.values() for name in listed}
-    if would_be_floats(weight for name, _, _, weight in _named(model) if name in names):
-        raise ValueError(
-            f"cannot save {type(model).__name__}: its weights are {' and '.join(by_format)}, no "
-            "quantization_config of transformers says so, and it would read them as floats: write "
-            f'"streamload convert IN OUT --quant {next(iter(by_format))}"'
-        )
-
-
 def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | None:
     """Look whether a quantiser of transformers has modules for exactly these weights.
 
@@ -322,6 +313,9 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
         return None
     if not format.turns_conv1d and any(isinstance(kinds[name], Conv1D) for name in taken):
         return None
+    held = Counter(id(_held(module)) for module in kinds.values())
+    if any(held[id(_held(kinds[name]))] > 1 for name in taken):
+        return None  # modules share it, which those of other libraries do not
     linears = (n for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
     left = [name for name in linears if name not in taken]
     if said["quant_method"] == _COMPRESSED and _puts_together(model):
@@ -331,6 +325,11 @@ def left_by_theirs(model: Any, coded: Mapping[str, CodedWeight]) -> list[str] | 
         if taken != {name for name in kinds if should_convert_module(name, patterns)}:
             return None
     return left
+
+
+def _held(module: nn.Module) -> Any:
+    """What holds the weight of a product, or its codes."""
+    return module._parameters.get("weight", module._buffers.get("weight"))
 
 
 def _puts_together(model: Any) -> bool:
