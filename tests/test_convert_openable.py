@@ -19,6 +19,7 @@ import streamload
 from streamload.conversion import openable, planning
 from streamload.conversion.openable import Verdict
 from streamload.errors import CheckpointError
+from streamload.quantise import QuantPolicy
 
 torch = needs.module("torch")
 transformers = needs.module("transformers")
@@ -117,14 +118,15 @@ def test_another_process_answers(
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"question": "holding", **question})))
     openable.answer()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    expected = openable.asked_of_models(checkpoint, formats)
+    policy = QuantPolicy.parse({**formats, "*": None})
+    expected = openable.asked_of_models(checkpoint, policy)
     assert expected is not None
     assert (found["left"], found["modules"]) == (expected.left, expected.modules)
     monkeypatch.setattr(openable, "_is_imported", lambda: False)
     monkeypatch.setattr(openable, "_CHILD_NBYTES", 2**60)
-    verdict = openable.asked_of_models(checkpoint, formats)
+    verdict = openable.asked_of_models(checkpoint, policy)
     assert verdict is not None and not verdict.left
-    assert "transformers was not asked what it opens: it takes" in verdict.note
+    assert "transformers was not asked what it opens: it takes" in verdict.notes[0]
     assert openable.why_not_opened(tmp_path / "in") == ""
 
 

@@ -21,9 +21,11 @@ from typing import Any
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dequantise import dequantised
 from streamload.errors import DeviceError, StreamloadError
+from streamload.mapping import sources
+from streamload.match import wants_of
 from streamload.planning.budget import HostMemory
 from streamload.quant.group import Packed
-from streamload.quantise import no_holder
+from streamload.quantise import QuantPolicy, kinds_of, no_holder
 from streamload.units import format_bytes
 
 _NEEDED = ("torch", "transformers")
@@ -43,22 +45,20 @@ class Verdict:
             None where it has no modules for these.
         said: the ``quantization_config`` by which streamload alone opens them, or None.
         known: whether there was a model to ask.
-        note: a sentence for users, or "".
+        kinds: patterns of the names of what is left.
+        notes: sentences for users.
     """
 
     left: Mapping[str, str] = field(default_factory=dict)
     modules: list[str] | None = None
     said: Mapping[str, Any] | None = None
     known: bool = False
-    note: str = ""
+    kinds: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def asked_of_models(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Verdict | None:
-    """Ask which weights modules can hold.
-
-    Args:
-        checkpoint: the headers.
-        formats: by tensor that is to be quantised, its format.
+def asked_of_models(checkpoint: Checkpoint, policy: QuantPolicy) -> Verdict | None:
+    """Ask which of the weights that are to be quantised modules can hold.
 
     Returns:
         None where there is no model to ask: no class in config.json, no transformers.
@@ -66,28 +66,35 @@ def asked_of_models(checkpoint: Checkpoint, formats: Mapping[str, str]) -> Verdi
     Raises:
         ValueError: modules can hold none of them.
     """
-    if not formats or not _is_here(checkpoint):
+    if not _is_here(checkpoint):
+        return None
+    fill, _, _ = sources(checkpoint, None, None)
+    found = policy.formats(checkpoint, wants_of(checkpoint, fill))
+    tensors = (source.rows[0].tensor for source in fill.values())
+    formats = {t: form for t, form in zip(tensors, found, strict=True) if form is not None}
+    if not formats:
         return None
     packed = [t.name for t in checkpoint.tensors.values() if isinstance(t, Packed)]
-    found = _asked("holding", path=str(checkpoint.path), formats=dict(formats), packed=packed)
-    if isinstance(found, str):
-        return Verdict(note=f"transformers was not asked what it opens: {found}")
-    if found is None:
+    said = _asked("holding", path=str(checkpoint.path), formats=dict(formats), packed=packed)
+    if isinstance(said, str):
+        return Verdict(notes=(f"transformers was not asked what it opens: {said}",))
+    if said is None:
         return None
-    left = found["left"]
+    left = said["left"]
     classes = ", ".join(dict.fromkeys(left.values()))
     if left and len(left) == len(formats):
-        raise ValueError(no_holder(list(left), found["holders"], classes))
-    note = ""
+        raise ValueError(no_holder(list(left), said["holders"], classes))
+    notes = []
     if left:
         nbytes = sum(checkpoint.tensors[name].nbytes for name in left)
         listed = ", ".join(list(left)[:_LISTED]) + ", ..." * (len(left) > _LISTED)
-        note = (
+        notes.append(
             f"not quantised, {len(left)} tensors of {format_bytes(nbytes)}: their modules "
             f"({classes}) open no quantised weights of a checkpoint, though from_pretrained(quant=)"
             f" may quantise them on the way: {listed}"
         )
-    return Verdict(left, found["modules"], found["said"], True, note)
+    kinds = tuple(kinds_of(list(left), [name for name in formats if name not in left]))
+    return Verdict(left, said["modules"], said["said"], True, kinds, tuple(notes))
 
 
 def why_not_opened(folder: Path) -> str:

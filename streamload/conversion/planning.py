@@ -52,13 +52,12 @@ from streamload.formats.writer import (
 )
 from streamload.load import split
 from streamload.mapping import Rename, Source, sources
-from streamload.match import wants_of
 from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
 from streamload.quant.stored import check_cast, groups, kept_dtype, together
-from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct, kinds_of
+from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.selection import Selection, check_patterns, fits
 from streamload.units import format_bytes, format_table, parse_bytes, round_up
 
@@ -92,7 +91,6 @@ class ConvertOptions:
     runtime: Runtime | None = None
     notes: tuple[str, ...] = ()
     verdict: Verdict | None = None  # of transformers, on what is quantised
-    left: tuple[str, ...] = ()  # patterns of what ``quant`` leaves for that
 
     @classmethod
     def parse(
@@ -155,27 +153,21 @@ class ConvertOptions:
         """
         if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
             return self
-        fill, _, _ = sources(checkpoint, None, None)
-        found = self.quant.formats(checkpoint, wants_of(checkpoint, fill))
-        wanted = (source.rows[0].tensor for source in fill.values())
-        formats = {t: form for t, form in zip(wanted, found, strict=True) if form is not None}
-        verdict = asked_of_models(checkpoint, formats)
+        verdict = asked_of_models(checkpoint, self.quant)
         if verdict is None:
             return self
-        taken = [name for name in formats if name not in verdict.left]
-        left = tuple(kinds_of(list(verdict.left), taken))
-        quant = self.quant.leaving(left)
-        notes = (*self.notes, *([verdict.note] if verdict.note else []))
-        return replace(self, quant=quant, notes=notes, verdict=verdict, left=left)
+        quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)
+        return replace(self, quant=quant, notes=notes, verdict=verdict)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; of a callable ``rename``, that there is one."""
         rules = rules_of(self.rename)
         rename = "by a function" if self.rename is not None else None
         # unfinished conversions of earlier versions go on: these have no such options
-        asked = [list(rule) for rule in self.quant.rules[len(self.left) :]]
+        kinds = () if self.verdict is None else self.verdict.kinds
+        asked = [list(rule) for rule in self.quant.rules[len(kinds) :]]
         quant = {"quant": asked} if self.quant else {}
-        left = {"left": list(self.left)} if self.left else {}
+        left = {"left": list(kinds)} if kinds else {}
         to = {"to": self.writer.name} if self.writer.name != SAFETENSORS else {}
         runtime = {"for": self.runtime.name} if self.runtime is not None else {}
         return {
