@@ -33,7 +33,7 @@ from streamload.conversion.beside import (
     main_dtype,
 )
 from streamload.conversion.openable import Verdict, asked_of_models
-from streamload.conversion.quantising import all_entries, described, wanted_of
+from streamload.conversion.quantising import all_entries, described, kept_back, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
 from streamload.conversion.runtimes import Runtime, runtime_of
 from streamload.dequantise import all_names
@@ -380,7 +380,7 @@ def plan_conversion(
         raise ValueError(f"{writer.name} files are not split over nodes")
     chosen, fill, dtypes = _chosen(checkpoint, options)
     wanted = wanted_of(chosen, fill, dtypes, options.quant)
-    notes = _kept_back(checkpoint, dtypes, options)
+    notes = kept_back(checkpoint, dtypes, options.policy)
     beside, left = files_beside(checkpoint)
     model = _model(checkpoint, wanted, beside, options)
     lists = all_entries(writer.tensors(model), options.quant)
@@ -422,24 +422,6 @@ def plan_conversion(
         notes=tuple(notes),
         wants_sums=writer.wants_sums,
     )
-
-
-def _kept_back(
-    checkpoint: Checkpoint, dtypes: Mapping[str, DType], options: ConvertOptions
-) -> list[str]:
-    """Notes on metadata that is left out, and on dtypes that stay."""
-    notes = [
-        f"__metadata__ {key!r} is left out: the files do not agree on it"
-        for key in sorted({k for h in checkpoint.shards for k in h.metadata})
-        if key not in checkpoint.metadata
-    ]
-    kept = sum(
-        options.policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
-        for t, dtype in dtypes.items()
-    )
-    if kept:
-        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
-    return notes
 
 
 def _model(

@@ -17,6 +17,7 @@ from streamload.families import is_conv1d
 from streamload.formats.writer import Entry, Made, Wanted
 from streamload.mapping import Source
 from streamload.match import wants_of
+from streamload.planning.demand import DTypePolicy
 from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models
@@ -134,6 +135,24 @@ def _check_dtypes(info: TensorInfo, wanted: Wanted) -> None:
         raise UnsupportedCastError(
             info.dtype.name, dst.name, reason=reason, tensor=info.name, path=info.shard
         )
+
+
+def kept_back(
+    checkpoint: Checkpoint, dtypes: Mapping[str, DType], policy: DTypePolicy
+) -> list[str]:
+    """Notes on metadata that is left out, and on dtypes that stay."""
+    notes = [
+        f"__metadata__ {key!r} is left out: the files do not agree on it"
+        for key in sorted({k for h in checkpoint.shards for k in h.metadata})
+        if key not in checkpoint.metadata
+    ]
+    kept = sum(
+        policy.resolve(t, checkpoint.tensors[t].dtype, native_bf16=True) is not dtype
+        for t, dtype in dtypes.items()
+    )
+    if kept:
+        notes.append(f"{kept} tensors of quantised weights keep their dtypes")
+    return notes
 
 
 def described(
