@@ -173,6 +173,51 @@ def test_a_readonly_array_is_replaced(tmp_path: Path) -> None:
     assert (model["w"] == floats(1, 3, 4)).all()
 
 
+@pytest.mark.parametrize("mode", ["r+", "w+", "c"])
+@pytest.mark.parametrize("device", ["host", None])
+def test_arrays_on_mapped_files_are_written_where_they_are(
+    tmp_path: Path, mode: Any, device: str | None
+) -> None:
+    """A memmap is an array of the host; its file is written if it is open for that."""
+    wanted = floats(0, 30, 50)
+    path, file = save(tmp_path / "in", {"a": wanted, "b": wanted}), tmp_path / "out.bin"
+    file.write_bytes(bytes(2 * wanted.nbytes))
+    both = np.memmap(file, np.float32, mode, shape=(2, 30, 50))
+    model = {"a": both[0], "b": both[1]}
+    report = load(model, path, device=device)
+    assert {p.action for p in report.plan.placements} == {"in_place"}
+    assert np.array_equal(both, [wanted, wanted])
+    both.flush()
+    del both, model
+    written = np.fromfile(file, np.float32).reshape(2, 30, 50)
+    assert np.array_equal(written, [wanted, wanted] if mode != "c" else np.zeros_like(written))
+
+
+def test_an_array_on_a_mapped_file_is_not_replaced(tmp_path: Path) -> None:
+    """Its file would not be written; what is a private copy of it may be replaced."""
+    path, file = save(tmp_path / "in", {"a": floats(0, 4, 5)}), tmp_path / "out.bin"
+    file.write_bytes(bytes(80))
+    model = {"a": np.memmap(file, np.float32, "r+", shape=(4, 5))}
+    with pytest.raises(StateDictMismatchError, match=r"a: it is an np\.memmap, whose file is wri"):
+        load(model, path, dtype="float16")
+    model = {"a": np.memmap(file, np.float32, "c", shape=(4, 5))}
+    load(model, path, dtype="float16")
+    assert model["a"].dtype == np.float16
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(0, 4)])
+def test_a_mapped_file_that_is_open_for_reading_is_refused_by_name(
+    tmp_path: Path, part: slice
+) -> None:
+    """With how to open it; nothing else of the model is touched."""
+    path = save(tmp_path / "in", {"a": floats(0, 4, 5), "b": floats(1, 4, 5)})
+    np.save(tmp_path / "a.npy", np.zeros((4, 5), np.float32))
+    model = {"a": np.load(tmp_path / "a.npy", mmap_mode="r")[part], "b": np.zeros((4, 5), "f4")}
+    with pytest.raises(StateDictMismatchError, match=r'a: it is an np\.memmap.*mode="r\+"'):
+        load(model, path)
+    assert not model["b"].any()
+
+
 def test_tied_arrays_stay_tied(tmp_path: Path) -> None:
     """One array under two names is loaded once, replaced or not."""
     for dtype in (np.float32, np.float16):

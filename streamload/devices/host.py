@@ -126,6 +126,17 @@ def _span(array: np.ndarray[Any, Any]) -> tuple[int, int, int] | None:
     return 0, first, stop + array.itemsize
 
 
+def _of_map(array: np.memmap[Any, Any]) -> tuple[str, str]:
+    """Why an array on a mapped file is only written in place, and why it cannot be written."""
+    if not array.flags.writeable:
+        return "", (
+            "it is an np.memmap that is open for reading: open it with "
+            'mode="r+", which writes its file, or mode="c", which does not'
+        )
+    shared = array.mode in ("r+", "w+")
+    return "it is an np.memmap, whose file is written" if shared else "", ""
+
+
 class HostParameter(SlotParameter):
     """Entries of a state dict that are the same array."""
 
@@ -150,6 +161,9 @@ class HostParameter(SlotParameter):
         elif not whole:  # never equal: it is replaced
             writable = value.flags.writeable and value.dtype.isnative
             self.dtype += " (not contiguous)" if writable else " (not writable in place)"
+        if isinstance(value, np.memmap):
+            fixed, refused = _of_map(value)
+            self.fixed, self.refused = self.fixed or fixed, refused or self.refused
 
     def _value(self) -> Any:
         """The array, kept or in use; None where there is none."""

@@ -23,6 +23,7 @@ NO_DEVICE = (
     'there is none of this name: a GPU is "cuda:0", "mps" or "xpu" (torch\'s), "CUDA", "CL" or '
     '"METAL" (tinygrad\'s)'
 )
+_ARRAYS = {("numpy", "ndarray"), ("streamload", "InvalidArray")}
 # torch's own spelling; tinygrad's names are in upper case
 _TORCH_NAME = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 
@@ -54,13 +55,12 @@ def framework_of(model: Any) -> str | None:
             if id(obj) in seen:
                 continue
             seen.add(id(obj))
-            roots = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
-            if "torch" in roots:
+            kinds = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(obj).__mro__}
+            if any(root == "torch" for root, _ in kinds):
                 return "torch"
-            if "tinygrad" in roots and type(obj).__name__ == "Tensor":
+            if ("tinygrad", "Tensor") in kinds:
                 return "tinygrad"
-            arrays = roots & {"numpy", "streamload"}
-            if arrays and type(obj).__name__ in ("ndarray", "InvalidArray"):
+            if kinds & _ARRAYS:
                 found = "host"
             if isinstance(obj, Mapping):
                 following.extend(obj.values())
