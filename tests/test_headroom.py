@@ -183,6 +183,38 @@ def test_a_load_that_is_robbed_stops(cgroup: Boxes, folder: Path, device: str, s
     assert float(total) == TOTAL
 
 
+# Holds arrays of ones and twos, and loads into them in a forked process; the box gets as much more
+# as that process takes, and what a load leaves alone.
+FORKED = """
+import os, sys
+import numpy as np
+import streamload
+from streamload.errors import MemoryTakenError, PlanInfeasibleError
+from streamload.planning.budget import available_host_nbytes
+
+path, dtype = sys.argv[1:]
+checkpoint = streamload.open_checkpoint(path)
+arrays = {t.name: np.full(t.shape, 9, dtype) for t in checkpoint.tensors.values()}
+taken = bytearray(max(available_host_nbytes() - NBYTES - 28_000_000, 0))
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+streamload.load_state_dict(
+    arrays, checkpoint, dtype="checkpoint", budget="1GB", progress=False, chunk_nbytes=2**20
+)
+print(sum(float(array.sum(dtype=np.float64)) for array in arrays.values()))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_what_a_forked_process_writes_is_its_own(cgroup: Boxes, folder: Path, dtype: str) -> None:
+    """Pages that it shares are copied as it writes them: that is not what others took."""
+    limit_nbytes = {"float32": 350_000_000, "float64": 480_000_000}[dtype]
+    done = _run(cgroup, limit_nbytes, FORKED, folder / "large", dtype)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert float(done.stdout) == TOTAL
+
+
 def _two(cgroup: Boxes, folder: Path, device: str, limit_nbytes: int) -> list[str]:
     arguments = ("-c", ONE, folder / "large", folder / "tiny", device)
     done = _run(cgroup, limit_nbytes, TWO, *arguments)
