@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import streamload
-from streamload.errors import OffloadError
+from streamload.errors import OffloadError, PlanInfeasibleError
 
 _WIDTH = 48
 _Compute = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -229,3 +230,80 @@ def test_a_view_that_was_made_before_is_refused(tmp_path: Path) -> None:
     model.layers[1].kept = model.layers[1].linear.weight.data.T
     with pytest.raises(OffloadError, match=r"layers\.1\.linear\.weight streams, and something"):
         streamload.offload(model, path, device="cpu", budget=40_000)
+
+
+class _Stages(nn.Module):
+    """A list of lists of layers, which has no ``forward`` in the middle."""
+
+    def __init__(self, inside: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.inp = nn.Linear(4, _WIDTH)
+        self.stages = nn.ModuleList(inside([_Layer(_linear) for _ in range(3)]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for stage in self.stages:
+            for layer in stage.children():
+                x = layer(x)
+        return x
+
+
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = layer.linear(x)
+    return out
+
+
+def _in_module(layers: list[nn.Module]) -> nn.Module:
+    """A module that only holds layers, under names."""
+    module = nn.Module()
+    for name, layer in zip(("first", "second", "third"), layers, strict=True):
+        module.add_module(name, layer)
+    return module
+
+
+def _needed(call: Callable[[], Any]) -> PlanInfeasibleError:
+    with pytest.raises(PlanInfeasibleError) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("inside", [nn.ModuleList, _in_module])
+def test_layers_in_lists_of_layers_stream_one_by_one(
+    tmp_path: Path, inside: Callable[..., nn.Module]
+) -> None:
+    """A list is not called: its layers are, and a plan by names says what they take."""
+
+    def build() -> nn.Module:
+        return _Stages(inside)
+
+    expected, found = _passes(build, tmp_path, torch.ones(1, 4))
+    assert all(torch.equal(*each) for each in zip(expected, found, strict=True))
+    given: dict[str, Any] = {"device": "cpu", "budget": 1000, "dtype": "checkpoint"}
+    ours = _needed(lambda: streamload.offload(build(), tmp_path, **given))
+    planned = _needed(lambda: streamload.plan_offload(tmp_path, **given))
+    if inside is nn.ModuleList:
+        assert ours.needed_nbytes == planned.needed_nbytes
+        assert ours.largest[0][0] == planned.largest[0][0] == "stages.0.0"
+    assert ours.needed_nbytes <= planned.needed_nbytes
+
+
+def test_the_error_names_smaller_layers(tmp_path: Path) -> None:
+    """As ``layers=`` takes them, and with what they need; by names alone, too."""
+
+    def build() -> nn.Module:
+        return _frozen(lambda: _Stack(lambda: _Layer(_linear)), 0)
+
+    models.save(build(), tmp_path)
+    given: dict[str, Any] = {"device": "cpu", "dtype": "checkpoint"}
+    least = _needed(lambda: streamload.offload(build(), tmp_path, budget=1000, **given))
+    assert "layers" not in str(least.would_fit)  # not even these would fit
+    given["budget"] = least.needed_nbytes * 3 // 4
+    for call in (
+        lambda **more: streamload.offload(build(), tmp_path, **given, **more),
+        lambda **more: streamload.plan_offload(tmp_path, **given, **more),
+    ):
+        error = _needed(call)
+        (line,) = [line for line in error.would_fit if line.startswith("layers=")]
+        patterns, _, _ = line.removeprefix("layers=").partition(" (")
+        assert ast.literal_eval(patterns) == ["layers.*.linear", "layers.*.other"]
+        call(layers=ast.literal_eval(patterns))

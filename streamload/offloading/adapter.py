@@ -16,7 +16,7 @@ from streamload.devices.base import Device, Parameter
 from streamload.dtypes import DType
 from streamload.errors import OffloadError
 from streamload.offloading.deciding import OffloadPlan
-from streamload.offloading.groups import Group, groups_by_name
+from streamload.offloading.groups import Group, groups_by_name, is_nested
 from streamload.offloading.layers import SlotMemory
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
@@ -98,6 +98,10 @@ class ModelAdapter(ABC):
     @abstractmethod
     def can_stream(self, module: Any) -> bool:
         """Whether a module's weights are used by calling it, and by nothing else."""
+
+    def only_holds(self, module: Any) -> bool:
+        """Whether a module is there to hold others, and is not called itself."""
+        return False
 
     @abstractmethod
     def is_embedding(self, module: Any) -> bool:
@@ -205,7 +209,7 @@ class ModelAdapter(ABC):
             stay: patterns of names of parameters that stay.
             changed: tensors whose values change on the way.
         """
-        found = groups_by_name(wants.names, nbytes, self._layers)
+        found = self._called(groups_by_name(wants.names, nbytes, self._layers), wants.names)
         layers = [name for name, _, in_layer in found if in_layer]
         groups, heads = [], []
         experts = self.experts(wants, stay, changed)
@@ -234,11 +238,28 @@ class ModelAdapter(ABC):
             module = self.module(name)
             if self._is_gathered(module, mine, wants, checkpoint, changed):
                 groups.append(Group(name, tuple(mine), "rows"))
-            elif module is not None and self.can_stream(module) and not _is_nested(name, found):
+            elif module is not None and self.can_stream(module) and not is_nested(name, found):
                 groups.append(Group(name, tuple(mine), "layer"))
             else:
                 groups.append(Group(name, tuple(mine), "fixed"))
         return groups + heads + experts
+
+    def _called(
+        self, groups: Sequence[tuple[str, list[int], bool]], names: Sequence[str]
+    ) -> list[tuple[str, list[int], bool]]:
+        """The same with the modules in a layer that only holds them: those are called."""
+        found = []
+        for name, numbers, in_layer in groups:
+            parts: dict[str, list[int]] = {}
+            if in_layer and self.only_holds(self.module(name)):
+                for at in numbers:
+                    child, dot, _ = names[at].removeprefix(f"{name}.").partition(".")
+                    parts.setdefault(f"{name}.{child}" if dot else "", []).append(at)
+            if not parts or "" in parts:
+                found.append((name, numbers, in_layer))
+            else:
+                found += self._called([(*part, True) for part in parts.items()], names)
+        return found
 
     def stays(self, name: str, stay: Sequence[str]) -> bool:
         """Whether a parameter cannot stream, or is asked to stay."""
@@ -359,9 +380,3 @@ class ModelAdapter(ABC):
                 for _ in range(group.experts)
             ]
             self.stream_experts(name, number, weights, rounds, device)
-
-
-def _is_nested(name: str, groups: Sequence[tuple[str, Any, bool]]) -> bool:
-    """Whether another layer is inside a module: it computes with more than its own weights."""
-    inside = f"{name}." if name else ""
-    return any(other != name and other.startswith(inside) for other, _, _ in groups)

@@ -19,8 +19,9 @@ from streamload.nodes.shares import Share
 from streamload.offloading.adapter import ModelAdapter
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of, streamed_from
 from streamload.offloading.experts import ExpertCache
-from streamload.offloading.groups import groups_of_checkpoint
+from streamload.offloading.groups import Group, groups_of_checkpoint
 from streamload.offloading.host import HostFile
+from streamload.offloading.instead import planned_by_layers
 from streamload.offloading.layers import Layer, SlotMemory
 from streamload.offloading.models import adapter_of, check_place, device_of
 from streamload.offloading.report import OffloadReport
@@ -168,18 +169,25 @@ class Prepared:
             names_there = [n for p in match.parameters.values() for n in p.names]
             check_patterns("stay", asked.stay, names_there)
         sizes = wants.nbytes(read.policy, spec.native_bf16)
-        groups = adapter.groups(checkpoint, wants, sizes, asked.stay, read.changes.by_tensor)
-        made = decide(
-            *(read, checkpoint, wants, spec, groups, cast),
-            tokens=asked.tokens,
-            has_layers=part is None or bool(part.layers),
-            has_head=part is None or part.has_head,
-            held_nbytes=place.held.get(spec.name, 0),
-            host_nbytes=asked.host_nbytes,
-            notes=adapter.notes,
-        )
+
+        def grouped(layers: Sequence[str]) -> list[Group]:
+            by = adapter if layers is asked.layers else adapter_of(place, match, layers)
+            return by.groups(checkpoint, wants, sizes, asked.stay, read.changes.by_tensor)
+
+        def planned(groups: Sequence[Group]) -> OffloadPlan:
+            return decide(
+                *(read, checkpoint, wants, spec, groups, cast),
+                tokens=asked.tokens,
+                has_layers=part is None or bool(part.layers),
+                has_head=part is None or part.has_head,
+                held_nbytes=place.held.get(spec.name, 0),
+                host_nbytes=asked.host_nbytes,
+                notes=adapter.notes,
+            )
+
+        made = planned_by_layers(asked.layers, grouped, planned, wants, sizes)
         stays = {*made.residency.stays}
-        kept = [wants.names[at] for g in groups if g.name in stays for at in g.wants]
+        kept = [wants.names[at] for g in made.groups if g.name in stays for at in g.wants]
         load = load_of_stays(made, place, checkpoint, read, found, kept, strictness)
         return cls(made, load, wants, spec, read, checkpoint, adapter)
 
@@ -335,12 +343,18 @@ def plan_offload(
     check_patterns("stay", kept, wants.names)
     sizes = wants.nbytes(read.policy, spec.native_bf16)
     patterns = Selection.parse(layers).select
-    groups = groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config, patterns)
-    return decide(
-        *(read, checkpoint, wants, spec, groups, engine_of(read)),
-        tokens=tokens,
-        host_nbytes=parse_bytes(host),
-    )
+
+    def grouped(layers: Sequence[str]) -> list[Group]:
+        return groups_of_checkpoint(wants, sizes, tied, kept, checkpoint.config, layers)
+
+    def planned(groups: Sequence[Group]) -> OffloadPlan:
+        return decide(
+            *(read, checkpoint, wants, spec, groups, engine_of(read)),
+            tokens=tokens,
+            host_nbytes=parse_bytes(host),
+        )
+
+    return planned_by_layers(patterns, grouped, planned, wants, sizes)
 
 
 def check_asked(tokens: int | None, stay: Patterns, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from streamload.selection import matches
 
 # A tensor of experts: the module, the number of the expert where it is of one, and what of it.
 _EXPERTS = re.compile(r"(.*\bexperts)\.(?:(\d+)\.)?([^.].*)")
+
+# Of the largest modules in layers, what others have at least that are proposed as layers.
+_WORTH_NAMING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,61 @@ def groups_by_name(
         found.setdefault((layer, True), []).append(number_of[name])
     items = [item for item in map(Item, names, nbytes) if item.name not in stated]
     for unit in units_of(items):
+        in_layer = unit.kind == "layer"
+        inside = _layers_in(unit.name, [item.name for item in unit.items]) if in_layer else {}
         for item in unit.items:
-            in_layer = unit.kind == "layer"
-            module = unit.name if in_layer else item.name.rpartition(".")[0]
+            module = inside[item.name] if in_layer else item.name.rpartition(".")[0]
             found.setdefault((module, in_layer), []).append(number_of[item.name])
     groups = [(module, numbers, in_layer) for (module, in_layer), numbers in found.items()]
     return sorted(groups, key=lambda group: min(group[1])) if layers else groups
+
+
+def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
+    """Each tensor of a layer to its layer: those in a layer that is a list of modules, if it is.
+
+    It is where each of its tensors is in a numbered module, and some of these have modules.
+    """
+    rest = {name: name[len(layer) + 1 :].split(".") for name in names}
+    numbered = all(parts[0].isdigit() and len(parts) > 1 for parts in rest.values())
+    if not numbered or not any(len(parts) > 2 for parts in rest.values()):
+        return dict.fromkeys(names, layer)
+    inside: dict[str, list[str]] = {}
+    for name, parts in rest.items():
+        inside.setdefault(f"{layer}.{parts[0]}", []).append(name)
+    found: dict[str, str] = {}
+    for module, mine in inside.items():
+        found |= _layers_in(module, mine)
+    return found
+
+
+def is_nested(name: str, groups: Sequence[tuple[str, list[int], bool]]) -> bool:
+    """Whether another group is inside a module: it computes with more than its own weights."""
+    inside = f"{name}." if name else ""
+    return any(other != name and other.startswith(inside) for other, _, _ in groups)
+
+
+def finer_layers(groups: Sequence[Group], wants: Wants, nbytes: Sequence[int]) -> Iterator[str]:
+    """Patterns of names of smaller layers: the modules in those that there are.
+
+    Args:
+        groups: the layers.
+        wants: all tensors.
+        nbytes: of each on the device.
+    """
+    found: dict[str, int] = {}  # bytes of the largest of each pattern
+    for group in groups:
+        if group.kind != "layer" or not any(part.isdigit() for part in group.name.split(".")):
+            continue
+        inside: Counter[str] = Counter()
+        for at in group.wants:
+            child, dot, _ = wants.names[at].removeprefix(f"{group.name}.").partition(".")
+            if dot and wants.names[at].startswith(f"{group.name}."):
+                inside[f"{group.name}.{child}"] += nbytes[at]
+        for module, size in inside.items():
+            pattern = ".".join("*" if part.isdigit() else part for part in module.split("."))
+            found[pattern] = max(found.get(pattern, 0), size)
+    least = max(found.values(), default=0) * _WORTH_NAMING
+    yield from (pattern for pattern, size in found.items() if size >= least)
 
 
 def _stated(names: Sequence[str], layers: Sequence[str]) -> dict[str, str]:
@@ -122,11 +174,12 @@ def groups_of_checkpoint(
     """
     groups = _experts_by_name(wants, experts_chosen(config or {}), stay)
     taken = {at for group in groups for at in group.wants}
-    for name, every, in_layer in groups_by_name(wants.names, nbytes, layers):
+    by_name = groups_by_name(wants.names, nbytes, layers)
+    for name, every, in_layer in by_name:
         numbers = [at for at in every if at not in taken]
         if not numbers:
             continue
-        kind: LayerKind = "layer"
+        kind: LayerKind = "fixed" if is_nested(name, by_name) else "layer"
         fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
         if fixed:
             groups.append(Group(f"{name} (stays)", fixed, "fixed"))

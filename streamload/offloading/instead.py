@@ -5,7 +5,7 @@ It decides as `offload` does, so what it says is not refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from streamload.errors import PlanInfeasibleError, StreamloadError
 from streamload.mapping import Found
 from streamload.match import Match, wants_of
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of
-from streamload.offloading.groups import groups_of_checkpoint
+from streamload.offloading.groups import Group, finer_layers, groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
 from streamload.options import DEFAULTS
 from streamload.planning.demand import DeviceSpec, Wants
@@ -26,6 +26,7 @@ OFFLOAD, PLAN_OFFLOAD = "streamload.offload(", "streamload.plan_offload("
 
 _MOST_WRITTEN = 60  # characters of an argument that is written out
 _PLAIN = (str, int, float, bool)
+_FINER_TRIES = 2  # modules in layers, and modules in those
 
 
 def offload_instead(
@@ -61,6 +62,42 @@ def offload_instead(
         )
         return _said(f"{OFFLOAD}model, ", given, made)
     return []
+
+
+def planned_by_layers(
+    layers: Sequence[str],
+    grouped: Callable[[Sequence[str]], Sequence[Group]],
+    planned: Callable[[Sequence[Group]], OffloadPlan],
+    wants: Wants,
+    nbytes: Sequence[int],
+) -> OffloadPlan:
+    """Plan to offload; if it does not fit, the error names smaller layers with which it does.
+
+    Args:
+        layers: patterns of names of modules that are layers.
+        grouped: gives the layers of such patterns.
+        planned: plans with these.
+        wants: all parameters.
+        nbytes: of each on the device.
+
+    Raises:
+        PlanInfeasibleError: not even the least fits.
+    """
+    groups = grouped(layers)
+    try:
+        return planned(groups)
+    except PlanInfeasibleError as error:
+        fits: list[str] = []
+        for _ in range(_FINER_TRIES):
+            patterns = [*finer_layers(groups, wants, nbytes)]
+            if fits or not patterns:
+                break
+            with suppress(StreamloadError):
+                groups = grouped(patterns)
+                needed = format_bytes(planned(groups).needed_nbytes)
+                said = repr(patterns if len(patterns) > 1 else patterns[0])
+                fits = [f"layers={said} ({needed})"]
+        raise error.suggesting(fits) from None
 
 
 def plan_offload_instead(

@@ -100,6 +100,10 @@ class TorchModel(ModelAdapter):
         """Whether it has a ``forward`` that nothing goes round."""
         return computes(module) and id(module) not in self._elsewhere
 
+    def only_holds(self, module: Any) -> bool:
+        """Whether it has no ``forward``, as lists of modules have none."""
+        return module is not None and not computes(module)
+
     def is_embedding(self, module: Any) -> bool:
         """Whether it is torch's, changes no rows, and is called with numbers of rows."""
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
