@@ -88,9 +88,18 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+_view_at: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, _pointer, ctypes.c_ssize_t, _int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))
+_PYBUF_WRITE = 0x200
+
+
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+    """A writable view of memory that the caller keeps alive.
+
+    ctypes would make a class for each size: 1.9 kB, until garbage is collected.
+    """
+    return _view_at(address, nbytes, _PYBUF_WRITE)
 
 
 def map_file(fd: int, start: int, nbytes: int) -> int:

@@ -17,6 +17,7 @@ from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
+from streamload.checkpoint.strided import thread_nbytes
 from streamload.checkpoint.url import Location, Url
 from streamload.devices.base import NO_SWAP, Framework, Parameter, Swap, nothing
 from streamload.devices.names import (
@@ -74,6 +75,7 @@ class Options:
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
     cpus: int | None = None  # of those that there are, for this load; None: all
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
+    one_device: bool = False  # whether no other device can be asked for
 
     @classmethod
     def read(cls, **given: Unpack[LoadOptions]) -> Options:
@@ -111,7 +113,13 @@ class Options:
         """The devices, of which none casts where the host is asked to, with what stays free."""
         casts, reserved = self.knobs.cast in ("auto", "device"), self.room.reserve_nbytes
         return [
-            replace(spec, casts=spec.casts and casts, reserve_nbytes=reserved) for spec in specs
+            replace(
+                spec,
+                casts=spec.casts and casts,
+                reserve_nbytes=reserved,
+                alone=self.one_device,
+            )
+            for spec in specs
         ]
 
     def plan(
@@ -126,6 +134,7 @@ class Options:
         """Plan under these options, and within what is free on the host (None: not looked at)."""
         knobs, free, budget = self.knobs, host_free_nbytes, self.budget.host_nbytes
         asked, path = self.room.cache, checkpoint.path
+        held = thread_nbytes(view for header in checkpoint.shards for view in header.views)
         make = partial(
             make_plan,
             checkpoint,
@@ -142,7 +151,7 @@ class Options:
             residence=self.residence,
             mappable=[self._is_mappable(header.path) for header in checkpoint.shards],
             changed=self.changes.by_tensor.keys(),
-            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes),
+            change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes + held),
         )
         staged = not any(spec.host_visible for spec in specs)
         choices = [self._choice(header, staged=staged) for header in checkpoint.shards]

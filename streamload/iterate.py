@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike
 from streamload.decide import Decision, Options, Place
 from streamload.load import read_call, run, uncollected
-from streamload.mapping import Source
+from streamload.mapping import Found, Source
 from streamload.options import IterateOptions, Strictness, takes
+from streamload.planning.demand import DeviceSpec
 from streamload.report import Clock
 
 # Tensors that are read at once: to plan and to start threads takes some milliseconds.
@@ -52,68 +53,90 @@ def iterate(path: CheckpointLike, **options: Unpack[IterateOptions]) -> Iterator
         raise ValueError(f"tensors go to one device, one after the other, not to {device!r}")
     if read.quant.is_auto:
         raise ValueError('quant="auto" is for loads of all at once: name a format')
+    read = replace(read, one_device=True)
     place = Place.look(None, checkpoint, read, device)
     wants = read.quantised(checkpoint, fill)
-    (spec,) = place.specs(read, wants.needs_native_bf16(read.policy))
+    needs_native = wants.needs_native_bf16(read.policy)
+    (spec,) = place.specs(read, needs_native)
     nbytes: dict[str, int] = {}
     sizes = wants.nbytes(read.policy, spec.native_bf16)
+    beside = spec.objects.most_nbytes + spec.kernel_nbytes
     for name, size, coding in zip(wants.names, sizes, wants.codings, strict=True):
         if coding is None or not coding.part:
             codes = name
-        nbytes[codes] = nbytes.get(codes, 0) + size  # its other parts follow it
-    groups = _groups(checkpoint, fill, nbytes, min(_TOGETHER_NBYTES, spec.budget_nbytes // 2))
+        nbytes[codes] = nbytes.get(codes, 0) + size + beside  # its other parts follow it
+    loop = _Loop(place, checkpoint, read, fill, needs_native, nbytes)
+    groups = [*loop.groups(lambda: _together_nbytes(spec))]
     if groups:
         largest = max(groups, key=lambda names: sum(nbytes[name] for name in names))
-        _decided(place, checkpoint, read, fill, largest)
-    return _tensors(place, checkpoint, read, fill, groups)
+        loop.decided(largest)
+    return loop.tensors()
 
 
-def _groups(
-    checkpoint: Checkpoint, fill: Mapping[str, Source], nbytes: Mapping[str, int], most_nbytes: int
-) -> list[list[str]]:
-    """Parameters in the order of the files, as many together as fit into ``most_nbytes``."""
-    number_of = {header.path: number for number, header in enumerate(checkpoint.shards)}
-
-    def place(name: str) -> tuple[int, int]:
-        info = checkpoint.tensors[fill[name].rows[0].tensor]
-        return number_of[info.shard], info.start
-
-    groups: list[list[str]] = []
-    taken = 0
-    for name in sorted(nbytes, key=place):
-        if not groups or taken + nbytes[name] > most_nbytes:
-            groups.append([])
-            taken = 0
-        groups[-1].append(name)
-        taken += nbytes[name]
-    return groups
+def _together_nbytes(spec: DeviceSpec) -> int:
+    """The most that tensors take which are read at once: of the budget, and of what is free."""
+    room = min(n for n in (spec.budget_nbytes, spec.free_nbytes) if n is not None)
+    return min(_TOGETHER_NBYTES, room // 2)
 
 
-def _decided(
-    place: Place,
-    checkpoint: Checkpoint,
-    read: Options,
-    fill: Mapping[str, Source],
-    names: Sequence[str],
-) -> Decision:
-    """Plan to load some parameters."""
-    chosen = {name: fill[name] for name in names}
-    shards = {checkpoint.tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
-    headers = tuple(header for header in checkpoint.shards if header.path in shards)
-    part = replace(checkpoint, shards=headers)
-    return Decision.make(place, part, read, (chosen, [], {}), Strictness(), offers=("quant",))
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """What is read tensor by tensor.
 
+    Attributes:
+        place: the device.
+        checkpoint: the headers.
+        read: the options.
+        fill: what fills each parameter.
+        needs_native: whether some dtype depends on what the device computes in natively.
+        nbytes: what each takes, with what it takes beside its bytes.
+    """
 
-def _tensors(
-    place: Place,
-    checkpoint: Checkpoint,
-    read: Options,
-    fill: Mapping[str, Source],
-    groups: Sequence[Sequence[str]],
-) -> Iterator[tuple[str, Any]]:
-    for names in groups:
-        with uncollected():
-            decided = _decided(place, checkpoint, read, fill, names)
-            tensors = run(decided, False, Clock()).state_dict
-        for name in list(tensors):
-            yield name, tensors.pop(name)
+    place: Place
+    checkpoint: Checkpoint
+    read: Options
+    fill: Mapping[str, Source]
+    needs_native: bool
+    nbytes: Mapping[str, int]
+
+    def groups(self, most_nbytes: Callable[[], int]) -> Iterator[list[str]]:
+        """Parameters in the order of the files, as many at once as fit into what is asked for."""
+        number_of = {header.path: number for number, header in enumerate(self.checkpoint.shards)}
+
+        def place(name: str) -> tuple[int, int]:
+            info = self.checkpoint.tensors[self.fill[name].rows[0].tensor]
+            return number_of[info.shard], info.start
+
+        group: list[str] = []
+        taken, most = 0, most_nbytes()
+        for name in sorted(self.nbytes, key=place):
+            if group and taken + self.nbytes[name] > most:
+                yield group
+                group, taken, most = [], 0, most_nbytes()
+            group.append(name)
+            taken += self.nbytes[name]
+        if group:
+            yield group
+
+    def decided(self, names: Sequence[str]) -> Decision:
+        """Plan to load some parameters."""
+        chosen = {name: self.fill[name] for name in names}
+        tensors = self.checkpoint.tensors
+        shards = {tensors[r.tensor].shard for s in chosen.values() for r in s.rows}
+        headers = tuple(header for header in self.checkpoint.shards if header.path in shards)
+        part = replace(self.checkpoint, shards=headers)
+        found: Found = (chosen, [], {})
+        return Decision.make(self.place, part, self.read, found, Strictness(), offers=("quant",))
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Read them; what the caller keeps is free no more, and fewer are read at once."""
+
+        def most_nbytes() -> int:
+            (spec,) = self.place.specs(self.read, self.needs_native)
+            return _together_nbytes(spec)
+
+        for names in self.groups(most_nbytes):
+            with uncollected():
+                found = run(self.decided(names), False, Clock()).state_dict
+            for name in list(found):
+                yield name, found.pop(name)

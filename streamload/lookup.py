@@ -34,6 +34,7 @@ from streamload.planning.budget import (
     available_host_nbytes,
     overhead_nbytes,
 )
+from streamload.planning.budget import reserve_nbytes as guessed_reserve_nbytes
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Wants
 from streamload.planning.plan import Plan
 from streamload.quant.dequant import TARGETS, there_nbytes
@@ -133,12 +134,16 @@ class Devices:
             if (cast == "device" or policy.fp16_cast == "device") and not info.casts:
                 casts = frozenset(probe(self.framework.name, name, full=True).device_casts)
             own = held.get(name, 0)
+            limit = "budget"
+            if budget.for_device(name) is None:
+                left_alone = format_bytes(guessed_reserve_nbytes(free or 0))
+                limit = f"free memory less a reserve of {left_alone}"
             kept = None if free is None else max(free - reserve_nbytes, 0)
             out.append(
                 DeviceSpec(
                     name=name,
                     budget_nbytes=max(budget.resolve(name, free, own) - reserve_nbytes, 0),
-                    limit=("budget" if budget.for_device(name) else "free memory less a reserve")
+                    limit=limit
                     + (f" less {format_bytes(reserve_nbytes)} kept free" if reserve_nbytes else ""),
                     free_nbytes=kept,
                     host_free_nbytes=pool_nbytes if info.shared_memory else None,
@@ -154,9 +159,7 @@ class Devices:
                     device_casts=casts,
                     maps=info.maps,
                     casts=info.casts,
-                    object_nbytes=info.costs.parameter_nbytes
-                    if of_model
-                    else info.costs.object_nbytes,
+                    objects=info.costs.parameters if of_model else info.costs.objects,
                     kernel_nbytes=info.costs.kernel_nbytes,
                     left_nbytes=info.costs.left_nbytes,
                 )

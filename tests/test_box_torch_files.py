@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,32 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert 0 < peaks[0] <= peaks[1] + 10_000_000
     assert peaks[1] <= peaks[0] + 100_000_000
 
+
+def test_views_take_what_was_predicted(tmp_path: Path) -> None:
+    """What reading views of a file takes in each thread is in the plan."""
+    turned = {f"{i}": torch.ones(1000, 1000).t() for i in range(8)}
+    torch.save(turned, tmp_path / "model.pth")
+    del turned
+    done = subprocess.run(
+        [sys.executable, "-c", VIEWS, tmp_path / "model.pth"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    held, predicted, measured = map(int, done.stdout.split())
+    assert held == 2 * 3 * 2**20
+    assert 32_000_000 < measured <= predicted
+
+
+VIEWS = """
+import sys
+import streamload
+
+report = streamload.load_state_dict(None, sys.argv[1], device="host", threads=2, progress=False)
+print(
+    report.plan.devices[0].scratch_nbytes,
+    report.predicted_nbytes["process"],
+    report.measured_nbytes["process"],
+)
+"""
 
 LOAD = """
 import sys

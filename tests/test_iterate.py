@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from boxes import Boxes
 from safetensors_files import write_safetensors
 
 import streamload
@@ -66,6 +68,52 @@ def test_a_tensor_counts_until_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         streamload.iterate(tmp_path, device="host", budget="1.9MB")  # at once: no step is made
     assert caught.value.largest[0][0] == "a"
+
+
+# Reads tensors of 4 MB each one by one, under a budget that is more than there is, and then what
+# is left beside those that it keeps.
+IN_A_BOX = """
+import sys
+import streamload
+from streamload.errors import PlanInfeasibleError
+
+kept = []
+try:
+    for name, tensor in streamload.iterate(sys.argv[1], device="host", budget="20GB"):
+        assert (tensor == 1).all()
+        if len(sys.argv) > 2:
+            kept.append(tensor)
+        del tensor
+    print("done")
+except PlanInfeasibleError as error:
+    print("refused", len(kept))
+"""
+
+
+def test_what_is_free_bounds_how_many_are_read_at_once(cgroup: Boxes, tmp_path: Path) -> None:
+    """However large the budget is; what the loop keeps leaves room for fewer."""
+    ones = np.ones(10**6, np.float32).tobytes()
+    write_safetensors(
+        tmp_path / "x.safetensors", {f"{n}": ("F32", (10**6,), ones) for n in range(20)}
+    )
+    command = [sys.executable, "-c", IN_A_BOX, str(tmp_path)]
+    done = cgroup.run(command, 100_000_000)
+    assert (done.stdout, done.oom_killed) == ("done\n", False), done.stderr
+    done = cgroup.run([*command, "keep"], 100_000_000)
+    assert not done.oom_killed
+    refused, kept = done.stdout.split()
+    assert refused == "refused"
+    assert int(kept) >= 5
+
+
+def test_one_device_is_not_told_of_others(tmp_path: Path) -> None:
+    """A loop has one device, and codes do not shrink with the dtype."""
+    pytest.importorskip("torch")
+    data = np.ones((500, 1000), np.float32).tobytes()
+    write_safetensors(tmp_path / "x.safetensors", {"l.weight": ("F32", (500, 1000), data)})
+    with pytest.raises(PlanInfeasibleError) as caught:
+        streamload.iterate(tmp_path, device="cpu", quant="nf4", budget=300_000)
+    assert caught.value.would_fit == ()
 
 
 def test_names_and_layouts(tmp_path: Path) -> None:

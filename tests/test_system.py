@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors_files import write_safetensors
 
-from streamload._system import read_at
+from streamload._system import address_of, bytes_at, read_at
 
 _VALUES = np.random.default_rng(1).standard_normal((3, 2**19 + 1))
 TENSORS = {"large": _VALUES.astype(ml_dtypes.bfloat16), "small": np.arange(7, dtype=np.int64)}
@@ -132,6 +133,23 @@ def test_what_psutil_says_is_free_is_free() -> None:
     assert done.returncode == 0, done.stderr
     found, available = map(int, done.stdout.split())
     assert abs(found - available) < available / 4  # others work on this machine meanwhile
+
+
+def test_views_of_many_lengths_leave_nothing() -> None:
+    """No class for each length stays, also where garbage is not collected; bytes are written."""
+    memory = bytearray(3000)
+    address = address_of(memoryview(memory))
+    classes = len(gc.get_objects())
+    gc.disable()
+    try:
+        for nbytes in range(1, 3000):
+            with bytes_at(address, nbytes) as view:
+                view[-1] = 7
+        assert len(gc.get_objects()) < classes + 100
+    finally:
+        gc.enable()
+    assert memory == b"\7" * 2999 + b"\0"
+    assert bytes_at(address, 0).nbytes == 0
 
 
 def test_reading_at_a_place_without_preadv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

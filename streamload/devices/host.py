@@ -15,9 +15,9 @@ from streamload.devices.base import DeviceInfo, DTypeStatus, Framework, HeapDevi
 from streamload.devices.slots import SlotParameter, dict_slots, make_parameters
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.planning.allocators import TensorCosts
+from streamload.planning.allocators import ObjectCosts, TensorCosts
 
-_COSTS = TensorCosts(object_nbytes=300, parameter_nbytes=700, left_nbytes=1024)
+_COSTS = TensorCosts(ObjectCosts(300), ObjectCosts(700), left_nbytes=1024)
 _UNSUPPORTED = frozenset(name for name, dtype in BY_NAME.items() if dtype.bits < 8)
 # From this size on numpy asks Linux for huge pages. Virtual machines may give them slowly: 0.9 GB
 # took 2 to 4 times as long to load as into the pages that torch takes.

@@ -61,7 +61,7 @@ from streamload.devices.tinygrad_tensors import (
 from streamload.dtypes import BF16, BY_NAME, F16, F32, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
 from streamload.nn import coded, swapping
-from streamload.planning.allocators import TensorCosts
+from streamload.planning.allocators import ObjectCosts, TensorCosts
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TINYGRAD)
 
@@ -73,9 +73,13 @@ _DEVICE_CASTS = ((BF16, F16), (BF16, F32), (F16, F32), (F16, BF16))
 
 # What allocations are rounded up to, by backend: those on CUDA at the least.
 _GRANULARITY_NBYTES = {"CPU": mmap.PAGESIZE, "CUDA": 512}
+# tinygrad has one object for each number that is an extent or a size, and one for each shape; on
+# the CPU a class of ctypes for each size: docs/measurements.md, "What a tensor takes".
+_COSTS = TensorCosts(ObjectCosts(2500, 750, 300, 700, 450), ObjectCosts(1700, 0, 300))
 # On the CPU each buffer is a map of its own, of shared memory: 1,975 bytes of the kernel each.
-_COSTS = TensorCosts(object_nbytes=2800, parameter_nbytes=1850)
-_MAPPED_COSTS = TensorCosts(object_nbytes=3100, parameter_nbytes=1950, kernel_nbytes=2048)
+_MAPPED_COSTS = TensorCosts(
+    ObjectCosts(2600, 700, 300, 750, 3400), ObjectCosts(1800, 0, 300, 0, 2900), kernel_nbytes=2048
+)
 
 # Environment variables (beginnings of their names) that change what a device can do.
 _SETTINGS = (

@@ -43,13 +43,13 @@ from streamload.devices.torch_tensors import (
 )
 from streamload.dtypes import BF16, BY_NAME, DType
 from streamload.errors import AllocationError, DeviceError, DeviceNotFoundError
-from streamload.planning.allocators import AllocatorKind, TensorCosts
+from streamload.planning.allocators import AllocatorKind, ObjectCosts, TensorCosts
 
 _UNSUPPORTED = frozenset(BY_NAME) - frozenset(TO_TORCH)
 
 _CPU_ALIGNMENT_NBYTES = 64  # gAlignment of c10/core/impl/alloc_cpu.h
 _CUDA_BLOCK_NBYTES = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator
-_COSTS = TensorCosts(object_nbytes=600, parameter_nbytes=500)
+_COSTS = TensorCosts(ObjectCosts(600), ObjectCosts(500))
 _LEFT_NBYTES = 4608  # of a tensor on the CPU: a page, and what aligning it leaves
 
 # Pairs worth a probe: narrow sources, so that every code can be tried.

@@ -392,7 +392,8 @@ def load_of_stays(
     rest = {name: source for name, source in fill.items() if name in theirs}
     ties = {name: other for name, other in tied.items() if name in theirs}
     room = made.cache_nbytes + made.activation_nbytes + made.reserve_nbytes
-    options = replace(read, room=replace(read.room, reserve_nbytes=room, cache=None))
+    room_beside = replace(read.room, reserve_nbytes=room, cache=None)
+    options = replace(read, room=room_beside, one_device=True)
     return Decision.make(part, checkpoint, options, (rest, [], ties), strictness)
 
 

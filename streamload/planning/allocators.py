@@ -54,18 +54,58 @@ TRIM_NBYTES = 4 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
-class TensorCosts:
-    """What each tensor takes of the host beside its bytes, in bytes.
+class ObjectCosts:
+    """Objects of Python and of the framework, and what a load notes of tensors, in bytes.
 
     Attributes:
-        object_nbytes: objects of Python and of the framework, and what the load notes of it.
-        parameter_nbytes: the same where the tensor fills a parameter of a model.
-        kernel_nbytes: what the kernel takes, which no counter of the process has.
+        tensor_nbytes: of each.
+        view_nbytes: more of each whose rank is not 1, where it is a view of a flat one.
+        kind_nbytes: of all that have one dtype and one shape, once.
+        shape_nbytes: of all that have one shape, once, where its rank is not 1.
+        size_nbytes: of all that have as many bytes, once.
+    """
+
+    tensor_nbytes: int = 0
+    view_nbytes: int = 0
+    kind_nbytes: int = 0
+    shape_nbytes: int = 0
+    size_nbytes: int = 0
+
+    @property
+    def most_nbytes(self) -> int:
+        """Of a tensor that is like no other."""
+        each = self.tensor_nbytes + self.view_nbytes
+        return each + self.kind_nbytes + self.shape_nbytes + self.size_nbytes
+
+    def of(self, tensors: Iterable[tuple[str, tuple[int, ...], int, int]]) -> int:
+        """Of tensors, as (dtype, shape, bytes of one, how many of these) each."""
+        found = [*tensors]
+        shapes = {shape for _, shape, _, _ in found if len(shape) != 1}
+        return (
+            self.tensor_nbytes * sum(count for *_, count in found)
+            + self.view_nbytes * sum(count for _, shape, _, count in found if len(shape) != 1)
+            + self.kind_nbytes * len({(dtype, shape) for dtype, shape, _, _ in found})
+            + self.shape_nbytes * len(shapes)
+            + self.size_nbytes * len({nbytes for _, _, nbytes, _ in found})
+        )
+
+
+NO_OBJECTS = ObjectCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCosts:
+    """What tensors take of the host beside their bytes.
+
+    Attributes:
+        objects: of those without a model.
+        parameters: of those that fill parameters of a model.
+        kernel_nbytes: what the kernel takes of each, which no counter of the process has.
         left_nbytes: what stays in the heap of one that is released, since others share its pages.
     """
 
-    object_nbytes: int = 0
-    parameter_nbytes: int = 0
+    objects: ObjectCosts = NO_OBJECTS
+    parameters: ObjectCosts = NO_OBJECTS
     kernel_nbytes: int = 0
     left_nbytes: int = 0
 

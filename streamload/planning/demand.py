@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
-from streamload.planning.allocators import AllocatorKind
+from streamload.planning.allocators import NO_OBJECTS, AllocatorKind, ObjectCosts
 from streamload.planning.parts import Coding, RowRange, RowTranspose, all_rows
 from streamload.quant.stored import kept_dtype, members
 from streamload.units import round_up
@@ -43,10 +43,11 @@ class DeviceSpec:
         casts: it casts floats in kernels of streamload's, exactly and counted, in the calls of the
             thread that reads.
         reserve_nbytes: what was taken off the budget and off what is free, to stay free.
-        object_nbytes: what the process takes for each tensor beside its bytes.
+        objects: what the process takes for tensors beside their bytes.
         kernel_nbytes: what the kernel takes for each.
         left_nbytes: what stays taken of each that is released.
         own_host: it is a node, on whose memory no other one draws.
+        alone: no other device can be asked for beside it.
     """
 
     name: str
@@ -67,10 +68,11 @@ class DeviceSpec:
     maps: bool = False
     casts: bool = False
     reserve_nbytes: int = 0
-    object_nbytes: int = 0
+    objects: ObjectCosts = NO_OBJECTS
     kernel_nbytes: int = 0
     left_nbytes: int = 0
     own_host: bool = False
+    alone: bool = False
 
     def resident(self, nbytes: int) -> int:
         """Bytes that the allocator counts for a tensor of ``nbytes``."""

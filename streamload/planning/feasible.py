@@ -14,7 +14,7 @@ from streamload.planning.demand import DeviceSpec
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.fit import Share, least_read_nbytes
 from streamload.planning.partition import Item, smallest_count
-from streamload.planning.plan import Plan
+from streamload.planning.plan import Placement, Plan
 from streamload.units import format_bytes
 
 
@@ -106,7 +106,7 @@ def _suggestions(
 ) -> Iterator[str]:
     """Arguments with which it would fit."""
     spec, placements = share.spec, share.placements
-    sizes = (kind.nbytes // _shrink(kind.dst) for kind in placements.kinds)
+    sizes = (kind.nbytes // _shrunk(kind) for kind in placements.kinds)
     small = sum(taken(spec.allocator, spec.granularity_nbytes, sizes))
     small += needed - mine.resident_nbytes
     if spec.shared_memory and not mine.scratch_nbytes:
@@ -114,13 +114,13 @@ def _suggestions(
     if cache is not None and cache.cache.request.dtype is None:  # it would shrink as well
         shrunk = mine.cache_nbytes - mine.cache_nbytes // _shrink(cache.dtype)
         small -= min(shrunk, max(mine.run_nbytes - mine.peak_nbytes, 0))
-    if any(_shrink(p.dst) > 1 for p, _ in placements.counted) and small <= available:
+    if any(_shrunk(p) > 1 for p, _ in placements.counted) and small <= available:
         yield f'dtype="float16" ({format_bytes(small)})'
     if cache is not None and mine.peak_nbytes <= spec.budget_nbytes:
         context = cache.most_context(plan.devices, specs)
         if 0 < context < cache.cache.request.context:
             yield f"context={context}"
-    if len({spec.budget_nbytes for spec in specs.values()}) == 1:
+    if not spec.alone and len({spec.budget_nbytes for spec in specs.values()}) == 1:
         count = smallest_count(
             list(map(Item, plan.placements.names, plan.placements.resident_nbytes)),
             max(available - mine.scratch_nbytes, 0),
@@ -140,6 +140,11 @@ def _why_new(mine: DevicePlan) -> str:
         "count as new: they were never written, are mapped from a file, or are shared with another "
         "process"
     )
+
+
+def _shrunk(placement: Placement) -> int:
+    """The same of a tensor: what is quantised has a dtype of its own."""
+    return 1 if placement.coding is not None else _shrink(placement.dst)
 
 
 def _shrink(dtype: DType) -> int:

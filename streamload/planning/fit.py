@@ -151,8 +151,10 @@ class Share:
     @property
     def object_nbytes(self) -> int:
         """What the process takes for its tensors beside their bytes."""
-        parts = sum(n for p, n in self.placements.counted if p.cast == "part")
-        return len(self.placements) * self.spec.object_nbytes + parts * _PART_NBYTES
+        counted = self.placements.counted
+        parts = sum(n for p, n in counted if p.cast == "part")
+        objects = self.spec.objects.of((p.dst.name, p.shape, p.nbytes, n) for p, n in counted)
+        return objects + parts * _PART_NBYTES
 
     def statistics_under_way(self, nbytes: int) -> int:
         """Bytes of the statistics that are held at a time.

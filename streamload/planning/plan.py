@@ -396,7 +396,8 @@ class Plan:
         reader_reasons: why each shard is read as it is, one sentence each; () where nobody said.
         cache: the KV cache that there is room for when the load is done, with its dtype, or None.
         change_nbytes: what functions that change values hold for all threads.
-        change_thread_nbytes: what they take in each thread, beside its rows.
+        change_thread_nbytes: what they take in each thread, beside its rows, and what reading views
+            of files takes there.
     """
 
     path: str
