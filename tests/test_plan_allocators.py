@@ -19,7 +19,7 @@ from test_plan import checkpoint_of, plan_of, wants_of
 
 from streamload.dtypes import BF16
 from streamload.errors import PlanInfeasibleError
-from streamload.planning.allocators import AllocatorKind, round_up, taken
+from streamload.planning.allocators import AllocatorKind, ObjectCosts, round_up, taken
 from streamload.planning.demand import DeviceSpec, Want
 
 KIB, MIB = 2**10, 2**20
@@ -551,3 +551,15 @@ def test_each_device_has_segments_of_its_own() -> None:
     assert plan.device("cuda:0").peak_nbytes == 40 * MIB
     assert plan.device("cuda:1").peak_nbytes == 24 * MIB
     assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_tensors_that_are_alike_share_what_is_kept_for_each_kind() -> None:
+    """A view, a kind, a shape and a size count where they differ; a flat one is no view."""
+    costs = ObjectCosts(1000, 100, 30, 7, 1)
+    flat = ("float32", (8,), 32, 5)
+    assert costs.of([]) == 0
+    assert costs.of([flat]) == 5 * 1000 + 30 + 1
+    assert costs.of([flat, flat]) == 10 * 1000 + 30 + 1
+    others = [("float16", (4, 4), 32, 2), ("float32", (4, 4), 64, 1)]
+    assert costs.of([flat, *others]) == 8 * 1000 + 3 * 100 + 3 * 30 + 7 + 2
+    assert costs.most_nbytes == costs.of([("float32", (), 4, 1)])
