@@ -16,7 +16,7 @@ from streamload.devices.base import Device, Parameter
 from streamload.dtypes import DType
 from streamload.errors import OffloadError
 from streamload.offloading.deciding import OffloadPlan
-from streamload.offloading.groups import Group, groups_by_name, is_nested
+from streamload.offloading.groups import Group, groups_by_name, outer_modules
 from streamload.offloading.layers import SlotMemory
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
@@ -211,6 +211,7 @@ class ModelAdapter(ABC):
         """
         found = self._called(groups_by_name(wants.names, nbytes, self._layers), wants.names)
         layers = [name for name, _, in_layer in found if in_layer]
+        outer = outer_modules(found)
         groups, heads = [], []
         experts = self.experts(wants, stay, changed)
         taken = {at for group in experts for at in group.wants}
@@ -238,7 +239,7 @@ class ModelAdapter(ABC):
             module = self.module(name)
             if self._is_gathered(module, mine, wants, checkpoint, changed):
                 groups.append(Group(name, tuple(mine), "rows"))
-            elif module is not None and self.can_stream(module) and not is_nested(name, found):
+            elif module is not None and self.can_stream(module) and name not in outer:
                 groups.append(Group(name, tuple(mine), "layer"))
             else:
                 groups.append(Group(name, tuple(mine), "fixed"))

@@ -105,10 +105,14 @@ def _layers_in(layer: str, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def is_nested(name: str, groups: Sequence[tuple[str, list[int], bool]]) -> bool:
-    """Whether another group is inside a module: it computes with more than its own weights."""
-    inside = f"{name}." if name else ""
-    return any(other != name and other.startswith(inside) for other, _, _ in groups)
+def outer_modules(groups: Sequence[tuple[str, list[int], bool]]) -> set[str]:
+    """Names of modules that another group is inside: they compute with more than own weights."""
+    found: set[str] = set()
+    for name, _, _ in groups:
+        while name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return found
 
 
 def finer_layers(groups: Sequence[Group], wants: Wants, nbytes: Sequence[int]) -> Iterator[str]:
@@ -175,11 +179,12 @@ def groups_of_checkpoint(
     groups = _experts_by_name(wants, experts_chosen(config or {}), stay)
     taken = {at for group in groups for at in group.wants}
     by_name = groups_by_name(wants.names, nbytes, layers)
+    outer = outer_modules(by_name)
     for name, every, in_layer in by_name:
         numbers = [at for at in every if at not in taken]
         if not numbers:
             continue
-        kind: LayerKind = "fixed" if is_nested(name, by_name) else "layer"
+        kind: LayerKind = "fixed" if name in outer else "layer"
         fixed = tuple(at for at in numbers if matches(wants.names[at], stay))
         if fixed:
             groups.append(Group(f"{name} (stays)", fixed, "fixed"))
