@@ -119,6 +119,7 @@ SilentOption = Annotated[
 #: Arguments of a call at the beginning of what would fit, and lists of devices there.
 _ARGUMENT = re.compile(r'^(dtype|quant|residence|reader|context)=(?:"([^"]*)"|(\d+))')
 _DEVICES = re.compile(r"^device=\[([^]]*)\]")
+_LAYERS = re.compile(r"^layers=(?:\[([^]]*)\]|('[^']*'))")
 
 
 class LoadFlags(TypedDict, total=False):
@@ -212,7 +213,13 @@ def as_flags(error: BudgetError) -> BudgetError:
         return error
     lines = [_ARGUMENT.sub(r"--\1 \2\3", line) for line in error.would_fit]
     lines = [_DEVICES.sub(lambda found: f"--device {_bare(found[1])}", line) for line in lines]
+    lines = [_LAYERS.sub(_layers, line) for line in lines]
     return error.without("").suggesting(lines)
+
+
+def _layers(found: re.Match[str]) -> str:
+    """A flag for each pattern, in quotes, which a shell needs."""
+    return " ".join(f"--layers {each}" for each in (found[1] or found[2]).split(", "))
 
 
 def _bare(names: str) -> str:
