@@ -72,7 +72,8 @@ def _quantised(x: Array, arithmetic: Arithmetic) -> tuple[Array, Array]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         inverse = np.float32(1) / scales
         scaled = blocks * (flushed(inverse) if arithmetic == "cuda" else inverse)[:, None]
-    scaled[scales == 0] = -1
+    # zero times an infinite reciprocal, of a scale of zero or below 2^-128: bitsandbytes' code 0
+    scaled[np.isnan(scaled)] = -1
     codes = _searched(scaled) if arithmetic == "cuda" else _looked_up(scaled)
     return codes.reshape(-1)[: x.size], scales
 
