@@ -104,7 +104,7 @@ LAYERS = (
     ("devices.bulk",),
     ("devices.cuda",),
     ("devices.tinygrad_buffers",),
-    ("devices.tinygrad_tensors", "devices.torch_tensors"),
+    ("devices.tinygrad_tensors", "devices.torch_decoded", "devices.torch_tensors"),
     ("devices.host_streamed", "devices.torch_modules", "devices.torch_streamed", "nn"),
     ("devices.tinygrad_streamed", "devices.torch_experts"),
     ("devices.host", "devices.tinygrad", "devices.torch"),
@@ -178,32 +178,7 @@ LAYERS = (
 LEVEL = {module: level for level, line in enumerate(LAYERS) for module in line}
 
 #: Where each framework may be imported.
-_TRANSFORMERS = tuple(
-    f"transformers.{part}"
-    for part in (
-        *(
-            "internals",
-            "configuration",
-            "rows",
-            "names",
-            "dtypes",
-            "rest",
-            "loading",
-            "arguments",
-            "holding",
-        ),
-        *(
-            "quantised",
-            "quantising",
-            "coded",
-            "saving",
-            "parts",
-            "packed",
-            "packed_compressed",
-            "packed_mxfp4",
-        ),
-    )
-)
+_TRANSFORMERS = tuple(name for name in LEVEL if name.startswith("transformers."))
 FRAMEWORKS = {
     "tinygrad": (
         *("devices.tinygrad", "devices.tinygrad_buffers", "devices.tinygrad_streamed"),
@@ -211,7 +186,8 @@ FRAMEWORKS = {
         "bench.loaders",
     ),
     "torch": (
-        *("devices.torch", "devices.torch_modules", "devices.torch_streamed"),
+        *("devices.torch", "devices.torch_decoded", "devices.torch_modules"),
+        "devices.torch_streamed",
         "devices.torch_experts",
         *("devices.torch_tensors", "offloading.torch_model"),
         *("nodes.torch", "bench.loaders", "bench.passes"),

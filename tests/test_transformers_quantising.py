@@ -220,7 +220,7 @@ def test_a_conv1d_is_loaded_again(tmp_path: Path) -> None:
         model.transformer, tmp_path, progress=False, rename=lambda n: n.removeprefix("transformer.")
     )
     assert torch.equal(logits(model), expected)
-    assert module.weight.shape == (256, 64)
+    assert module.weight.shape == (64, 256)  # as a Conv1D has it
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])

@@ -20,9 +20,11 @@ from torch import nn
 from torch.nn import functional
 
 from streamload.devices.base import Swap
-from streamload.devices.torch_tensors import CODED
+from streamload.devices.torch_decoded import Origin, decoded, interpreted, origin_of
+from streamload.devices.torch_tensors import CODED, tie_key
+from streamload.dtypes import BY_NAME, F32, DType
 from streamload.quant import dynamic
-from streamload.quant.base import CodedWeight
+from streamload.quant.base import FORMATS, SOURCES, CodedWeight, QuantCounts, Quantised
 from streamload.quant.int8 import BITSANDBYTES_STEP
 from streamload.quant.q8_0 import BLOCK
 
@@ -102,9 +104,15 @@ _DECODERS: Mapping[str, Callable[[_Parts, int, int], torch.Tensor]] = {
 
 
 class Coded(nn.Module):
-    """What modules share that hold weights quantised."""
+    """What modules share that hold weights quantised.
+
+    Attributes:
+        requantized: what quantising did to weights that were written since they were loaded.
+    """
 
     _streamload_dtype: torch.dtype  # of the weights before
+    _streamload_name = ""  # of the module in its model
+    requantized = QuantCounts()
 
     def dense(
         self,
@@ -139,6 +147,103 @@ class Coded(nn.Module):
                 out[at:end] = piece.reshape(-1)
         return out.view(shape)
 
+    @interpreted
+    def shown(self, leaf: str, index: int | None = None, **options: Any) -> torch.Tensor:
+        """A weight, or a part of it, as the module's own class has it; see `DecodedWeight`.
+
+        Args:
+            leaf: of the name of the weight.
+            index: as in `dense`.
+            **options: of `dense`.
+        """
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        with torch.inference_mode(False):  # else nobody counts what is written to it
+            values = self.dense(leaf, index=index, **options)
+        partial, turned = index is not None, coded.transposed
+        values = values.t() if turned else values
+        return decoded(values, Origin(values, self, leaf, transposed=turned, partial=partial))
+
+    def requantize(self, leaf: str, values: torch.Tensor) -> QuantCounts:
+        """Quantise other values in place of a weight, on the CPU, into the memory of its parts.
+
+        Args:
+            leaf: of the name of the weight.
+            values: of the shape in which it is quantised.
+
+        Returns:
+            What quantising did; `requantized` counts it, too.
+
+        Raises:
+            ValueError: they have another shape, or are no floats.
+        """
+        coded: CodedWeight = getattr(self, CODED)[leaf]
+        found = tuple(values.shape)
+        if found != coded.shape or not values.is_floating_point():
+            raise ValueError(
+                f"cannot quantise {self.address(leaf)} again: expected floats of the shape "
+                f"{list(coded.shape)}, found {values.dtype} of {list(found)}"
+            )
+        parts = {part.suffix: self._buffers[part.name(leaf)] for part in coded.made.parts}
+        made = FORMATS[coded.format].of(coded.matrix, _source(parts))
+        kept = values.dtype in _ENCODED
+        src = _ENCODED[values.dtype if kept else torch.float32]
+        encoder, numel = made.encoder(src), values.numel()
+        codes = torch.empty(made.parts[0].nbytes, dtype=torch.uint8, device="cpu")
+        counts, flat, done = QuantCounts(), values.detach().reshape(-1), 0
+        step = max(_STEP_NUMEL // made.unit_numel, 1) * made.unit_numel
+        for at in range(0, numel, step):
+            piece = flat[at : at + step].to("cpu", None if kept else torch.float32).contiguous()
+            out = codes[done:] if at + step >= numel else codes[done:][: _nbytes(made, step)]
+            counts += encoder.encode(_bytes(piece), _bytes(out), at)
+            done += out.numel()
+        written = {"": memoryview(codes.numpy()), **encoder.finish()}
+        with torch.no_grad():
+            for suffix, part in parts.items():
+                new = torch.frombuffer(bytearray(written[suffix]), dtype=torch.uint8)
+                part.copy_(new.view(part.dtype).view(part.shape))
+        self.requantized = self.requantized + counts
+        return counts
+
+    def stamp(self, leaf: str) -> tuple[int, ...]:
+        """What differs when the parts of a weight have been written."""
+        parts = [self._buffers[name] for name in getattr(self, CODED)[leaf].names(leaf)]
+        return tuple(0 if part.is_inference() else part._version for part in parts)
+
+    def address(self, leaf: str) -> str:
+        """The name of a weight in the model, as it was loaded."""
+        return f"{self._streamload_name}.{leaf}" if self._streamload_name else leaf
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Quantise a parameter that is put in place of a weight; share the codes of another's."""
+        coded: Mapping[str, CodedWeight] = self.__dict__.get(CODED, {})
+        if name not in coded:
+            super().__setattr__(name, value)
+            return
+        origin = origin_of(value)
+        if origin is not None and isinstance(origin.holder, Coded):
+            self._share(name, origin.holder, origin.leaf)
+        elif isinstance(value, nn.Parameter):
+            own = value.detach()
+            self.requantize(name, own.t() if coded[name].transposed else own)
+        else:
+            raise TypeError(
+                f"cannot assign a {type(value).__name__} to {self.address(name)}, which is held as "
+                f"{coded[name].format}: write module.{name} = torch.nn.Parameter(new), which "
+                "quantises it again"
+            )
+
+    def _share(self, leaf: str, other: Coded, its: str) -> None:
+        """Hold the parts that another module holds: the two weights are tied."""
+        mine, theirs = getattr(self, CODED)[leaf], getattr(other, CODED)[its]
+        if mine != theirs:
+            raise TypeError(
+                f"cannot tie {self.address(leaf)} to {other.address(its)}: one is {mine.format} of "
+                f"{list(mine.shape)}, the other {theirs.format} of {list(theirs.shape)}; give both "
+                "one format"
+            )
+        for name, named in zip(mine.names(leaf), theirs.names(its), strict=True):
+            self._buffers[name] = other._buffers[named]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy by the class that it had: the one that it has is made by a load."""
         own = type(self).__bases__[1]
@@ -156,10 +261,11 @@ class Coded(nn.Module):
             like = fn(torch.empty(0, dtype=self._streamload_dtype, device=device))
             super()._apply(fn, recurse)
             flat = {name: old.detach().reshape(-1).view(torch.uint8) for name, old in held.items()}
-            held = {
+            moved = {
                 name: fn(flat[name]).view(old.dtype).reshape(old.shape)
                 for name, old in held.items()
             }
+            held = {name: _moved(old, moved[name]) for name, old in held.items()}
             self._streamload_dtype = like.dtype
         finally:
             self._buffers.update(held)
@@ -167,10 +273,48 @@ class Coded(nn.Module):
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         """Take parts whose names have a dot, which torch takes for names of submodules."""
+        coded: Mapping[str, CodedWeight] = getattr(self, CODED)
+        own = {prefix + name for name in _names(coded)}
+        for leaf, each in coded.items():
+            codes = state.get(prefix + leaf)
+            if isinstance(codes, torch.Tensor) and codes.is_floating_point():
+                # codes of eight bits may have its shape, and would become its integers
+                state = {key: value for key, value in state.items() if key != prefix + leaf}
+                others[4].append(
+                    f"{prefix}{leaf} is held as {each.format}, and {codes.dtype} was given: write "
+                    f"module.{leaf} = torch.nn.Parameter(new), or streamload.load_state_dict"
+                )
         super()._load_from_state_dict(state, prefix, *others)
-        own = {prefix + name for name in _names(getattr(self, CODED))}
         unexpected = others[3]
         unexpected[:] = [name for name in unexpected if name not in own]
+
+
+_ENCODED = {getattr(torch, src.name): src for src in SOURCES}
+
+
+def _source(parts: _Parts) -> DType:
+    """The dtype that the parts of a weight name as that of the weight before."""
+    for suffix, part in parts.items():
+        if suffix.startswith(".quant_state"):
+            return BY_NAME[json.loads(bytes(part.cpu().numpy()))["dtype"]]
+    return F32
+
+
+def _nbytes(made: Quantised, numel: int) -> int:
+    """Bytes of the codes of whole units."""
+    return numel // made.unit_numel * made.unit_nbytes
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def _moved(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A part elsewhere: the same object, where torch can, since modules may share it."""
+    if old.is_inference() or not torch._has_compatible_shallow_copy_type(old, new):
+        return new
+    old.data = new
+    return old
 
 
 def _names(coded: Mapping[str, CodedWeight]) -> list[str]:
@@ -183,8 +327,8 @@ class _Product(Coded):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight, dequantised for each look at it."""
-        return self.dense("weight")
+        """The weight, dequantised for each look at it; see `DecodedWeight`."""
+        return self.shown("weight")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The product with the weight, dequantised for the call."""
@@ -207,7 +351,11 @@ class _Dense:
 
     def __getitem__(self, expert: torch.Tensor) -> torch.Tensor:
         """An expert's matrix, on the device of its number."""
-        return self._module.dense(self._leaf, index=int(expert), device=expert.device)
+        return self._module.shown(self._leaf, int(expert), device=expert.device)
+
+    def __setitem__(self, expert: Any, values: Any) -> None:
+        """Refuse: the codes of an expert are not written alone."""
+        Origin(torch.empty(0), self._module, self._leaf, partial=True).write("one expert")
 
 
 @cache
@@ -326,6 +474,12 @@ def _said(module: nn.Module, leaf: str, format: str) -> CodedWeight | None:
     return coded
 
 
+def _tied(module: nn.Module, leaf: str) -> Any:
+    """What parameters share that are one weight."""
+    parameter = module._parameters[leaf]
+    return None if parameter is None else tie_key(parameter)
+
+
 def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:
     """What `Swap` says, of a module.
 
@@ -340,21 +494,21 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
     if unknown is not None:
         raise ValueError(f"quant: torch computes with {', '.join(_DECODERS)}, not with {unknown}")
     by_name: dict[str, _Place] = {}
-    shared: dict[int, dict[tuple[int, str], tuple[str, _Place]]] = {}
+    shared: dict[Any, dict[tuple[int, str], tuple[str, _Place]]] = {}
     for name, (module, leaf) in places:
         if leaf in module._parameters:
             by_name[name] = module, leaf
-            holders = shared.setdefault(id(module._parameters[leaf]), {})
+            holders = shared.setdefault(_tied(module, leaf), {})
             holders.setdefault((id(module), leaf), (name, (module, leaf)))
     coded: dict[str, CodedWeight] = {}
-    groups: list[list[tuple[_Place, CodedWeight]]] = []
+    groups: list[list[tuple[str, _Place, CodedWeight]]] = []
     refused: dict[str, str] = {}
     dense_nbytes = 0
     for name, format in formats.items():
         if name not in by_name:
             continue
         module, leaf = by_name[name]
-        holders = shared[id(module._parameters[leaf])]
+        holders = shared[_tied(module, leaf)]
         said = [_said(*place, format) for _, place in holders.values()]
         first = said[0]
         if first is None or any(each != first for each in said):
@@ -363,32 +517,35 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
             refused[name] = " and ".join(kinds) + ", which share it" * (len(kinds) > 1)
             continue
         coded |= {other: first for other, _ in holders.values()} | {name: first}
-        groups.append([(place, first) for _, place in holders.values()])
+        groups.append([(other, place, first) for other, place in holders.values()])
         itemsize = module._parameters[leaf].itemsize
         one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
         dense_nbytes = max(dense_nbytes, one_nbytes)
     return Swap(coded, lambda: _put(groups), dense_nbytes, _HOLDERS, refused)
 
 
-def _put(groups: Iterable[list[tuple[_Place, CodedWeight]]]) -> Callable[[], None]:
+def _put(groups: Iterable[list[tuple[str, _Place, CodedWeight]]]) -> Callable[[], None]:
     """Let modules hold codes, without values yet; returns what lets them be as they were."""
     before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
     for group in groups:
-        made = group[0][1].made
+        made = group[0][2].made
         beside = {
             part: torch.empty(part.shape, dtype=getattr(torch, part.dtype.name), device="meta")
             for part in made.parts[1:]
         }
-        for (module, leaf), said in group:
+        _, (first, its), _ = group[0]
+        held = first._parameters[its]  # the objects may be several, over the same memory
+        assert held is not None
+        for name, (module, leaf), said in group:
             kept = dict(module._parameters), dict(module._buffers)
             before.setdefault(id(module), (module, type(module), *kept))
             # it goes on holding the old weight until the load releases that
-            old = module._parameters.pop(leaf)
-            assert old is not None
-            module._buffers[leaf] = old
+            del module._parameters[leaf]
+            module._buffers[leaf] = held
             module._buffers.update({part.name(leaf): empty for part, empty in beside.items()})
             module.__dict__.setdefault(CODED, {})[leaf] = said
-            module.__dict__["_streamload_dtype"] = old.dtype
+            module.__dict__["_streamload_dtype"] = held.dtype
+            module.__dict__["_streamload_name"] = name.rpartition(".")[0]
     for module, own, _, _ in before.values():
         module.__class__ = _class_of(own, frozenset(getattr(module, CODED)))
 
@@ -398,6 +555,7 @@ def _put(groups: Iterable[list[tuple[_Place, CodedWeight]]]) -> Callable[[], Non
             for entries, kept in ((module._parameters, parameters), (module._buffers, buffers)):
                 entries.clear()
                 entries.update(kept)
-            del module.__dict__[CODED], module.__dict__["_streamload_dtype"]
+            for key in (CODED, "_streamload_dtype", "_streamload_name"):
+                del module.__dict__[key]
 
     return undo

@@ -380,7 +380,7 @@ def _module_slots(module: nn.Module, persistent: bool) -> Iterator[tuple[str, Sl
                 yield dot + key, (child._buffers, key)
 
 
-def _key(tensor: torch.Tensor) -> Any:
+def tie_key(tensor: torch.Tensor) -> Any:
     """What tied tensors share: the object, or the memory and the view of it."""
     if hasattr(tensor, _INVALID):
         return id(getattr(tensor, _INVALID))
@@ -407,7 +407,7 @@ def parameters_of(model: Any) -> list[TorchParameter]:
 
 
 def _make(slots: Iterable[tuple[str, Slot]]) -> list[TorchParameter]:
-    return make_parameters(slots, lambda slot: _key(slot[0][slot[1]]), TorchParameter)
+    return make_parameters(slots, lambda slot: tie_key(slot[0][slot[1]]), TorchParameter)
 
 
 def _parameters_of_module(model: nn.Module) -> list[TorchParameter]:

@@ -33,6 +33,9 @@ class Maker(Protocol):
     def forget(self, module: Any) -> None:
         """Take out of the module what it keeps of the parts beside its parameter."""
 
+    def watch(self, module: Any) -> None:
+        """Keep the parts of a module that has its weight for good from what calls do to them."""
+
 
 class FourBit:
     """A weight of bitsandbytes' `Linear4bit`."""
@@ -74,6 +77,12 @@ class FourBit:
         """See `Maker`."""
         module.quant_state = None
 
+    def watch(self, module: Any) -> None:
+        """See `Maker`."""
+        from streamload.transformers import repacked
+
+        repacked.watch(module)
+
 
 def _with_parts(state: Any, parts: Mapping[str, Any]) -> Any:
     """A quantisation state with other tensors."""
@@ -106,6 +115,9 @@ class EightBit:
         """See `Maker`."""
         module.state.CB = module.state.SCB = None
 
+    def watch(self, module: Any) -> None:
+        """Nothing."""
+
 
 class TorchAo:
     """A tensor of a class of torchao, made by transformers' own function."""
@@ -131,6 +143,9 @@ class TorchAo:
         return nn.Parameter(made[self._name], requires_grad=False)
 
     def forget(self, module: Any) -> None:
+        """Nothing."""
+
+    def watch(self, module: Any) -> None:
         """Nothing."""
 
 
@@ -207,6 +222,7 @@ def put_together(
     if not streamed:
         parts = {key: module._buffers.pop(key) for key in keys}
         module._parameters[leaf] = maker.make(module, parts)
+        maker.watch(module)
         return
     setattr(module, _MADE, _Made(leaf, keys, maker))
     own: Any = type(module)

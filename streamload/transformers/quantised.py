@@ -39,6 +39,7 @@ _FP8_CAPABILITY = (8, 9)
 # bitsandbytes repacks a weight of 4 bits when it is first computed with on such a CPU: this many
 # bytes for each of its elements, seen for one of 33.6 million.
 _REPACKED_NBYTES = 7
+_STATISTIC_NBYTES = 2  # of each block of what is repacked; those that are stored stay, too
 _REPACKED_ROWS = 32
 
 
@@ -248,6 +249,7 @@ class Quantised:
             devices: where it goes.
             weights: of 4 bits, by name: the shape, and the elements of a block.
         """
+        largest_nbytes = kept_nbytes = 0
         for name, (shape, size) in weights.items() if "cpu" in devices else ():
             module = model.get_submodule(name.rpartition(".")[0])
             if not getattr(module, "support_avx512bf16_for_cpu", False):
@@ -259,8 +261,9 @@ class Quantised:
                     f"columns in {size}s",
                     devices,
                 )
-            nbytes = _REPACKED_NBYTES * math.prod(shape)
-            self.beside_nbytes = max(self.beside_nbytes, nbytes)
+            largest_nbytes = max(largest_nbytes, _REPACKED_NBYTES * math.prod(shape))
+            kept_nbytes += _STATISTIC_NBYTES * math.prod(shape) // size
+        self.beside_nbytes = largest_nbytes + kept_nbytes
         if self.beside_nbytes:
             self.notes.append(
                 f"{format_bytes(self.beside_nbytes)} stay free: bitsandbytes repacks each weight "
