@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tinygrad import Tensor, dtypes, nn
 
 from streamload.devices.base import Swap
-from streamload.devices.tinygrad_tensors import TO_TINYGRAD
+from streamload.devices.tinygrad_tensors import TO_TINYGRAD, tie_key
 from streamload.dtypes import F32
 from streamload.quant.base import FORMATS, CodedWeight
 from streamload.quant.q8_0 import BLOCK
@@ -152,13 +152,10 @@ def replace_linears(model: Any, formats: Callable[[str], str | None]) -> Replace
         ValueError: a format does not exist or cannot hold the weight, or names that share a weight
             have different formats. The model is as it was.
     """
-    names: dict[int, list[str]] = {}  # by tensor
-    wanted: dict[str, str | None] = {}
-    for name, tensor in nn.state.get_state_dict(model).items():
-        if len(tensor.shape) > 1:
-            names.setdefault(id(tensor), []).append(name)
-            wanted[name] = formats(name)
-    replaced, pairs = _chosen(model, names.values(), wanted)
+    tensors = nn.state.get_state_dict(model)
+    matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1}
+    wanted = {name: formats(name) for name in matrices}
+    replaced, pairs = _chosen(model, _tied(matrices), wanted)
     put_into(model, {id(linear): layer for linear, layer in pairs})
     kept = (name for name, format in wanted.items() if format is not None)
     return Replacement(replaced, tuple(name for name in kept if name not in replaced))
@@ -170,12 +167,13 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     Raises:
         ValueError: there is no layer for a format, or a Linear holds values already.
     """
-    names: dict[int, list[str]] = {}
     tensors = nn.state.get_state_dict(model)
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    wanted = {name: formats.get(name) for name in tensors}
-    replaced, pairs = _chosen(model, names.values(), wanted)
+    shared = _tied(tensors)
+    wanted: dict[str, str | None] = {}
+    for tied in shared:  # a checkpoint may have one of the names
+        found = {name: formats[name] for name in tied if name in formats}
+        wanted |= {name: found.get(name, next(iter(found.values()), None)) for name in tied}
+    replaced, pairs = _chosen(model, shared, wanted)
     for name in replaced:
         if tensors[name].uop.is_realized:
             raise ValueError(
@@ -192,6 +190,14 @@ def swapping(model: Any, formats: Mapping[str, str]) -> Swap:
     others = (name for name in formats if name in tensors and name not in coded)
     refused = {name: type(_owner(model, name)).__name__ for name in others}
     return Swap(coded, put, 0, "tinygrad's nn.Linear", refused)
+
+
+def _tied(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor; those that are tied have several."""
+    key, names = tie_key(tensors.values()), dict[Any, list[str]]()
+    for name, tensor in tensors.items():
+        names.setdefault(key(tensor), []).append(name)
+    return list(names.values())
 
 
 def _chosen(

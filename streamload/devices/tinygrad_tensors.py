@@ -555,8 +555,8 @@ def _share_out(parameters: Sequence[TinygradParameter]) -> None:
         parameter.hold(under)
 
 
-def _tied(tensors: Sequence[Tensor]) -> Callable[[Tensor], Any]:
-    """What tied tensors share: the memory and the view of it, or a graph over memory."""
+def tie_key(tensors: Iterable[Tensor]) -> Callable[[Tensor], Any]:
+    """Give what tied tensors share: the memory and the view of it, or a graph over memory."""
     found = Counter(uop for uop, _ in {(tensor.uop, id(tensor)) for tensor in tensors})
     several = [uop for uop, count in found.items() if count > 1]
     # one of constants alone (Tensor.arange(4).log()) is one node wherever it is written
@@ -575,6 +575,6 @@ def parameters_of(model: Any) -> list[TinygradParameter | ShardParameter]:
     for name, tensor in tensors.items():
         if absent_buffer(tensor.uop) is not None:
             raise OffloadError(f"{name} streams: the model is offloaded, close() it first")
-    found = make_parameters(tensors.items(), _tied(list(tensors.values())), TinygradParameter)
+    found = make_parameters(tensors.items(), tie_key(tensors.values()), TinygradParameter)
     _share_out(found)
     return [shard for parameter in found for shard in _shards_of(parameter)]
