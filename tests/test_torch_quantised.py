@@ -333,3 +333,230 @@ def test_formats_without_a_module_are_refused() -> None:
     """A format that nobody here decodes is named, with those that are."""
     with pytest.raises(ValueError, match="not with other"):
         torch_modules.swapping([], {"a.weight": "other"})
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+
+def _vectors(weight: Any) -> None:
+    torch.nn.utils.vector_to_parameters(torch.zeros(weight.numel()), [weight])
+
+
+def _in_inference_mode(weight: Any) -> None:
+    with torch.inference_mode():
+        weight.t().mul_(2)
+
+
+def _assign(weight: Any) -> None:
+    weight.data = torch.zeros(WIDE, NARROW)
+
+
+def _rows(weight: Any) -> None:
+    for row in weight:
+        row.zero_()
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "zero_": lambda w: w.zero_(),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "iadd": lambda w: w.__iadd__(1),
+    "data in place": lambda w: w.data.copy_(torch.ones(WIDE, NARROW)),
+    "data": _assign,
+    "out": lambda w: torch.add(torch.ones(WIDE, NARROW), 1, out=w),
+    "view": lambda w: w.view(-1)[3:5].fill_(1),
+    "transpose": lambda w: w.T.zero_(),
+    "detach": lambda w: w.detach().zero_(),
+    "same dtype": lambda w: w.to(torch.float32).contiguous().zero_(),
+    "chunk": lambda w: w.chunk(2)[1].zero_(),
+    "rows": _rows,
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "init": lambda w: nn.init.normal_(w),
+    "vectors": _vectors,
+    "inference mode": _in_inference_mode,
+    "memory": lambda w: w.set_(torch.zeros(WIDE, NARROW)),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_to_a_decoded_weight_raises(saved: tuple[Any, Path], how: str) -> None:
+    """At the write, with the name and the line that does it; the codes are as they were."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="int8", device="cpu")
+    module = model.layers[0].up
+    before = module.weight.clone()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight .*module\.weight = torch\.nn"):
+        WRITES[how](module.weight)
+    assert torch.equal(module.weight, before) and not module.requantized.numel
+
+
+def test_a_decoded_weight_reads_as_a_plain_tensor(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    """Results, copies, files and parameters made of it are plain; arrays cannot be written."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="q8_0", device="cpu")
+    weight = model.layers[0].up.weight
+    results = (
+        weight + 1,
+        weight.clone(),
+        weight.bfloat16(),
+        copy.deepcopy(weight),
+        weight @ weight.T,
+    )
+    assert {type(each) for each in results} == {torch.Tensor}
+    own = nn.Parameter(weight.clone()), nn.Parameter(model.layers[0].up.weight)
+    assert {type(each) for each in own} == {nn.Parameter}
+    own[1].data.zero_()
+    torch.save({"w": weight}, tmp_path / "w.pt")
+    st.save_file({"w": weight}, tmp_path / "w.safetensors")
+    for back in (torch.load(tmp_path / "w.pt"), st.load_file(tmp_path / "w.safetensors")):
+        assert type(back["w"]) is torch.Tensor and torch.equal(back["w"], weight)
+    with pytest.raises(ValueError, match="read-only"):
+        weight.numpy()[0] = 1
+    with pytest.raises(BufferError, match=r"layers\.0\.up\.weight"):
+        torch.from_dlpack(weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_in_place_of_a_weight_is_quantised(
+    saved: tuple[Any, Path], tmp_path: Path, name: str
+) -> None:
+    """Into the codes that a load makes of it; errors are counted; anything else is refused."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant=name, device="cpu")
+    torch.manual_seed(2)
+    other = Small().eval()
+    state = {n: t.clone() for n, t in other.state_dict().items() if n != "head.weight"}
+    st.save_file(state, tmp_path / "other.safetensors")
+    expected = empty()
+    load(expected, tmp_path / "other.safetensors", quant=name, device="cpu")
+    module, wanted = model.layers[0].up, expected.layers[0].up
+    memory = module._buffers["weight"].data_ptr()
+    module.weight = nn.Parameter(other.layers[0].up.weight.detach())
+    assert module._buffers["weight"].data_ptr() == memory
+    assert all(torch.equal(t, wanted._buffers[n]) for n, t in module._buffers.items())
+    off = error(module.weight, other.layers[0].up.weight)
+    assert module.requantized.relative == pytest.approx(off, rel=0.1 if "nested" in name else 1e-3)
+    with pytest.raises(TypeError, match=r"module\.weight = torch\.nn\.Parameter"):
+        module.weight = torch.zeros(WIDE, NARROW)
+    with pytest.raises(ValueError, match=r"expected floats of the shape \[160, 96\]"):
+        module.weight = nn.Parameter(torch.zeros(3, 3))
+    before = module.weight.clone()
+    with pytest.raises(RuntimeError, match=f"up.weight is held as {name}"):
+        model.load_state_dict({"layers.0.up.weight": torch.zeros(WIDE, NARROW)}, strict=False)
+    assert torch.equal(module.weight, before)
+
+
+def dequantised(model: Any, make: Callable[[], Any] = Small) -> Any:
+    """A plain model of the values that another one decodes to."""
+    plain = make().eval()
+    for module, other in zip(plain.modules(), model.modules(), strict=True):
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(other.weight.detach().clone())
+            module.bias = other.bias
+        elif isinstance(module, (nn.Embedding, nn.LayerNorm)):
+            module.load_state_dict(other.state_dict())
+    return plain
+
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"init_lora_weights": False}),
+    "DoRA": ("LoraConfig", {"init_lora_weights": False, "use_dora": True}),
+    "PiSSA": ("LoraConfig", {"init_lora_weights": "pissa"}),
+    "OLoRA": ("LoraConfig", {"init_lora_weights": "olora"}),
+    "IA3": ("IA3Config", {"feedforward_modules": ["down"], "init_ia3_weights": False}),
+    "LoKr": ("LoKrConfig", {"init_weights": False}),
+    "HRA": ("HRAConfig", {"init_weights": False}),
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("name", ["int8", "nf4-nested"])
+def test_what_peft_merges_is_quantised_again(
+    saved: tuple[Any, Path], adapter: str, name: str
+) -> None:
+    """As in the dequantised model, off by what quantising loses: merged, unmerged and unloaded."""
+    peft = needs.module("peft", needed=False)
+    _, path = saved
+    model = empty()
+    load(model, path, quant=name, device="cpu")
+    models = [model, dequantised(model)]
+    before = model(IDS)
+    kind, options = ADAPTERS[adapter]
+    found: list[list[Any]] = []
+    for each in models:
+        torch.manual_seed(3)
+        config = getattr(peft, kind)(target_modules=["up", "down"], **options)
+        with_adapter = peft.get_peft_model(each, config).eval()
+        logits = [with_adapter(IDS)]
+        with_adapter.merge_adapter()
+        logits.append(with_adapter(IDS))
+        with_adapter.unmerge_adapter()
+        logits.append(with_adapter(IDS))
+        logits.append(with_adapter.merge_and_unload(safe_merge=True)(IDS))
+        found.append(logits)
+    most = 0.02 if name == "int8" else 0.25
+    assert all(error(mine, theirs) < most for mine, theirs in zip(*found, strict=True))
+    if adapter not in ("PiSSA", "OLoRA"):  # which take out what they add
+        assert error(found[0][3], before) > 2 * error(found[0][3], found[1][3])
+    assert 0 < model.layers[0].up.requantized.relative < most
+
+
+def test_compiled_code_loses_no_write(saved: tuple[Any, Path]) -> None:
+    """It raises there, too, and reads are right."""
+    _, path = saved
+    model = empty()
+    load(model, path, quant="int8", device="cpu")
+    module = model.layers[0].up
+
+    def write() -> Any:
+        return module.weight[0].zero_()
+
+    def read(x: Any) -> Any:
+        return module(x.to(module.weight.dtype)) * module.weight.norm()
+
+    with pytest.raises(RuntimeError, match="cannot write"):
+        torch.compile(write, backend="eager")()
+    x = torch.randn(2, NARROW)
+    assert torch.equal(torch.compile(read, backend="eager")(x), read(x))
+
+
+# --- shared weights -------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """A layer that stands twice, weights that are tied, and one over the memory of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one, two, three = Layer(), Layer(), Layer()
+        two.up.weight = one.up.weight
+        three.down.weight.data = one.down.weight.data
+        self.layers = nn.ModuleList([one, two, one, three])
+        self.inner = nn.ModuleDict({"x": nn.ModuleList([two.down])})
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.inner["x"][0](torch.relu(self.layers[0].up(x)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_weights_are_held_once_and_right_in_each_use(tmp_path: Path, name: str) -> None:
+    """Modules and parameters at any depth; copies, moves and writes keep them shared."""
+    torch.manual_seed(1)
+    expected = Shared().eval()
+    once = {t.data_ptr(): (n, t.clone()) for n, t in reversed(expected.state_dict().items())}
+    st.save_file(dict(once.values()), tmp_path / "model.safetensors")
+    model = Shared().eval()
+    report = load(model, tmp_path / "model.safetensors", quant=name, device="cpu")
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in model.state_dict().values()}
+    assert sum(held.values()) <= report.resident_nbytes < sum(held.values()) + 64 * len(held)
+    assert len(report.errors) == 4
+    x = torch.randn(3, NARROW)
+    plain = dequantised(model, Shared)
+    assert error(model(x), plain(x)) < 1e-6
+    for other in (model, copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)):
+        other.layers[0].up.weight = nn.Parameter(torch.zeros(WIDE, NARROW))
+        assert not other.layers[1].up.weight.any()
