@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import safetensors.numpy as sn
 from safetensors_files import write_safetensors
 from tinygrad import Tensor, TinyJit, Variable, dtypes, nn
 from tinygrad.helpers import GlobalCounters
@@ -371,6 +372,46 @@ def test_a_load_puts_the_layers_in_place(tmp_path: Path, format: str) -> None:
     assert set(again.errors) == expected
     with pytest.raises(ValueError, match="holds values already"):
         streamload.load_state_dict(full, path, quant=format, **options)
+
+
+@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0"])
+def test_shared_weights_are_held_once(tmp_path: Path, format: str) -> None:
+    """A layer that stands twice, a tensor of two Linears, and another tensor of the same memory."""
+
+    class Shared:
+        def __init__(self) -> None:
+            one, two, three = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
+            two.weight = one.weight
+            three.weight = Tensor(one.weight.uop)
+            self.layers = [one, two, {"x": (one, three)}]
+
+        def __call__(self, x: Tensor) -> Tensor:
+            one, two, inner = self.layers
+            for layer in (one, two, *inner["x"]):  # type: ignore[misc]
+                x = layer(x)
+            return x
+
+    random = np.random.default_rng(1)
+    names = ("layers.0.weight", "layers.0.bias", "layers.1.bias")
+    shapes = ((64, 64), (64,), (64,))
+    values = {
+        n: random.standard_normal(s).astype(np.float32) for n, s in zip(names, shapes, strict=True)
+    }
+    path = tmp_path / "model.safetensors"
+    sn.save_file(values, path)
+    model = Shared()
+    report = streamload.load_state_dict(model, path, quant=format, progress=False)
+    one, two, inner = model.layers
+    layers = (one, two, *inner["x"])
+    assert {type(layer) for layer in layers} == {QuantLinear} and inner["x"][0].weight is one.weight
+    assert len({id(layer.weight.uop.buffer.base) for layer in layers}) == 1
+    assert len(report.errors) == 1
+    w, b, c = values.values()
+    x = random.standard_normal((3, 64)).astype(np.float32)
+    expected = (((x @ w.T + b) @ w.T + c) @ w.T + b) @ w.T
+    found = model(Tensor(x)).numpy()
+    most = 0.3 if format == "q4_0" else 0.03
+    assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
 
 
 def test_auto_chooses_a_format_for_a_model(tmp_path: Path) -> None:

@@ -185,3 +185,21 @@ def test_large_nested_mean(src: Any) -> None:
     absmax = np.abs(x.astype(np.float32)).reshape(-1, 64).max(axis=1)
     expected = torch.from_numpy(absmax).mean().item()
     assert abs(state["nested_offset"] - expected) <= np.spacing(np.float32(expected))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("scale", [1e-38, 2.9e-39, 1e-39, 1e-42, 1e-45, 0.0])
+def test_statistics_below_the_reciprocal(kind: Any, scale: float) -> None:
+    """Nested, of scales whose reciprocal is infinite: codes and scales are bitsandbytes'."""
+    torch = needs.module("torch", needed=False)
+    functional = needs.module("bitsandbytes", needed=False).functional
+    x = np.random.default_rng(1).standard_normal((64, 320)).astype(np.float32)
+    x *= np.float32(scale)
+    x[:8] = 0
+    _, state = functional.quantize_4bit(
+        torch.from_numpy(x), blocksize=64, compress_statistics=True, quant_type=kind
+    )
+    expected = state.as_dict(packed=True)
+    parts, _ = quantised(FORMATS[f"{kind}-nested"], Sample("", F32, x, True))
+    assert np.array_equal(parts[".absmax"], expected["absmax"].numpy())
+    assert np.allclose(parts[".nested_absmax"], expected["nested_absmax"].numpy(), rtol=1e-6)

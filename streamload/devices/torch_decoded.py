@@ -156,6 +156,10 @@ class DecodedWeight(torch.Tensor):
         self.__class__ = nn.Parameter
         self.__dict__.clear()
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Write, as other functions do: torch does not intercept it."""
+        return _watched(torch.Tensor.set_, (self, *args), kwargs)
+
     def numpy(self, *, force: bool = False) -> Any:
         """An array that cannot be written."""
         array = plain_of(self).numpy(force=force)
