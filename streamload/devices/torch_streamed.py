@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol, cast
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from streamload.devices.slots import Slot
+from streamload.devices.stays import Stays
+from streamload.devices.torch_faces import Face
+from streamload.devices.torch_lent import (
+    forget,
+    is_kept,
+    is_lent,
+    lend,
+    references,
+    take_back,
+    weight_of,
+    why_kept,
+)
 from streamload.devices.torch_tensors import TO_TORCH
 from streamload.errors import OffloadError
 from streamload.planning.residency import SlotPlaces
-
-_LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
-
-# What torch.compile says of a tensor, whatever it holds.
-_OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
 
 # What may be asked of a weight that is not there: what it is.
 _ASKED = frozenset(
@@ -35,6 +44,9 @@ _ASKED = frozenset(
 )  # fmt: skip
 
 
+# Where recurrent modules keep their weights beside their parameters.
+_LISTS = ("_flat_weights", "_flat_weight_refs")
+
 # Attributes that are values, or views of them.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
@@ -46,17 +58,28 @@ class StreamedParameter(torch.Tensor):
     """
 
     _streamload_streamed: str
+    _streamload_stays: Stays | None
     _is_param = True  # to torch it is a parameter
 
     @staticmethod
     def __new__(
-        cls, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        requires_grad: bool = False,
+        stays: Stays | None = None,
     ) -> StreamedParameter:
-        """Make one; ``name`` is for errors."""
+        """Make one of a name for errors, which says of ``requires_grad`` what the weight would.
+
+        Who uses it is told to ``stays``; without it, that raises.
+        """
         made: StreamedParameter = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=False
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-        made._streamload_streamed = name
+        made._streamload_streamed, made._streamload_stays = name, stays
         return made
 
     def __repr__(self) -> str:
@@ -72,15 +95,17 @@ class StreamedParameter(torch.Tensor):
         if name in ("__get__", "__set__"):  # of an attribute
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             name = f".{attribute}" if attribute in _VALUES else name
+        kwargs = kwargs or {}
         if name not in _ASKED:
-            raise _not_here(name, args)
+            args, kwargs = tree_map_only(StreamedParameter, partial(_zeros, name), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Nothing computes with it."""
-        raise _not_here(str(func), args)
+        given = tree_map_only(StreamedParameter, partial(_zeros, str(func)), (args, kwargs or {}))
+        return func(*given[0], **given[1])
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: a copy would share the slots."""
@@ -95,16 +120,55 @@ class StreamedParameter(torch.Tensor):
         )
 
 
-def _not_here(what: str, args: Any) -> OffloadError:
-    """The error for one who wants a weight's values."""
-    found = (each for each in args if isinstance(each, StreamedParameter))
-    name = next((each._streamload_streamed for each in found), "a weight")
-    return OffloadError(
-        f"{name} streams from its file when its layer computes, and is not here now ({what}): a "
-        "model that is offloaded cannot be saved, moved, copied, trained or changed; read the "
-        "checkpoint, close() the offload first, or let the weight stay where a model uses it "
-        f'outside of its layer: stay="{name}"'
+def _zeros(what: str, weight: StreamedParameter) -> torch.Tensor:
+    """Zeros without memory for a weight that is used where it is not here: the pass will raise."""
+    stays = weight._streamload_stays
+    reason = (
+        f"streams from its file when its layer computes, and is not here now ({what}): a model "
+        "that is offloaded cannot be saved, moved, copied, trained or changed; read the "
+        "checkpoint, close() the offload first, or where a model uses it outside of its layer"
     )
+    (Stays() if stays is None else stays).cannot(weight._streamload_streamed, reason, outside=True)
+    return zeros_like(weight)
+
+
+def zeros_like(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros of a weight's shape that take no memory."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+@contextmanager
+def stood_in(model: nn.Module) -> Iterator[None]:
+    """Let zeros without memory stand for weights that stream, where a package initialises others.
+
+    They say that they are initialised, as transformers asks.
+    """
+    zeros: dict[int, nn.Parameter] = {}
+    own: dict[int, StreamedParameter] = {}
+    try:
+        for container, key, value in _entries(model):
+            if isinstance(value, StreamedParameter):
+                if id(value) not in zeros:
+                    made = nn.Parameter(zeros_like(value), requires_grad=False)
+                    made._is_hf_initialized = True  # type: ignore[attr-defined]
+                    zeros[id(value)], own[id(made)] = made, value
+                container[key] = zeros[id(value)]
+        yield
+    finally:
+        for container, key, value in _entries(model):
+            if id(value) in own:
+                container[key] = own[id(value)]
+
+
+def _entries(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where all parameters and buffers of a model are, and what is there."""
+    return [
+        (container, key, value)
+        for module in model.modules()
+        for container in (module._parameters, module._buffers)
+        for key, value in container.items()
+    ]
 
 
 class TorchSlots:
@@ -137,7 +201,7 @@ class TorchSlots:
         """Let go of the memory, even where something still refers to a view."""
         for view in (self._memory, *(each for views in self._views.values() for each in views)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
-            view.__dict__.pop(_LENT, None)
+            forget(view)
         self._views.clear()
 
 
@@ -155,88 +219,6 @@ class TensorSlots(TorchSlots):
     def take_back(self) -> None:
         """Let a ``backward`` that needs what was lent raise: it would read the next layer."""
         torch.autograd.graph.increment_version(self._memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    """What a weight was when a module got it.
-
-    Attributes:
-        address: where its memory begins.
-        version: how often it was written by operators of torch.
-        uses: how many tensors refer to its memory.
-        home: a tensor over that memory.
-    """
-
-    address: int
-    version: int
-    uses: int
-    home: torch.Tensor
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
-        """Look at a weight."""
-        uses = torch._C._storage_Use_Count(home.untyped_storage()._cdata)
-        return cls(weight.data_ptr(), weight._version, uses, home)
-
-
-def weight_of(tensor: torch.Tensor) -> nn.Parameter:
-    """What a module gets of a weight for a call; nothing else may refer to the tensor's storage."""
-    with torch.inference_mode(False), torch.no_grad():
-        made = nn.Parameter(tensor, requires_grad=False)
-    del tensor
-    setattr(made, _LENT, None)
-    return made
-
-
-def is_lent(value: object) -> bool:
-    """Whether a module has it for a call."""
-    return hasattr(value, _LENT)
-
-
-def _lend(weight: torch.Tensor) -> None:
-    """Remember what a weight is, when it is first lent: from then on modules give it back so."""
-    if getattr(weight, _LENT) is None:
-        setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
-
-
-def _take_back(weight: torch.Tensor) -> None:
-    """Let a weight be what was lent, whatever a module did: the next layer has the same object."""
-    was: _Lent | None = getattr(weight, _LENT, None)
-    if was is not None and weight.data_ptr() != was.address:
-        weight.data = was.home
-    for key in {*weight.__dict__} - {_LENT, *_OF_COMPILE}:
-        delattr(weight, key)
-
-
-def _why_kept(weight: Any, given: torch.Tensor) -> str:
-    """What a module did with a weight that it had for a call, or "": its memory is another's next.
-
-    Args:
-        weight: what the module has.
-        given: what it was given.
-    """
-    if weight is not given:
-        return "puts another tensor in its place"
-    was: _Lent = getattr(given, _LENT)
-    found = _Lent.of(given, was.home)
-    if found.address != was.address:
-        return "puts other data in its place"
-    if found.version != was.version:
-        setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
-        return "writes into it"
-    if found.uses > was.uses:
-        gc.collect()  # a cycle may hold a view that nobody needs any more
-        if _Lent.of(given, was.home).uses > was.uses:
-            return "keeps or gives a view of it"
-    return ""
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for n in shape:
-        numel *= n
-    return numel
 
 
 class Source(Protocol):
@@ -286,16 +268,18 @@ class Wrapped:
             raise OffloadError("a copy of a module of a model that is gone cannot compute")
         return module
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        if self._had is not None:
-            return self._had(*args, **kwargs)
-        module = self._module
-        return type(module).forward(module, *args, **kwargs)
-
     def put(self) -> None:
-        """Stand in the place of the module's own; compiled code calls it as it is."""
-        self._module.forward = self._call
+        """Stand in the place of the module's own, and look like it."""
+        face: Any = Face(
+            self._own, self._call, "a model that is offloaded cannot be copied or saved"
+        )
+        self._module.forward = face
+
+    def _own(self) -> Callable[..., Any]:
+        """The module's own ``forward``."""
+        module = self._module
+        own = MethodType(type(module).forward, module) if self._had is None else self._had
+        return cast("Callable[..., Any]", own)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, and let nothing of it be compiled.
@@ -315,12 +299,6 @@ class Wrapped:
             module.__dict__.pop("forward", None)
             if self._had is not None:
                 module.forward = self._had
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise OffloadError("a model that is offloaded cannot be copied: close() it first")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise OffloadError("a model that is offloaded cannot be saved: close() it first")
 
 
 def refuse_training(module: nn.Module) -> None:
@@ -374,6 +352,7 @@ class StreamedModule(Wrapped):
         places: Sequence[tuple[int, Slot]],
         source: Source,
         mark: Callable[[], Any],
+        stays: Stays,
     ) -> None:
         """Change nothing yet.
 
@@ -383,40 +362,43 @@ class StreamedModule(Wrapped):
             places: where the module has each of its weights: number of the buffer, and place.
             source: of the weights.
             mark: gives a ticket of what was queued.
+            stays: is told which weights cannot stream.
         """
         super().__init__(module)
         self._number, self._source, self._mark = number, source, mark
         self._places = [(at, container, key) for at, (container, key) in places]
         self._absent = [container[key] for _, container, key in self._places]
-        self._problem = ""  # why it cannot stream, once that is known
+        self._stays = stays
+        self._listed = WeakSet(m for m in module.modules() if isinstance(m, nn.RNNBase))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute with the layer's weights."""
         refuse_training(self._module)
         with self._there(), torch.no_grad():
-            return self._forward(*args, **kwargs)
+            return self._own()(*args, **kwargs)
 
     @contextmanager
     def _there(self) -> Iterator[None]:
-        if self._problem:
-            raise OffloadError(self._problem)
+        self._stays.check()
         before, buffers = self._absent, list[torch.Tensor]()
         try:  # from here on: Ctrl-C may come as soon as the layer is there
             buffers = [*self._source.acquire(self._number)]
-            before = [
-                self._checked(*place) for place in zip(self._places, self._absent, strict=True)
-            ]
-            for at, container, key in self._places:
-                _lend(buffers[at])
+            before = [container[key] for _, container, key in self._places]
+            for had, absent in zip(before, self._absent, strict=True):
+                self._check(had, absent)
+            for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+                lend(buffers[at], absent)
                 container[key] = buffers[at]
-            yield
-            self._check_given_back(buffers)
+            counts = [references(buffers, at) for at in range(len(buffers))]
+            with without_autocast_cache(), self._lists():
+                yield
+            self._check_given_back(buffers, counts)
         finally:
             try:
                 for (_, container, key), had in zip(self._places, before, strict=True):
                     container[key] = had
                 for buffer in buffers:
-                    _take_back(buffer)
+                    take_back(buffer)
             finally:
                 ticket = None
                 try:
@@ -424,30 +406,47 @@ class StreamedModule(Wrapped):
                 finally:
                     self._source.release(self._number, ticket)
 
-    def _check_given_back(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Raise OffloadError where a weight is not as it was: the next pass would not see that."""
-        for (at, container, key), absent in zip(self._places, self._absent, strict=True):
-            problem = _why_kept(container.get(key), buffers[at])
-            if problem:
-                kind, name = type(self._module).__name__, absent._streamload_streamed
-                self._problem = (
-                    f"{name} streams, and {kind} {problem} when it computes; the memory is another "
-                    f'layer\'s next: let the weight stay, with stay="{name}"'
-                )
-                raise OffloadError(self._problem)
+    @contextmanager
+    def _lists(self) -> Iterator[None]:
+        """Let recurrent modules have the lists of weights again that they had before a call."""
+        found = [(each, {key: each.__dict__.get(key) for key in _LISTS}) for each in self._listed]
+        yield
+        for each, before in found:
+            each.__dict__.update(before)
 
-    @staticmethod
-    def _checked(place: tuple[int, Any, str], absent: Any) -> Any:
-        """What stands in the place of a weight, where that is what was put there."""
-        _, container, key = place
-        had = container[key]
-        if not isinstance(had, StreamedParameter) and not is_lent(had):
+    def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        """Tell of weights that are not as they were: the next pass would not see that."""
+        for (at, container, key), absent in zip(self._places, self._absent, strict=True):
+            problem = why_kept(container.get(key), buffers[at])
+            if not problem and is_kept(buffers, at, counts[at]):
+                problem = "keeps or gives it"
             name = absent._streamload_streamed
-            raise OffloadError(
-                f"{name} streams, and something has put another tensor in its place, which would "
-                f'not be used: let it stay, with stay="{name}", or close() the offload first'
+            if not problem:
+                self._stays.fine(name)
+                continue
+            kind = type(self._module).__name__
+            said = f"streams, and {kind} {problem} when it computes"
+            self._stays.cannot(name, f"{said}; the memory is another layer's next")
+
+    def _check(self, had: Any, absent: Any) -> None:
+        """Tell of what stands in the place of a weight, and was not put there."""
+        if not isinstance(had, StreamedParameter) and not is_lent(had):
+            reason = (
+                "streams, and something has put another tensor in its place, which would not be "
+                "used: close() the offload first, or"
             )
-        return had
+            self._stays.cannot(absent._streamload_streamed, reason, outside=True)
+
+
+@contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Let autocast keep no casts of what changes: it knows weights by their objects."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 class GatheredEmbedding(Wrapped):
@@ -467,24 +466,21 @@ class GatheredEmbedding(Wrapped):
         self._container, self._key = place
         self._absent, self._rows = self._container[self._key], rows
 
-    def __call__(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, input: torch.Tensor) -> Any:
         """Embed: with a weight of the rows that are asked for, and their numbers in it."""
         module = self._module
         assert isinstance(module, nn.Embedding)
         refuse_training(module)
-        asked, inverse = torch.unique(ids, return_inverse=True)
+        asked, inverse = torch.unique(input, return_inverse=True)
         rows = self._rows(asked.tolist())
         padding, module.padding_idx = module.padding_idx, None
         try:
-            self._container[self._key] = nn.Parameter(rows, requires_grad=False)
+            self._container[self._key] = nn.Parameter(rows, self._absent.requires_grad)
             with torch.no_grad():
-                return self._forward(inverse, *args, **kwargs)
+                return self._own()(inverse)
         finally:
             self._container[self._key] = self._absent
             module.padding_idx = padding
-
-
-_REFUSED = ("_apply", "state_dict", "load_state_dict", "save_pretrained", "__deepcopy__")
 
 
 class Refusals:
@@ -497,13 +493,14 @@ class Refusals:
     def put(self) -> None:
         """Refuse."""
         for model in self._alive():
-            for name in _REFUSED:
-                model.__dict__[name] = _refusing(name)
+            for name in _WORDS:
+                if name == "__deepcopy__" or hasattr(type(model), name):
+                    model.__dict__[name] = _refusing(name, weakref.ref(model))
 
     def take_out(self) -> None:
         """Let the methods be as they were."""
         for model in self._alive():
-            for name in _REFUSED:
+            for name in _WORDS:
                 model.__dict__.pop(name, None)
 
     def _alive(self) -> list[nn.Module]:
@@ -520,14 +517,18 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise OffloadError(
-            f"a model that is offloaded cannot be {_WORDS[name]}: its weights are in the "
-            "checkpoint; read that, or close() the model first"
-        )
+def _refusing(name: str, refer: Callable[[], Any]) -> Any:
+    refusal = (
+        f"a model that is offloaded cannot be {_WORDS[name]}: its weights are in the "
+        "checkpoint; read that, or close() the model first"
+    )
 
-    return refuse
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OffloadError(refusal)
+
+    if name == "__deepcopy__":  # modules have none
+        return refuse
+    return Face(lambda: getattr(type(refer()), name).__get__(refer()), refuse, refusal)
 
 
 def modules_by_name(model: nn.Module, unwrapped: Callable[[str], str]) -> dict[str, nn.Module]:

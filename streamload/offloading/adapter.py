@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from streamload.cast.table import OutOfRange
@@ -243,7 +243,7 @@ class ModelAdapter(ABC):
                 groups.append(Group(name, tuple(mine), "layer"))
             else:
                 groups.append(Group(name, tuple(mine), "fixed"))
-        return groups + heads + experts
+        return _joined(groups, heads) + experts
 
     def _called(
         self, groups: Sequence[tuple[str, list[int], bool]], names: Sequence[str]
@@ -348,7 +348,9 @@ class ModelAdapter(ABC):
         by_name = {group.name: group for group in plan.groups}
 
         def gather(name: str, group: Group) -> None:
-            (at,) = group.wants
+            names = {at: self.parameter(wants.names[at]).names for at in group.wants}
+            parents = {at: {each.rpartition(".")[0] for each in names[at]} for at in names}
+            at = next(at for at in group.wants if name in parents[at])
             info = checkpoint.tensors[wants.sources[at][0].tensor]
             reader = RowReader(checkpoint, info, dsts[at], out_of_range)
             self.gather_rows(name, wants.names[at], reader, device)
@@ -381,3 +383,16 @@ class ModelAdapter(ABC):
                 for _ in range(group.experts)
             ]
             self.stream_experts(name, number, weights, rounds, device)
+
+
+def _joined(groups: Sequence[Group], heads: Sequence[Group]) -> list[Group]:
+    """Groups and heads with an embedding's weight; a head with a bias is one layer with it."""
+    found = {group.name: group for group in groups}
+    for head in heads:
+        own = found.pop(head.name, None)
+        if own is not None and own.kind == "layer":
+            head = replace(head, wants=head.wants + own.wants)
+        elif own is not None:
+            found[f"{own.name} (stays)"] = replace(own, name=f"{own.name} (stays)")
+        found[head.name] = head
+    return [*found.values()]

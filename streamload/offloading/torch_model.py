@@ -11,6 +11,7 @@ from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.base import Device, Parameter
+from streamload.devices.stays import Stays
 from streamload.devices.torch_experts import (
     StreamedExperts,
     Sums,
@@ -18,6 +19,7 @@ from streamload.devices.torch_experts import (
     number_of_experts,
     sums_of,
 )
+from streamload.devices.torch_lent import weight_of
 from streamload.devices.torch_streamed import (
     GatheredEmbedding,
     Refusals,
@@ -32,7 +34,6 @@ from streamload.devices.torch_streamed import (
     no_backward,
     refuse_training,
     used_elsewhere,
-    weight_of,
 )
 from streamload.devices.torch_tensors import (
     TO_TORCH,
@@ -84,6 +85,7 @@ class TorchModel(ModelAdapter):
         self._absent: list[tuple[str, list[Any]]] = []  # what streams, and what it was
         self._refusals: Refusals | None = None
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
+        self._stays = Stays()
         self._sums: dict[str, Sums] = {}  # by module of experts that stay in the file
 
     # --- deciding -----------------------------------------------------------------------------
@@ -189,9 +191,13 @@ class TorchModel(ModelAdapter):
     ) -> None:
         """Let parameters without memory stand for what streams."""
         where = torch.device(device.info.name)
-        for name, _ in self._absent:
+        for name, (before, *_) in self._absent:
             parameter, dtype = self._parameters[name], TO_TORCH[dtypes[name].name]
-            absent = StreamedParameter(parameter.names[0], parameter.shape, dtype, where)
+            first, *_ = parameter.names
+            trains = before.requires_grad and dtype.is_floating_point
+            kind = parameter.shape, dtype, where
+            absent = StreamedParameter(first, *kind, requires_grad=trains, stays=self._stays)
+            self._stays.streams.update(dict.fromkeys(parameter.names, first))
             for container, key in parameter.slots:
                 container[key] = absent  # what is tied stays one object
 
@@ -206,7 +212,8 @@ class TorchModel(ModelAdapter):
         """Let a module bring its weights."""
         inside = {id(m) for m in self._modules[name].modules()}
         places = [(at, slot) for at, weight in weights for slot in self._slots_in(weight, inside)]
-        self._wrap(StreamedModule(self._modules[name], number, places, rounds, device.mark))
+        how = places, rounds, device.mark, self._stays
+        self._wrap(StreamedModule(self._modules[name], number, *how))
 
     def _slots_in(self, name: str, modules: set[int]) -> list[Any]:
         """The places of a parameter in some modules."""
@@ -242,7 +249,7 @@ class TorchModel(ModelAdapter):
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes, and refuse what cannot be."""
-        self._wrap(Pass(self._model, self.timed, self._trains))
+        self._wrap(Pass(self._model, self.timed, self._stays, self._trains))
         absent = plan.residency.absent
         holders = [
             module
@@ -275,14 +282,14 @@ class TorchModel(ModelAdapter):
 class Pass(Wrapped):
     """The ``forward`` of a model, whose calls are counted."""
 
-    def __init__(self, model: nn.Module, timed: Timed, trains: bool) -> None:
+    def __init__(self, model: nn.Module, timed: Timed, stays: Stays, trains: bool) -> None:
         """Change nothing yet; ``trains``: it had parameters that can be trained."""
         super().__init__(model)
-        self._timed, self._trains = timed, trains
+        self._timed, self._stays, self._trains = timed, stays, trains
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, and take the time. No graph is kept: it would hold what layers computed."""
         refuse_training(self._module)
-        with self._timed.a_pass(), torch.no_grad():
-            found = self._forward(*args, **kwargs)
+        with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
+            found = self._own()(*args, **kwargs)
         return no_backward(found) if self._trains and torch.is_grad_enabled() else found

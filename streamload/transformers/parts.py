@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from streamload.devices.torch_streamed import StreamedParameter, is_lent, weight_of
+from streamload.devices.torch_lent import is_lent, weight_of
+from streamload.devices.torch_streamed import StreamedParameter
 from streamload.devices.torch_tensors import STREAMED
 
 _MADE = "_streamload_made"  # on a module that makes its weight for each call: a `_Made`

@@ -14,6 +14,7 @@ from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.devices.torch_modules import set_aside
+from streamload.devices.torch_streamed import stood_in
 from streamload.devices.torch_tensors import CODED, coded_of
 from streamload.errors import StateDictMismatchError
 from streamload.lookup import Devices
@@ -128,8 +129,9 @@ def initialise_the_rest(model: Any, checkpoint: Checkpoint, report: LoadReport) 
                 entries[key] = made[id(old)][1]
         if hasattr(module, CODED):
             module._is_hf_initialized = True  # its weights are codes, and are there
-    model.initialize_weights()
-    model.tie_weights(recompute_mapping=False)
+    with stood_in(model):
+        model.initialize_weights()
+        model.tie_weights(recompute_mapping=False)
     unset = {id(new) for old, new in made.values() if old.device.type == "meta" and _is_unset(new)}
     left = [*model.named_parameters(), *model.named_buffers()]
     problems = [

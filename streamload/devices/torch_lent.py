@@ -1,0 +1,117 @@
+"""Weights that modules have for a call, and what they did with them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+_LENT = "_streamload_lent"  # on a weight that a module has for a call: what it was
+
+# What torch.compile says of a tensor, whatever it holds.
+_OF_COMPILE = ("_dynamo_static_input_type", "_dynamo_dynamic_indices")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """What a weight was when a module got it.
+
+    Attributes:
+        address: where its memory begins.
+        version: how often it was written by operators of torch.
+        uses: how many tensors refer to its memory.
+        home: a tensor over that memory.
+    """
+
+    address: int
+    version: int
+    uses: int
+    home: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
+        """Look at a weight."""
+        uses = torch._C._storage_Use_Count(home.untyped_storage()._cdata)
+        return cls(weight.data_ptr(), weight._version, uses, home)
+
+
+def weight_of(tensor: torch.Tensor) -> nn.Parameter:
+    """What a module gets of a weight for a call; nothing else may refer to the tensor's storage."""
+    with torch.inference_mode(False), torch.no_grad():
+        made = nn.Parameter(tensor, requires_grad=False)
+    del tensor
+    setattr(made, _LENT, None)
+    return made
+
+
+def is_lent(value: object) -> bool:
+    """Whether a module has it for a call."""
+    return hasattr(value, _LENT)
+
+
+def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
+    """Remember what a weight is, when it is first lent: from then on modules give it back so.
+
+    Args:
+        weight: what a module gets; layers that are alike get the same.
+        stands: what stands in its place otherwise. Kernels are chosen by ``requires_grad``, too.
+    """
+    if weight.requires_grad != stands.requires_grad:
+        weight.requires_grad_(stands.requires_grad)
+    if getattr(weight, _LENT) is None:
+        setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
+
+
+def take_back(weight: torch.Tensor) -> None:
+    """Let a weight be what was lent, whatever a module did: the next layer has the same object."""
+    was: _Lent | None = getattr(weight, _LENT, None)
+    if was is not None and weight.data_ptr() != was.address:
+        weight.data = was.home
+    for key in {*weight.__dict__} - {_LENT, *_OF_COMPILE}:
+        delattr(weight, key)
+
+
+def references(weights: Sequence[torch.Tensor], at: int) -> int:
+    """How many references of Python there are to one of some weights."""
+    return sys.getrefcount(weights[at])
+
+
+def forget(weight: torch.Tensor) -> None:
+    """Nothing lends it any more."""
+    weight.__dict__.pop(_LENT, None)
+
+
+def is_kept(weights: Sequence[torch.Tensor], at: int, before: int) -> bool:
+    """Whether there are more `references` than before to one of some weights."""
+    if references(weights, at) > before:
+        gc.collect()  # a cycle may hold what nobody needs any more
+        return references(weights, at) > before
+    return False
+
+
+def why_kept(weight: Any, given: torch.Tensor) -> str:
+    """What a module did with a weight that it had for a call, or "": its memory is another's next.
+
+    Args:
+        weight: what the module has.
+        given: what it was given.
+    """
+    if weight is not given:
+        return "puts another tensor in its place"
+    was: _Lent = getattr(given, _LENT)
+    found = _Lent.of(given, was.home)
+    if found.address != was.address:
+        return "puts other data in its place"
+    if found.version != was.version:
+        setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
+        return "writes into it"
+    if found.uses > was.uses:
+        gc.collect()
+        if _Lent.of(given, was.home).uses > was.uses:
+            return "keeps or gives a view of it"
+    return ""
