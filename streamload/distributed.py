@@ -44,6 +44,7 @@ from streamload.nodes.launch import host_id, node_name, open_group
 from streamload.nodes.session import Member, Session
 from streamload.nodes.shares import ClusterPlan, LayerNumbers, Share, Split
 from streamload.offloading.entrance import OffloadAsked, Offloaded
+from streamload.offloading.overrun import OnOverrun
 from streamload.options import (
     DEFAULTS,
     NameOptions,
@@ -245,6 +246,7 @@ def offload(
     tokens: int | None = None,
     stay: Patterns = (),
     host: float | str = 0,
+    on_overrun: OnOverrun = "warn",
     **options: Unpack[ClusterLoadOptions],
 ) -> Offloaded:
     """Let a model run that is spread over several nodes and larger than all of them.
@@ -266,6 +268,7 @@ def offload(
         tokens: as in `streamload.offload`; so are ``stay`` and ``host``, which is each rank's own.
         stay: see ``tokens``.
         host: see ``tokens``.
+        on_overrun: as in `streamload.offload`, of this rank's part.
         budget: as in `load_state_dict`; it holds while passes run.
         **options: see `ClusterLoadOptions`.
 
@@ -285,7 +288,8 @@ def offload(
 
     def read(me: Member) -> Asked:
         own, strictness = own_device(device, me), Strictness.read(options)
-        asked = OffloadAsked.read(tokens, stay, (), host, {**DEFAULTS, **options})
+        every = {**DEFAULTS, **options}
+        asked = OffloadAsked.read(tokens, stay, (), host, every, on_overrun)
         known = Options.read(**options)
         return Asked(path, known, "layers", options, own, "none", strictness, layers, asked)
 

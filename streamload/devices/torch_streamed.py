@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +47,9 @@ _ASKED = frozenset(
 
 # Where recurrent modules keep their weights beside their parameters.
 _LISTS = ("_flat_weights", "_flat_weight_refs")
+
+# Functions that write into their first argument.
+_IN_PLACE = re.compile(r"[^_].*_|__i(?!nvert)\w+__")
 
 # Attributes that are values, or views of them.
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
@@ -97,7 +101,10 @@ class StreamedParameter(torch.Tensor):
             name = f".{attribute}" if attribute in _VALUES else name
         kwargs = kwargs or {}
         if name not in _ASKED:
+            own = args
             args, kwargs = tree_map_only(StreamedParameter, partial(_zeros, name), (args, kwargs))
+            if _IN_PLACE.fullmatch(name):  # nothing is written into zeros without memory
+                return own[0]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -151,7 +158,7 @@ def stood_in(model: nn.Module) -> Iterator[None]:
             if isinstance(value, StreamedParameter):
                 if id(value) not in zeros:
                     made = nn.Parameter(zeros_like(value), requires_grad=False)
-                    made._is_hf_initialized = True  # type: ignore[attr-defined]
+                    made._is_hf_initialized = True
                     zeros[id(value)], own[id(made)] = made, value
                 container[key] = zeros[id(value)]
         yield

@@ -18,6 +18,7 @@ from streamload.errors import OffloadError
 from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.groups import Group, groups_by_name, outer_modules
 from streamload.offloading.layers import SlotMemory
+from streamload.offloading.overrun import TokenRoom
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
 from streamload.offloading.views import FileViews
@@ -71,11 +72,12 @@ class ModelAdapter(ABC):
 
     Attributes:
         timed: its passes.
+        room: for how many tokens there is room, and how many passes had.
         notes: what a user may want to know of its layers, one sentence each.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], layers: Sequence[str]) -> None:
-        self.timed = Timed()
+        self.timed, self.room = Timed(), TokenRoom()
         self.notes: list[str] = []
         self._layers = layers
         self._wrapped: list[Wrapped] = []
@@ -178,6 +180,10 @@ class ModelAdapter(ABC):
     @abstractmethod
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """All modules that stream are in place: count passes, and refuse what cannot be."""
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Count the tokens of passes of a model of which nothing streams."""
 
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""

@@ -16,6 +16,7 @@ from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.sizes import (
     SLOT_ALIGNMENT_NBYTES,
     cache_nbytes_of,
+    cache_of,
     computed_nbytes,
     layer_sizes,
 )
@@ -75,6 +76,8 @@ class OffloadPlan:
         cached: the page cache has room for what streams, so that only the first pass reads it from
             the disk.
         notes: what a user may want to know, one sentence each.
+        tokens: of a pass that there is room for; None: none is left for what passes compute.
+        cached_tokens: tokens of the KV cache that there is room for, of all sequences together.
     """
 
     device: str
@@ -94,6 +97,8 @@ class OffloadPlan:
     mappable: bool = False
     cached: bool = True
     notes: tuple[str, ...] = ()
+    tokens: int | None = None
+    cached_tokens: int = 0
 
     @property
     def layer_placements(self) -> list[range]:
@@ -288,6 +293,8 @@ def decide(
     """
     sizes = layer_sizes(options, wants, spec, groups)
     cache_nbytes = cache_nbytes_of(options, checkpoint, wants, spec, tokens) if has_layers else 0
+    asked = cache_of(options, checkpoint, tokens) if cache_nbytes else None
+    cached_tokens = asked.request.context * asked.request.batch if asked else 0
     activations = 0
     if tokens is not None:
         activations = computed_nbytes(options, checkpoint, wants, spec, tokens, has_head=has_head)
@@ -345,6 +352,8 @@ def decide(
             mappable=seen.mappable,
             cached=_is_cached(options, spec, found),
             notes=tuple(notes),
+            tokens=tokens,
+            cached_tokens=cached_tokens,
         )
 
     chunks = [options.knobs.chunk_nbytes] if options.knobs.chunk_nbytes else _CHUNKS

@@ -24,6 +24,7 @@ from streamload.offloading.host import HostFile
 from streamload.offloading.instead import planned_by_layers
 from streamload.offloading.layers import Layer, SlotMemory
 from streamload.offloading.models import adapter_of, check_place, device_of
+from streamload.offloading.overrun import OnOverrun, check_on_overrun
 from streamload.offloading.report import OffloadReport
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.views import FileViews
@@ -57,7 +58,8 @@ class Offloaded:
     @property
     def report(self) -> OffloadReport:
         """What it did so far."""
-        return OffloadReport.of(self.plan, self.load, self._model.timed, self._rounds)
+        model = self._model
+        return OffloadReport.of(self.plan, self.load, model.timed, self._rounds, model.room.overrun)
 
     def close(self) -> None:
         """End the streaming and give the slots back.
@@ -92,12 +94,14 @@ class OffloadAsked:
         stay: patterns of names of parameters that stay.
         layers: patterns of names of modules that are layers.
         host_nbytes: most bytes of layers that host memory keeps.
+        on_overrun: what a pass of more tokens does than there is room for.
     """
 
     tokens: int | None
     stay: tuple[str, ...]
     layers: tuple[str, ...]
     host_nbytes: int
+    on_overrun: OnOverrun = "warn"
 
     @classmethod
     def read(
@@ -107,10 +111,12 @@ class OffloadAsked:
         layers: Patterns,
         host: float | str,
         options: Mapping[str, Any],
+        on_overrun: OnOverrun = "warn",
     ) -> Self:
         """Read them; raises ValueError for one that is invalid, or for an option of the load."""
         kept = check_asked(tokens, stay, options)
-        return cls(tokens, kept, Selection.parse(layers).select, parse_bytes(host))
+        patterns, over = Selection.parse(layers).select, check_on_overrun(on_overrun)
+        return cls(tokens, kept, patterns, parse_bytes(host), over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ class Prepared:
         wants = match.quantised(checkpoint, place.coded, read.changes.by_tensor)
         spec, cast = device_of(place, read, wants)
         adapter = adapter_of(place, match, asked.layers)
+        adapter.room.on_overrun = asked.on_overrun
         if part is None:  # what stays may be with another rank
             names_there = [n for p in match.parameters.values() for n in p.names]
             check_patterns("stay", asked.stay, names_there)
@@ -210,6 +217,9 @@ class Prepared:
             out_of_range = self.read.knobs.out_of_range
             if made.residency.absent:
                 adapter.put(made, checkpoint, self.wants, self.dsts, device, rounds, out_of_range)
+            elif made.tokens is not None or made.cached_tokens:
+                adapter.watch()
+            adapter.room.tokens, adapter.room.cached = made.tokens, made.cached_tokens
         except BaseException:
             if rounds is not None:
                 rounds.close("it could not be offloaded")
@@ -229,6 +239,7 @@ def offload(
     stay: Patterns = (),
     layers: Patterns = (),
     host: float | str = 0,
+    on_overrun: OnOverrun = "warn",
     **options: Unpack[LoadOptions],
 ) -> Offloaded:
     """Let a model run that is larger than its budget.
@@ -263,6 +274,9 @@ def offload(
             files, and all experts of a layer where no other layer is left. The rest comes from the
             page cache, where what streams fits into the memory that is free, and else from the
             disk.
+        on_overrun: what a pass of more tokens does than ``tokens`` or ``context`` leave room for,
+            in the pass itself or in the KV cache: "warn" once (RuntimeWarning), with a line in the
+            report, or "error" for an OffloadError before it computes.
         device: one device; see `load_state_dict`.
         **options: see `LoadOptions`.
 
@@ -285,7 +299,7 @@ def offload(
     """
     clock = Clock()
     strictness = Strictness.read(options)
-    asked = OffloadAsked.read(tokens, stay, layers, host, options)
+    asked = OffloadAsked.read(tokens, stay, layers, host, options, on_overrun)
     with uncollected():
         checkpoint, read, found = read_call(path, model, **options)
         place = Place.look(model, checkpoint, read, options["device"])

@@ -49,6 +49,7 @@ class OffloadReport:
         misses: how often another layer was asked for than was expected.
         wire_nbytes_per_s: the rate at which layers came while some were on their way.
         experts: by layer, what its experts did, where a cache holds them.
+        overrun: what passes had more tokens than the plan has room for, in words; "" if none had.
     """
 
     plan: OffloadPlan
@@ -60,14 +61,20 @@ class OffloadReport:
     misses: int
     wire_nbytes_per_s: float
     experts: Mapping[str, ExpertReport] = field(default_factory=dict)
+    overrun: str = ""
 
     @classmethod
     def of(
-        cls, plan: OffloadPlan, load: LoadReport, timed: Timed, rounds: Rounds | None
+        cls,
+        plan: OffloadPlan,
+        load: LoadReport,
+        timed: Timed,
+        rounds: Rounds | None,
+        overrun: str = "",
     ) -> OffloadReport:
         """What passes and rounds did so far; None: nothing streams."""
         if rounds is None:
-            return cls(plan, load, timed.passes, 0, timed.seconds, {}, 0, 0.0)
+            return cls(plan, load, timed.passes, 0, timed.seconds, {}, 0, 0.0, {}, overrun)
         stats, cache = rounds.stats, rounds.experts
         rows = zip(cache.hits, cache.misses, cache.stalls, cache.read_nbytes, strict=True)
         experts = (ExpertReport(*row) for row in rows)
@@ -81,6 +88,7 @@ class OffloadReport:
             misses=stats.misses,
             wire_nbytes_per_s=stats.read_nbytes / stats.busy_s if stats.busy_s else 0.0,
             experts=dict(zip(plan.residency.experts, experts, strict=True)),
+            overrun=overrun,
         )
 
     @property
@@ -129,6 +137,8 @@ class OffloadReport:
                 f"layers came at {self.wire_nbytes_per_s / 1e9:.1f} GB/s; passes had "
                 f"{self.wire_share:.0%} of that"
             )
+        if self.overrun:
+            lines.append(f"beyond the budget: {self.overrun}")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinygrad import nn
+from tinygrad import Tensor, dtypes, nn
 
 from streamload.devices.base import Device, Parameter
 from streamload.devices.tinygrad_streamed import (
@@ -25,6 +25,7 @@ from streamload.errors import OffloadError
 from streamload.nn import walk
 from streamload.offloading.adapter import ModelAdapter, Timed
 from streamload.offloading.deciding import OffloadPlan
+from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
 from streamload.planning.demand import Wants
@@ -143,7 +144,11 @@ class TinygradModel(ModelAdapter):
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes."""
-        self._wrap(Pass(self._model, self.timed))
+        self._wrap(Pass(self._model, self.timed, self.room))
+
+    def watch(self) -> None:
+        """Count the tokens of passes."""
+        self._wrap(Watched(self._model, self.room))
 
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
@@ -159,12 +164,33 @@ class TinygradModel(ModelAdapter):
             self._device.trim()
 
 
-class Pass(Wrapped):
-    """A model, whose calls are counted."""
+class Watched(Wrapped):
+    """A model, whose tokens are counted. Its cache is its own, and is not seen."""
 
-    def __init__(self, model: Any, timed: Timed) -> None:
+    def __init__(self, model: Any, room: TokenRoom) -> None:
         """Change nothing yet."""
         super().__init__(model)
+        self._room = room
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Count, and compute."""
+        if self._room:
+            given = {f"{at}": each for at, each in enumerate((*args, *kwargs.values()))}
+            tokens, _ = tokens_of(given, _has_integers)
+            self._room.see(tokens, 0)
+        return super().__call__(*args, **kwargs)
+
+
+def _has_integers(value: Any) -> bool:
+    return isinstance(value, Tensor) and dtypes.is_int(value.dtype)
+
+
+class Pass(Watched):
+    """A model, whose calls are counted."""
+
+    def __init__(self, model: Any, timed: Timed, room: TokenRoom) -> None:
+        """Change nothing yet."""
+        super().__init__(model, room)
         self._timed = timed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

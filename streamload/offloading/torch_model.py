@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,7 @@ from streamload.errors import OffloadError
 from streamload.offloading.adapter import ModelAdapter, Timed
 from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.groups import Group, rows_of_experts
+from streamload.offloading.overrun import TokenRoom, tokens_of
 from streamload.offloading.rounds import Rounds
 from streamload.offloading.rows import RowReader
 from streamload.offloading.views import FileViews
@@ -249,7 +251,7 @@ class TorchModel(ModelAdapter):
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes, and refuse what cannot be."""
-        self._wrap(Pass(self._model, self.timed, self._stays, self._trains))
+        self._wrap(Pass(self._model, self.room, self.timed, self._stays, self._trains))
         absent = plan.residency.absent
         holders = [
             module
@@ -262,6 +264,10 @@ class TorchModel(ModelAdapter):
             weakref.finalize(self._model, rounds.abandon)
         self._modules = {}  # the model may go, and this not
         self._model = nn.Module()
+
+    def watch(self) -> None:
+        """Count the tokens of passes."""
+        self._wrap(Watched(self._model, self.room))
 
     def take_out(self) -> None:
         """Let the model be as a load that failed leaves it: what streamed holds nothing."""
@@ -279,17 +285,56 @@ class TorchModel(ModelAdapter):
         self._absent.clear()
 
 
-class Pass(Wrapped):
+class Watched(Wrapped):
+    """The ``forward`` of a model, whose tokens are counted."""
+
+    def __init__(self, model: nn.Module, room: TokenRoom) -> None:
+        """Change nothing yet."""
+        super().__init__(model)
+        self._room, self._signature = room, inspect.signature(self._own())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Count, and compute."""
+        self._see(args, kwargs)
+        return self._own()(*args, **kwargs)
+
+    def _see(self, args: Any, kwargs: Any) -> None:
+        if not self._room:
+            return
+        try:
+            given = self._signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:  # the model itself says what is wrong with them
+            return
+        named: dict[str, Any] = {}
+        for name, value in given.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                named |= value
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                named |= {f"{name}[{at}]": each for at, each in enumerate(value)}
+            else:
+                named[name] = value
+        self._room.see(*tokens_of(named, _has_integers))
+
+
+def _has_integers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+
+class Pass(Watched):
     """The ``forward`` of a model, whose calls are counted."""
 
-    def __init__(self, model: nn.Module, timed: Timed, stays: Stays, trains: bool) -> None:
+    def __init__(
+        self, model: nn.Module, room: TokenRoom, timed: Timed, stays: Stays, trains: bool
+    ) -> None:
         """Change nothing yet; ``trains``: it had parameters that can be trained."""
-        super().__init__(model)
+        super().__init__(model, room)
         self._timed, self._stays, self._trains = timed, stays, trains
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute, and take the time. No graph is kept: it would hold what layers computed."""
         refuse_training(self._module)
+        self._see(args, kwargs)
         with self._timed.a_pass(), self._stays.a_pass(), torch.no_grad():
             found = self._own()(*args, **kwargs)
         return no_backward(found) if self._trains and torch.is_grad_enabled() else found

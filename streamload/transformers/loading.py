@@ -15,6 +15,7 @@ from streamload.checkpoint.url import Url
 from streamload.devices.names import framework
 from streamload.errors import DeviceError, OffloadError
 from streamload.lookup import open_devices
+from streamload.offloading.overrun import OnOverrun
 from streamload.options import Strictness, takes
 from streamload.selection import Patterns
 from streamload.transformers.adapter import Adapter
@@ -55,6 +56,7 @@ def from_pretrained(
     stay: Patterns = (),
     layers: Patterns = (),
     host: float | str = 0,
+    on_overrun: OnOverrun = "warn",
     **options: Unpack[ModelOptions],
 ) -> Any:
     """Load a model of transformers, streamed under a budget in bytes.
@@ -118,6 +120,8 @@ def from_pretrained(
         stay: with ``offload``, patterns of names of parameters that stay on the device.
         layers: with ``offload``, patterns of names of the modules that are layers.
         host: with ``offload``, most bytes of layers that host memory keeps.
+        on_overrun: with ``offload``, what a pass of more tokens does than there is room for; see
+            `streamload.offload`.
         strict: missing and unexpected names are an error, except for names that the model's class
             says may be ignored. With False, what matches is loaded, the rest is initialised as
             transformers does it, at random, and the report names it; a warning says if little
@@ -174,8 +178,10 @@ def from_pretrained(
     )
     if quantization_config is not None and options["quant"] is not None:
         raise ValueError("quant and quantization_config say the same: leave one of them out")
-    asked: OffloadOptions = {"tokens": tokens, "stay": stay, "layers": layers, "host": host}
-    unasked: OffloadOptions = {"tokens": None, "stay": (), "layers": (), "host": 0}
+    unasked = OffloadOptions(tokens=None, stay=(), layers=(), host=0, on_overrun="warn")
+    asked = OffloadOptions(
+        tokens=tokens, stay=stay, layers=layers, host=host, on_overrun=on_overrun
+    )
     if not offload and asked != unasked:
         before = dict(unasked)
         names = [name for name, value in asked.items() if value != before[name]]

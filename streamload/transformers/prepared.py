@@ -17,6 +17,7 @@ from streamload.lookup import Devices
 from streamload.mapping import Source
 from streamload.offloading.entrance import Offloaded, offload
 from streamload.offloading.instead import OFFLOAD
+from streamload.offloading.overrun import OnOverrun
 from streamload.options import (
     CastArgument,
     ChangeOptions,
@@ -70,6 +71,7 @@ class OffloadOptions(TypedDict):
     stay: Patterns
     layers: Patterns
     host: float | str
+    on_overrun: OnOverrun
 
 
 @dataclass(frozen=True, slots=True)
