@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import offloading_models as models
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import streamload
 from streamload.errors import OffloadError, PlanInfeasibleError
@@ -98,9 +100,58 @@ def _gives_a_view(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _gives_itself(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = layer.linear.weight
+    return found
+
+
+@dataclass
+class _Holder:
+    value: Any
+
+
+def _keeps_in(make: Callable[[torch.Tensor], Any]) -> _Compute:
+    """A layer that keeps its weight itself in an object, and computes with that in later passes."""
+
+    def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        layer.kept = layer.kept if layer.kept is not None else make(layer.linear.weight)
+        found: torch.Tensor = x @ _inside(layer.kept)
+        return found
+
+    return compute
+
+
+def _inside(kept: Any) -> torch.Tensor:
+    while not isinstance(kept, torch.Tensor):
+        if isinstance(kept, _Holder):
+            kept = kept.value
+        elif callable(kept):
+            kept = kept()
+        else:
+            kept = next(iter(kept.values())) if isinstance(kept, dict) else kept[0]
+    return kept
+
+
+def _in_a_cycle(weight: torch.Tensor) -> Any:
+    kept: list[Any] = [weight]
+    kept.append(kept)
+    return kept
+
+
 @pytest.mark.parametrize(
     ("compute", "said"),
     [
+        pytest.param(_gives_itself, "keeps or gives it", id="gives itself"),
+        *(
+            pytest.param(_keeps_in(make), "keeps or gives it", id=f"keeps itself in {name}")
+            for name, make in {
+                "an attribute": _Holder,
+                "a container": lambda weight: {"a": [(weight,)]},
+                "an output": lambda weight: BaseModelOutput(last_hidden_state=weight),
+                "a closure": lambda weight: lambda: weight,
+                "a cycle": _in_a_cycle,
+            }.items()
+        ),
         (_keeps_a_view, "keeps or gives a view"),
         (_replaces, "puts another tensor in its place"),
         (_replaces_data, "puts other data in its place"),
@@ -133,6 +184,86 @@ def test_a_layer_that_does_not_leave_its_weights_as_they_are_is_refused(
         with streamload.offload(model, path, device="cpu", **stays) as offloaded:
             assert offloaded.plan.residency.streams
             assert [torch.equal(model(x), each) for each in expected] == [True, True]
+
+
+class _Outputs(nn.Module):
+    """Layers that give their weights themselves beside what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Table() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = []
+        for layer in self.layers:
+            output, x = layer(x)
+            found.append(output)
+        return x, found
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(_WIDTH, _WIDTH))
+        self.linear = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return BaseModelOutput(hidden_states=({"table": self.table},)), self.linear(x)
+
+
+def test_weights_in_outputs_are_found_in_one_pass_and_stay_with_one_hint(tmp_path: Path) -> None:
+    """The error's hint names what cannot stream, and nothing that can."""
+    path, x = models.save(_frozen(_Outputs, 0), tmp_path / "model"), torch.randn(2, _WIDTH)
+    budget = models.least_budget(_Outputs, path)
+    model = _frozen(_Outputs, 1)
+    with (
+        streamload.offload(model, path, device="cpu", budget=budget),
+        pytest.raises(OffloadError, match=r"nor can layers\.1\.table") as refused,
+    ):
+        model(x)
+    hint = str(refused.value).rpartition("stay=")[2]
+    assert hint == '"layers.*.table"'
+    model = _frozen(_Outputs, 1)
+    with streamload.offload(model, path, device="cpu", budget=70_000, stay=eval(hint)) as handle:
+        assert handle.plan.residency.streams
+        tables = [output.hidden_states[0]["table"] for output in model(x)[1]]
+        expected = _frozen(_Outputs, 0)
+        wanted = [layer.table for layer in expected.layers]
+        assert all(map(torch.equal, tables, wanted))
+        assert torch.equal(model(x)[0], expected(x)[0])
+
+
+class _Outside(nn.Module):
+    """A model that uses weights of its layers outside of these, in two ways, and of one a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(lambda own, x: own.linear(x)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) + layer.other.bias
+        return x @ torch.cat([self.layers[0].linear.weight, self.layers[2].linear.weight]).T
+
+
+def test_weights_used_outside_of_layers_are_found_in_one_pass(tmp_path: Path) -> None:
+    """A pattern where all of a kind stay; names where others of the kind can stream."""
+    path, x = models.save(_frozen(_Outside, 0), tmp_path / "model"), torch.randn(2, _WIDTH)
+    model, budget = _frozen(_Outside, 1), models.least_budget(_Outside, path)
+    with streamload.offload(model, path, device="cpu", budget=budget) as handle:
+        for _ in range(2):
+            with pytest.raises(OffloadError) as refused:
+                model(x)
+        assert model.layers[1](x).shape == x.shape  # a layer alone can run
+        with pytest.raises(OffloadError, match=r'layers\.1\.other\.bias.*stay="layers\.\*\.other'):
+            model.layers[1].other.bias + 1  # outside of a pass, at once
+        assert handle.report.passes == 2
+    hint = eval(str(refused.value).rpartition("stay=")[2])
+    assert hint == ["layers.*.other.bias", "layers.0.linear.weight", "layers.2.linear.weight"]
+    model = _frozen(_Outside, 1)
+    with streamload.offload(model, path, device="cpu", budget=70_000, stay=hint) as handle:
+        assert handle.plan.residency.streams
+        assert torch.equal(model(x), _frozen(_Outside, 0)(x))
 
 
 def _keeps_a_copy(layer: Any, x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,10 @@ class HostSlots:
         """Take the bytes of all slots."""
         self._memory, self._places = memory, places
 
+    def to_fill(self, layer: int, slot: int) -> Sequence[_Array]:
+        """The same."""
+        return self.buffers(layer, slot)
+
     def buffers(self, layer: int, slot: int) -> Sequence[_Array]:
         """Arrays over the slot's memory."""
         return [

@@ -75,6 +75,7 @@ class Stays:
         """
         (self._outside if outside else self._kept).setdefault(name, reason)
         if not self._passes:
+            self._fine.clear()
             raise self._error()
 
     @property

@@ -45,6 +45,10 @@ class TinygradSlots:
         self._made: dict[Any, tuple[list[Buffer], list[UOp]]] = {}
         view_of(memory, 0, memory.nbytes, memory.dtype)  # else the device has no views: say so now
 
+    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """The same."""
+        return self.buffers(layer, slot)
+
     def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
         """Buffers over the slot's memory; the same objects for layers that are alike."""
         return self._of(layer, slot)[0]

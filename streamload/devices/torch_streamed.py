@@ -185,6 +185,7 @@ class TorchSlots:
         """Take a flat uint8 tensor of all slots."""
         self._memory, self._places = memory, places
         self._views: dict[Any, list[torch.Tensor]] = {}
+        self._plain: dict[Any, list[torch.Tensor]] = {}
 
     def buffers(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
         """Parameters over the slot's memory; the same objects for layers that are alike."""
@@ -193,6 +194,13 @@ class TorchSlots:
             with torch.inference_mode(False), torch.no_grad():
                 self._views[key] = [*self._made(layer, slot)]
         return self._views[key]
+
+    def to_fill(self, layer: int, slot: int) -> Sequence[torch.Tensor]:
+        """The same memory for those who fill it: modules' references to weights are counted."""
+        key = self._places.alike(layer, slot)
+        if key not in self._plain:
+            self._plain[key] = [each.detach() for each in self.buffers(layer, slot)]
+        return self._plain[key]
 
     def _made(self, layer: int, slot: int) -> Iterator[torch.Tensor]:
         for start, stop, dtype, shape in self._places.of(layer, slot):
@@ -206,10 +214,12 @@ class TorchSlots:
 
     def close(self) -> None:
         """Let go of the memory, even where something still refers to a view."""
-        for view in (self._memory, *(each for views in self._views.values() for each in views)):
+        made = (*self._views.values(), *self._plain.values())
+        for view in (self._memory, *(each for views in made for each in views)):
             view.data = torch.empty(0, dtype=view.dtype, device=view.device)
             forget(view)
         self._views.clear()
+        self._plain.clear()
 
 
 class TensorSlots(TorchSlots):

@@ -33,6 +33,9 @@ class SlotMemory(Protocol):
     def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
         """A buffer for each placement of a layer that begins at a slot."""
 
+    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """The same memory for those who fill it, whose references to it come and go."""
+
     def close(self) -> None:
         """Give the memory back, when nothing uses it any more."""
 

@@ -517,7 +517,7 @@ class Rounds:
                     idle_since = time.monotonic()
                 continue
             number, first = picked
-            target.place(number, self._memory.buffers(number, first))
+            target.place(number, self._memory.to_fill(number, first))
             if number not in self._work:  # there may be very many, and few that are chosen
                 units = job.units(self._layers[number].placements)
                 self._work[number] = list(batches(units, job, self._plan.threads))

@@ -109,19 +109,24 @@ class FileViews:
         self._maps: dict[Location, mmap.mmap] = {}
         self._addresses: dict[Location, int] = {}
         self._views: list[list[Buffer]] = []
+        self._plain: list[list[Buffer]] = []
         self._ranges: list[list[tuple[Location, int, int]]] = []
         kinds, sources = plan.placements.kinds, plan.placements.sources
         for placements in layers:
             found: list[tuple[Location, int, int]] = []
             views: list[Buffer] = []
+            plain: list[Buffer] = []
             for at in placements:
                 (row,) = sources[at]
                 info = checkpoint.tensors[row.tensor]
                 memory = self._map(info.shard, checkpoint)
                 start = first_byte(info, row)
-                views.append(weight(device.view(memory, start, kinds[at].dst, kinds[at].shape)))
+                view = device.view(memory, start, kinds[at].dst, kinds[at].shape)
+                plain.append(view)
+                views.append(weight(view))
                 found.append((info.shard, start, start + _nbytes(kinds[at].dst, kinds[at].shape)))
             self._views.append(views)
+            self._plain.append(plain)
             self._ranges.append([*_joined(found)])
 
     def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
@@ -133,6 +138,10 @@ class FileViews:
     def buffers(self, layer: int, slot: int) -> Sequence[Buffer]:
         """The views of a layer, whichever slots it counts in."""
         return self._views[layer]
+
+    def to_fill(self, layer: int, slot: int) -> Sequence[Buffer]:
+        """The same memory, of which pages are mapped: nothing is written."""
+        return self._plain[layer]
 
     def bring(self, shard: Location, start: int, stop: int) -> None:
         """Map the pages of some bytes; reads those that are not in the page cache.
@@ -189,10 +198,11 @@ class FileViews:
         self.close_files()
         for layer in range(len(self._views)):
             self.let_go(layer)
-        for views in self._views:
+        for views in (*self._views, *self._plain):
             for view in views:
                 self._device.release(view)
         self._views.clear()
+        self._plain.clear()
         self._maps.clear()
 
 
