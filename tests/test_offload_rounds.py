@@ -102,6 +102,10 @@ class _Slots:
         self.closed = False
         self._slot_nbytes, self._layers = slot_nbytes, layers
 
+    def to_fill(self, layer: int, slot: int) -> Sequence[_Part]:
+        """The same."""
+        return self.buffers(layer, slot)
+
     def buffers(self, layer: int, slot: int) -> Sequence[_Part]:
         """The parts of a layer that begins at a slot."""
         at, found = slot * self._slot_nbytes, []
