@@ -27,6 +27,7 @@ import numpy as np
 _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later
 _MIN_POPULATED_NBYTES = 16 * mmap.PAGESIZE
+_EXACT_NBYTES = 2**18  # of a map, at once, where nothing is read ahead
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2**21  # on the machines that matter here; where it is more, none are had
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -188,10 +189,16 @@ def populate(window: memoryview) -> None:
     libc().madvise(first, stop - first, _MADV_POPULATE_WRITE)  # refused: pages come as touched
 
 
-def populate_shared(first: int, stop: int) -> int:
+def populate_shared(first: int, stop: int, *, ahead: bool = True) -> int:
     """Map the pages of a file that addresses ``first`` to ``stop`` (exclusive) show.
 
     Pages that are not in memory are read: many threads may do so at once, and wait for the disk.
+
+    Args:
+        first: the first address.
+        stop: the last one, exclusive.
+        ahead: let the kernel read ahead; else 256 KiB are on their way at once, of a map with
+            MADV_RANDOM.
 
     Returns:
         0, or the errno of pages that the storage does not give. Before Linux 5.14, and elsewhere,
@@ -200,10 +207,15 @@ def populate_shared(first: int, stop: int) -> int:
     if sys.platform != "linux":
         return 0
     first = first // mmap.PAGESIZE * mmap.PAGESIZE
-    while libc().madvise(first, stop - first, _MADV_POPULATE_READ):
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            return 0 if number == errno.EINVAL else number
+    step = stop - first if ahead else _EXACT_NBYTES
+    for at in range(first, stop, max(step, 1)):
+        nbytes = min(step, stop - at)
+        if not ahead:
+            libc().madvise(at, nbytes, mmap.MADV_WILLNEED)
+        while libc().madvise(at, nbytes, _MADV_POPULATE_READ):
+            number = ctypes.get_errno()
+            if number != errno.EINTR:
+                return 0 if number == errno.EINVAL else number
     return 0
 
 

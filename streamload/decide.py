@@ -15,7 +15,6 @@ from typing import Any, Unpack, get_args
 from streamload._pages import reusable_nbytes
 from streamload.changes import NO_CHANGES, Changes
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ReaderChoice, choose_reader
 from streamload.checkpoint.strided import thread_nbytes
 from streamload.checkpoint.url import Location, Url
@@ -45,6 +44,7 @@ from streamload.planning.plan import Plan
 from streamload.planning.planner import DEFAULT_CHUNK_NBYTES, CastChoice, Residence, make_plan
 from streamload.quant.base import CodedWeight
 from streamload.quantise import NO_QUANT, QuantPolicy, quantised, said_of_dense
+from streamload.read_choice import Reading, ahead_nbytes, reader_choices
 from streamload.units import format_bytes
 
 # Each is from docs/measurements.md, "Loading". With more threads, copies to CUDA fall behind.
@@ -52,9 +52,7 @@ _MOST_THREADS = 8
 # Past the page cache fewer and longer reads are better, with the same bytes under way.
 _DIRECT_THREADS = 2
 _DIRECT_CHUNK_NBYTES = 16 * 2**20
-# Below this, a map is not used unless it is asked for: such loads were killed.
-_MAP_ROOM_NBYTES = 64 * 2**20
-# One thread, where a map was asked for.
+# One thread, where a map was asked for and less than `ahead_nbytes` is left.
 _LEAST_MAP_ROOM_NBYTES = 20 * 2**20
 # To open another device's driver takes 14 to 16 MB of the host, and twice that with its compiler.
 _WIDER_NBYTES = 64 * 2**20
@@ -130,6 +128,7 @@ class Options:
         tied: Mapping[str, str],
         cast: CastChoice,
         host_free_nbytes: int | None = None,
+        reading: Reading = "ahead",
     ) -> Plan:
         """Plan under these options, and within what is free on the host (None: not looked at)."""
         knobs, free, budget = self.knobs, host_free_nbytes, self.budget.host_nbytes
@@ -154,23 +153,31 @@ class Options:
             change_nbytes=(self.changes.nbytes, self.changes.thread_nbytes + held),
         )
         staged = not any(spec.host_visible for spec in specs)
-        choices = [self._choice(header, staged=staged) for header in checkpoint.shards]
-        made = make(**self._reading(checkpoint, specs, choices))
+
+        def made(reading: Reading) -> Plan:
+            choices = reader_choices(checkpoint.shards, knobs, reading, staged=staged)
+            how = self._reading(checkpoint, specs, choices)
+            return make(**how, ahead=reading == "ahead")
+
+        found = made(reading)
         if free is None:
-            return made
-        taken = made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
+            return found
+        taken = host_nbytes(found)
         if taken > free:  # what devices with memory of their own need of the host
             raise PlanInfeasibleError("host", taken, free, limit="free memory")
-        if "mmap" not in made.readers or free - taken >= _MAP_ROOM_NBYTES:
-            return made
+        if free - taken >= ahead_nbytes(found):
+            return found
         if knobs.reader == "mmap":
-            return _mapped_in_little(made, taken, free)
-        read = ReaderChoice("pread", "not mapped: the host has little memory")
-        choices = [read if choice.kind == "mmap" else choice for choice in choices]
+            return _mapped_in_little(found, taken, free)
         left = format_bytes(max(free - taken, 0))
-        note = f"files are read and not mapped: the host would be left with {left}"
-        made = make(**self._reading(checkpoint, specs, choices))
-        return replace(made, notes=(*made.notes, note))
+        note = f"the kernel reads nothing ahead: the host would be left with {left}"
+        try:
+            found = made("direct")
+        except PlanInfeasibleError:  # what is unaligned takes memory
+            found = made("exact")
+        if host_nbytes(found) > free:
+            found = made("exact")
+        return replace(found, notes=(*found.notes, note))
 
     def _reading(
         self,
@@ -192,21 +199,16 @@ class Options:
             "threads": self.knobs.threads or threads,
         }
 
-    def _choice(self, header: Header, *, staged: bool) -> ReaderChoice:
-        """How a file is read; what has strides is put together in memory."""
-        if header.views and not isinstance(header.path, Url):
-            return ReaderChoice("pread", "some of its tensors are views with strides")
-        knobs = self.knobs
-        # only whole slots: see `choose_reader` for what it costs elsewhere
-        return choose_reader(
-            header.path, knobs.reader, page_cache=knobs.page_cache, whole_slots=staged
-        )
-
     def _is_mappable(self, path: Location) -> bool:
         """Whether views on a file may stay when the load is done."""
         if self.residence == "auto":  # as for a map that is gone after the load
             return choose_reader(path, "auto", whole_slots=False).kind == "mmap"
         return self.residence == "mapped" and not isinstance(path, Url)
+
+
+def host_nbytes(made: Plan) -> int:
+    """What a plan takes of the host, page tables included."""
+    return made.process_nbytes + sum(d.kernel_nbytes for d in made.devices)
 
 
 def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
@@ -222,7 +224,7 @@ def _mapped_in_little(made: Plan, taken_nbytes: int, free_nbytes: int) -> Plan:
         return replace(made, threads=min(made.threads, 1), notes=(*made.notes, note))
     raise PlanInfeasibleError(
         "host",
-        taken_nbytes + _MAP_ROOM_NBYTES,
+        taken_nbytes + ahead_nbytes(made),
         free_nbytes,
         limit="free memory",
         would_fit=['reader="pread"'],

@@ -171,7 +171,12 @@ class Job:
         )
         self._paths = [header.path for header in checkpoint.shards]
         kind_of = dict(zip(self._paths, plan.readers, strict=True)).__getitem__
-        self._shards = Shards(checkpoint.shards, kind_of, opener=opener, cache=self._page_cache)
+        self._shards = Shards(
+            *(checkpoint.shards, kind_of),
+            opener=opener,
+            cache=self._page_cache,
+            ahead=plan.ahead,
+        )
         self._to_come: Counter[int] = Counter()  # units that were begun, by shard
         self._begun: set[int] = set()  # shards, all of their units
         self._encoders: dict[int, Encoder] = {}  # by number of the codes

@@ -158,6 +158,7 @@ class Shards:
         opener: Opener = open_shard,
         cache: PageCache | None = None,
         most_open: int | None = None,
+        ahead: bool = True,
     ) -> None:
         """Open nothing yet.
 
@@ -168,6 +169,7 @@ class Shards:
             cache: the page cache that `done` tells; None where nothing is dropped.
             most_open: files that are open at once: one more closes the one that was used longest
                 ago. None for any number.
+            ahead: the kernel may read ahead of what is read; see `Reader.stop_ahead`.
         """
         # why closed files were not read in the way that was asked for, and how many
         self.fallbacks: Counter[str] = Counter()
@@ -178,6 +180,7 @@ class Shards:
         self._opener = opener
         self._cache = cache
         self._most_open = most_open
+        self._ahead = ahead
         self._open: dict[Location, Reader] = {}  # the one that was used last is the last
         self._caches: dict[Location, ShardCache] = {}
         self._stopped = False
@@ -209,6 +212,8 @@ class Shards:
             self._kinds[shard] = self._kind(shard)
         kind = self._kinds[shard]
         reader = self._opener(self._headers[shard], kind)
+        if not self._ahead:
+            reader.stop_ahead()
         if self._stopped:  # by a thread that did not know of this file
             reader.stop()
         # what is read past the page cache, or by others, leaves nothing in it

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamload._system import populate, scatter
+from streamload._system import populate
 from streamload.checkpoint.readers import Reader
 from streamload.devices.base import Read, Staging, Ticket
 from streamload.errors import CheckpointError, DeviceError
@@ -357,13 +357,10 @@ class Worker:
 
     def _scatter(self, reader: Reader, pack: Pack) -> bool:
         """Read a pack to where its parameters are, in one call; False where that cannot be."""
-        if not reader.has_file or reader.alignment > 1:
-            return False
-        addresses = self._job.addresses(pack)
+        addresses = self._job.addresses(pack) if reader.has_file else None
         if addresses is None:
             return False
-        with reader.unchanged():
-            return scatter(reader.fileno(), pack.start, addresses, np.diff(pack.bounds))
+        return reader.scatter(pack.start, addresses, np.diff(pack.bounds))
 
     def _file_range(self, unit: Unit) -> tuple[int, int] | None:
         """The file bytes of a unit that go to the device as they are, and in one piece."""

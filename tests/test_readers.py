@@ -17,7 +17,7 @@ import pytest
 from parameters import few
 
 from streamload._system import filesystem_of
-from streamload.checkpoint import readers
+from streamload.checkpoint import mapped, readers
 from streamload.checkpoint.readers import (
     MAPPED_FILESYSTEMS,
     MmapReader,
@@ -331,7 +331,7 @@ def test_population_past_the_end_is_an_error_and_no_signal(tmp_path: Path) -> No
 
 def test_kernel_that_cannot_populate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel does not know the advice, pages are faulted in; it is asked only once."""
-    monkeypatch.setattr(readers, "_MADV_POPULATE_READ", 9999)  # EINVAL, as from an older kernel
+    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)  # EINVAL, as from an older kernel
     content = write(tmp_path / "f", 5 * PAGE)
     with open_reader(tmp_path / "f", 5 * PAGE, "mmap") as reader:
         assert isinstance(reader, MmapReader)

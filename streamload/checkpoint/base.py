@@ -6,10 +6,14 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Self
+from typing import Any, Self, TypeAlias
+
+import numpy as np
 
 from streamload.checkpoint.url import Location
 from streamload.units import round_up
+
+Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Reader(ABC):
@@ -132,6 +136,29 @@ class Reader(ABC):
             ValueError: the reader is closed.
         """
         raise io.UnsupportedOperation(f"{self.path} is read {self._how}")
+
+    def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
+        """Read consecutive bytes to many places, in few calls of the system.
+
+        Args:
+            start: first file byte.
+            addresses: where to; at most 1024.
+            sizes: how many bytes to each.
+
+        Returns:
+            Whether all of it was read. Otherwise what those places hold is undefined.
+
+        Raises:
+            CheckpointError: see `unchanged`.
+        """
+        return False
+
+    def stop_ahead(self) -> None:  # noqa: B027
+        """From now on, bring no more than what is read into the page cache, little at a time.
+
+        For hosts with little memory: pages that are being read cannot be reclaimed. What is mapped
+        is read, too. Call this before anything is read.
+        """
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Enter this around reads from `fileno`, or from a map of it.

@@ -16,7 +16,6 @@ import mmap
 import os
 import sys
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,17 +24,21 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
+
 from streamload._system import (
     address_of,
     direct_memory,
     filesystem_and_length,
     libc,
-    map_file,
     read_at,
+    scatter,
 )
+from streamload.checkpoint.base import Addresses
 from streamload.checkpoint.base import Reader as Reader
 from streamload.checkpoint.guard import FileState, Guard, take_lease
 from streamload.checkpoint.header import View, open_regular, unreadable
+from streamload.checkpoint.mapped import FileMap
 from streamload.checkpoint.page_cache import PageCacheKind, resident_fraction
 from streamload.checkpoint.remote import HttpReader
 from streamload.checkpoint.strided import StridedReader
@@ -86,19 +89,18 @@ _RESIDENT: dict[int | None, str] = {
 _ADDRESS_BITS = sys.maxsize.bit_length() + 1
 _MAX_MAPPED_NBYTES_32 = 2**30  # of one shard, where addresses have 32 bits
 _MAX_READ_NBYTES = 2**30  # in one call: systems refuse or cut what is near 2**31
+#: In one call where nothing is read ahead: pages that are being read cannot be reclaimed.
+EXACT_NBYTES = 2**18
 
 _PAGE = mmap.PAGESIZE
-# A fault maps the pages around its own too: 64 KiB, or all of a large folio of the page cache, at
-# most this long with pages of 4 KiB. What windows map is therefore dropped in blocks of this size.
-_BLOCK = 2**21
-_MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
 # What the alignment of direct reads is where the kernel does not say: right for every disk of 512
 # or 4096 bytes a sector.
 _USUAL_ALIGNMENT = 4096
 _STATX_DIOALIGN = 0x2000  # Linux 6.1
 _AT_EMPTY_PATH = 0x1000
-# Each thread's own, for what cannot be read straight to its place.
+#: Each thread's own, for what cannot be read straight to its place; where nothing is read ahead,
+#: `EXACT_NBYTES` of it are touched.
 BOUNCE_NBYTES = 2**20
 # What a kernel says that does not read this file, or at this alignment, past its page cache.
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
@@ -264,6 +266,7 @@ class PreadReader(Reader):
 
     def __init__(self, path: Path, file_nbytes: int, state: FileState | None = None) -> None:
         super().__init__(path, file_nbytes)
+        self._most_nbytes = _MAX_READ_NBYTES
         self._file = open_regular(path)
         try:
             refusal = _no_lease(filesystem_and_length(path)[0])
@@ -275,12 +278,34 @@ class PreadReader(Reader):
                 raise HeaderError(
                     path, "has become longer since its header was read", file_nbytes, found
                 )
-            if hasattr(os, "posix_fadvise"):
-                with suppress(OSError):  # only advice
-                    os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._advise("POSIX_FADV_SEQUENTIAL")
         except BaseException:
             self._file.close()
             raise
+
+    def _advise(self, advice: str) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # only advice
+                os.posix_fadvise(self._file.fileno(), 0, 0, getattr(os, advice))
+
+    def stop_ahead(self) -> None:
+        """See `Reader.stop_ahead`."""
+        self._most_nbytes = EXACT_NBYTES
+        self._advise("POSIX_FADV_RANDOM")
+
+    def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
+        """See `Reader.scatter`."""
+        stops = np.cumsum(sizes)
+        with self._guard:
+            at = done = 0
+            while at < len(sizes):
+                most = done + max(self._most_nbytes, int(sizes[at]))
+                end = int(np.searchsorted(stops, most, "right"))
+                fd = self._file.fileno()
+                if not scatter(fd, start + done, addresses[at:end], sizes[at:end]):
+                    return False
+                at, done = end, int(stops[end - 1])
+        return True
 
     def _read(self, start: int, target: memoryview, nbytes: int) -> None:
         self._read_buffered(start, target, nbytes)
@@ -288,7 +313,7 @@ class PreadReader(Reader):
     def _read_buffered(self, start: int, target: memoryview, nbytes: int) -> None:
         done = 0
         while done < nbytes:
-            with target[done : min(done + _MAX_READ_NBYTES, nbytes)] as rest:
+            with target[done : min(done + self._most_nbytes, nbytes)] as rest:
                 try:
                     read = read_at(self._file.fileno(), start + done, rest)
                 except OSError as error:
@@ -334,13 +359,13 @@ class MmapReader(PreadReader):
         super().__init__(path, file_nbytes, state)
         # elsewhere, and before Linux 5.14, pages are faulted in as they are touched
         self._populates = sys.platform == "linux"
-        self._map: _Map | None = None
+        self._map: FileMap | None = None
         self.mapped = not self._guard.refusal
         if not self.mapped:
             self.fallback = f"read by pread: {self._guard.refusal}"
             return
         try:
-            self._map = _Map(self._file.fileno(), file_nbytes)
+            self._map = FileMap(self._file.fileno(), file_nbytes)
         except (OSError, OverflowError) as error:
             self.close()
             raise CheckpointError(
@@ -372,12 +397,17 @@ class MmapReader(PreadReader):
                     window.release()
                 held.leave(start, stop)
 
+    def stop_ahead(self) -> None:
+        """See `Reader.stop_ahead`: pages that a touch reads come with those around them."""
+        super().stop_ahead()
+        self.mapped = False
+
     def close(self) -> None:
         """See `Reader.close`. The map goes when the last window of it has."""
         super().close()
         self._map = None
 
-    def _populate(self, held: _Map, start: int, stop: int) -> None:
+    def _populate(self, held: FileMap, start: int, stop: int) -> None:
         """Bring a window in: what the storage does not give is refused; a touch would kill."""
         while self._populates:
             code = held.populate(start, stop)
@@ -432,6 +462,11 @@ class DirectReader(PreadReader):
             return super().fileno()
         return self._direct.fileno()
 
+    def scatter(self, start: int, addresses: Addresses, sizes: Addresses) -> bool:
+        """See `Reader.scatter`: through the page cache, and only where little comes into it."""
+        exact = self._most_nbytes == EXACT_NBYTES
+        return exact and super().scatter(start, addresses, sizes)
+
     def close(self) -> None:
         """See `Reader.close`."""
         super().close()
@@ -460,10 +495,10 @@ class DirectReader(PreadReader):
     def _read_bounced(self, start: int, target: memoryview) -> None:
         """Fill ``target`` through this thread's own memory."""
         stop = start + target.nbytes
-        at = start
+        at, most = start, min(self._most_nbytes, BOUNCE_NBYTES)
         while at < stop:
             first = at // self.alignment * self.alignment
-            last = min(first + BOUNCE_NBYTES, round_up(stop, self.alignment))
+            last = min(first + most, round_up(stop, self.alignment))
             upto = min(last, stop)
             bounce = _bounce()
             with bounce[: last - first] as blocks:
@@ -540,60 +575,3 @@ def _direct_alignment(fd: int) -> int:
     if not min(found[38], found[39]) or alignment > _PAGE or alignment & (alignment - 1):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
     return alignment
-
-
-class _Map:
-    """A file's first ``nbytes``, mapped read-only.
-
-    The map lives until its last memoryview is gone. Python's own `mmap.mmap` does not tell its
-    address, and its madvise holds the interpreter's lock while pages are read. OSError and
-    OverflowError say that the kernel refused, or that the process has no such addresses.
-    """
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        array = ctypes.c_ubyte * nbytes  # first: refuses more than the process can address
-        address = map_file(fd, 0, nbytes)
-        owner = array.from_address(address)
-        # not when the process ends: other threads may still look then
-        weakref.finalize(owner, libc().munmap, address, nbytes).atexit = False
-        self.data = memoryview(owner).cast("B").toreadonly()
-        self._address = address
-        self._stop = address + nbytes
-        self._lock = threading.Lock()
-        self._windows: dict[int, int] = {}  # how many there are, by block
-
-    def populate(self, start: int, stop: int) -> int:
-        """Map the pages of a window, and read those not in memory; returns 0 or an errno."""
-        first = (self._address + start) // _PAGE * _PAGE
-        return _madvise(first, self._address + stop, _MADV_POPULATE_READ)
-
-    def enter(self, start: int, stop: int) -> None:
-        """Count a window in."""
-        with self._lock:
-            for block in self._blocks(start, stop):
-                self._windows[block] = self._windows.get(block, 0) + 1
-
-    def leave(self, start: int, stop: int) -> None:
-        """Count a window out, and unmap the blocks that no window is in any more.
-
-        The pages go from this process only; the page cache keeps them.
-        """
-        empty = []
-        with self._lock:
-            for block in self._blocks(start, stop):
-                self._windows[block] -= 1
-                if not self._windows[block]:
-                    del self._windows[block]
-                    empty.append(block)
-        # a window that begins in such a block meanwhile finds its pages again as it touches them
-        for block in empty:
-            first, last = block * _BLOCK, (block + 1) * _BLOCK
-            _madvise(max(first, self._address), min(last, self._stop), mmap.MADV_DONTNEED)
-
-    def _blocks(self, start: int, stop: int) -> range:
-        return range((self._address + start) // _BLOCK, (self._address + stop - 1) // _BLOCK + 1)
-
-
-def _madvise(first: int, last: int, advice: int) -> int:
-    """madvise(2) on addresses ``first`` to ``last``, exclusive; returns 0 or an errno."""
-    return 0 if libc().madvise(first, last - first, advice) == 0 else ctypes.get_errno()

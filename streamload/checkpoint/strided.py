@@ -61,6 +61,10 @@ class StridedReader(Reader):
         """See `Reader.unchanged`."""
         return self._reader.unchanged()
 
+    def stop_ahead(self) -> None:
+        """See `Reader.stop_ahead`."""
+        self._reader.stop_ahead()
+
     def stop(self) -> None:
         """See `Reader.stop`."""
         self._reader.stop()

@@ -24,7 +24,7 @@ from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.budget import overhead_nbytes
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.plan import SEGMENTS, Placements, Plan
+from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, Placements, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.residency import (
     LayerSize,
@@ -35,6 +35,7 @@ from streamload.planning.residency import (
     least,
     worth_streaming,
 )
+from streamload.read_choice import Reading, ahead_nbytes, reading_of
 from streamload.reading import free_host_nbytes
 from streamload.units import format_bytes, format_table, round_up
 
@@ -48,6 +49,8 @@ _MAPPED_IS_FASTER = (
     'residence="mapped" is faster while the page cache holds the files: a load with it leaves all '
     "weights there, of which the budget counts nothing (a pass took 0.55 of the time, a token 0.78)"
 )
+# The longest where nothing is read ahead: reads are no longer than a part of it.
+_EXACT_CHUNK_NBYTES = 2**21
 #: A budget that holds nothing back.
 ENDLESS_NBYTES = 2**62
 
@@ -298,12 +301,15 @@ def decide(
     activations = 0
     if tokens is not None:
         activations = computed_nbytes(options, checkpoint, wants, spec, tokens, has_head=has_head)
-    room = spec.budget_nbytes
+    room, limited_by = spec.budget_nbytes, spec.limit
+    beside_nbytes = LOAD_NBYTES + len(wants) * (spec.object_nbytes + spec.kernel_nbytes)
     if spec.free_nbytes is not None:
-        room = min(room, spec.free_nbytes + held_nbytes)
+        taken = beside_nbytes if spec.shared_memory else 0
+        free = spec.free_nbytes + held_nbytes - taken
+        room, limited_by = min((room, limited_by), (free, "free memory"))
     room -= cache_nbytes + activations
 
-    def made(chunk_nbytes: int | None, room: int) -> OffloadPlan | int:
+    def made(chunk_nbytes: int | None, room: int, reading: Reading) -> OffloadPlan | int:
         """A plan with such chunks for so much room, or the bytes that are missing."""
         scratch, limit, stream = 0, room, None
         while True:  # what stays says how much the rest takes, and that what stays
@@ -313,7 +319,8 @@ def decide(
                 return max(lowest - room, 1)
             if found.streams or found.experts:
                 stream = _streamed(
-                    options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes
+                    *(options, checkpoint, wants, spec, groups, found, cast, chunk_nbytes),
+                    reading,
                 )
                 if stream.devices[0].scratch_nbytes > scratch:
                     scratch = stream.devices[0].scratch_nbytes
@@ -333,7 +340,7 @@ def decide(
         host = _held(sizes, found, host_nbytes)
         seen = Viewable()
         if stream is not None:
-            seen = _are_views(options, checkpoint, wants, spec, groups, found, cast)
+            seen = _are_views(options, checkpoint, wants, spec, groups, found, cast, stream)
         return OffloadPlan(
             spec.name,
             spec.budget_nbytes + spec.reserve_nbytes,
@@ -356,23 +363,36 @@ def decide(
             cached_tokens=cached_tokens,
         )
 
+    def fitted(chunk_nbytes: int | None, room: int, *readings: Reading) -> OffloadPlan | int:
+        """The same with read-ahead, or in one of these ways where the host has not the memory."""
+        plan = made(chunk_nbytes, room, "ahead")
+        if isinstance(plan, int) or _has_ahead(plan, spec, held_nbytes - beside_nbytes):
+            return plan
+        for reading in readings:
+            plan = made(chunk_nbytes or _EXACT_CHUNK_NBYTES, room, reading)
+            if not isinstance(plan, int):
+                break
+        return plan
+
     chunks = [options.knobs.chunk_nbytes] if options.knobs.chunk_nbytes else _CHUNKS
-    for chunk_nbytes in chunks:
-        plan = made(chunk_nbytes, room)
+    # what is read past the page cache takes memory where it is unaligned
+    ways: list[tuple[int | None, Reading]] = [(n, "direct") for n in chunks]
+    for chunk_nbytes, reading in [*ways, (chunks[-1], "exact")]:
+        plan = fitted(chunk_nbytes, room, reading)
         if isinstance(plan, OffloadPlan):
             _check_host(plan, spec)
             return plan
     needed = room
     while isinstance(plan, int):
         needed += plan
-        plan = made(chunks[-1], needed)
+        plan = fitted(chunks[-1], needed, "exact")
     largest = sorted(((size.name, size.nbytes) for size in sizes), key=lambda each: -each[1])
     beside = [("the KV cache", cache_nbytes), (f"activations of {tokens} tokens", activations)]
     raise PlanInfeasibleError(
         spec.name,
         needed + cache_nbytes + activations,
         room + cache_nbytes + activations,
-        limit=f"{spec.limit}, with layers that stream",
+        limit=f"{limited_by}, with layers that stream",
         largest=[*(each for each in beside if each[1]), *largest[:6]],
         reason="a slot holds the largest layer, and what cannot stream stays"
         + ("; others hold as many experts as a token chooses" if plan.residency.experts else ""),
@@ -409,8 +429,26 @@ def streamed_from(
     assert made.stream is not None
     chunk_nbytes, cast = made.stream.chunk_nbytes, engine_of(options)
     rest = (options, checkpoint, wants, spec, made.groups, made.residency, cast)
-    stream = _streamed(*rest, chunk_nbytes)
-    return replace(made, stream=stream, **_are_views(*rest)._asdict())
+    stream = _streamed(*rest, chunk_nbytes, reading_of(made.stream))
+    return replace(made, stream=stream, **_are_views(*rest, stream)._asdict())
+
+
+def _has_ahead(made: OffloadPlan, spec: DeviceSpec, more_nbytes: int) -> bool:
+    """Whether the host has the memory for what the kernel reads ahead of passes.
+
+    Args:
+        made: the plan.
+        spec: the device.
+        more_nbytes: what the host has more than is free now, beside the plan.
+    """
+    if made.stream is None:
+        return True
+    free = spec.free_nbytes
+    taken = made.needed_nbytes - made.reserve_nbytes - more_nbytes
+    if not spec.shared_memory:
+        free, taken = free_host_nbytes(), made.stream.process_nbytes
+        free = None if free is None else free - overhead_nbytes(free)
+    return free is None or free - taken >= ahead_nbytes(made.stream)
 
 
 def _check_host(made: OffloadPlan, spec: DeviceSpec) -> None:
@@ -457,6 +495,7 @@ def _streamed(
     found: Residency,
     cast: CastChoice,
     chunk_nbytes: int | None,
+    reading: Reading = "ahead",
 ) -> Plan:
     """Plan what streams: its casts and its staging. The slots hold it, so no budget does."""
     by_name = {group.name: group for group in groups}
@@ -472,7 +511,7 @@ def _streamed(
     if chunk_nbytes is not None:
         knobs = replace(knobs, chunk_nbytes=chunk_nbytes)
     endless = replace(spec, budget_nbytes=ENDLESS_NBYTES, host_free_nbytes=None)
-    made = _planned(replace(options, knobs=knobs), checkpoint, mine, endless, cast)
+    made = _planned(replace(options, knobs=knobs), checkpoint, mine, endless, cast, reading)
     names = [[want.name for want in layer] for layer in layers]
     return replace(made, placements=_in_order(made.placements, names))
 
@@ -502,12 +541,17 @@ def _load_of(
 
 
 def _planned(
-    options: Options, checkpoint: Checkpoint, wants: Wants, spec: DeviceSpec, cast: CastChoice
+    options: Options,
+    checkpoint: Checkpoint,
+    wants: Wants,
+    spec: DeviceSpec,
+    cast: CastChoice,
+    reading: Reading = "ahead",
 ) -> Plan:
     """Plan a load within the budget alone: what is free, a cache and a reserve are counted."""
     alone = replace(options, room=replace(options.room, cache=None, reserve_nbytes=0))
     free = replace(spec, free_nbytes=None, reserve_nbytes=0)
-    return alone.plan(checkpoint, wants, [free], {}, cast)
+    return alone.plan(checkpoint, wants, [free], {}, cast, reading=reading)
 
 
 def _experts(group: Group, wants: Wants, device: str) -> list[list[Want]]:
@@ -549,9 +593,16 @@ def _are_views(
     groups: Sequence[Group],
     found: Residency,
     cast: CastChoice,
+    stream: Plan,
 ) -> Viewable:
-    """Whether the device computes on the files of all that streams; see `can_be_views`."""
+    """Whether the device computes on the files of all that streams; see `can_be_views`.
+
+    Not where the host has little memory, and files that are not in the page cache: they are read
+    past it.
+    """
     if not spec.maps or options.knobs.reader not in ("auto", "mmap"):
+        return Viewable()
+    if not stream.ahead and "direct" in stream.readers:
         return Viewable()
     mapped = replace(options, residence="auto")
     made = _streamed(mapped, checkpoint, wants, spec, groups, found, cast, None)

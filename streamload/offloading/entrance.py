@@ -435,7 +435,8 @@ def begin(
         return made, None, None
     if not made.host:
         return made, _rounds(made, checkpoint, device, memory, read), None
-    kept = HostFile(checkpoint, made.tensors_of(made.host, wants), keeps=made.cached)
+    names, ahead = made.tensors_of(made.host, wants), made.stream.ahead
+    kept = HostFile(checkpoint, names, keeps=made.cached, ahead=ahead)
     try:
         made = streamed_from(made, read, kept.checkpoint, wants, spec)
         return made, _rounds(made, kept.checkpoint, device, memory, read), kept

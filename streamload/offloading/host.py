@@ -15,6 +15,8 @@ from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import TensorInfo
+from streamload.checkpoint.readers import ResolvedKind, choose_reader
+from streamload.checkpoint.url import Location
 from streamload.errors import OffloadError
 from streamload.formats.base import default_reader, read_header
 from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
@@ -26,13 +28,16 @@ _ALIGNMENT_NBYTES = 4096
 class HostFile:
     """Tensors of a checkpoint in host memory, until `close`."""
 
-    def __init__(self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, names: Collection[str], *, keeps: bool, ahead: bool = True
+    ) -> None:
         """Read them.
 
         Args:
             checkpoint: the headers.
             names: of the tensors.
             keeps: leave what is read to the page cache.
+            ahead: the kernel may read ahead, as `Plan.ahead` says.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -44,7 +49,7 @@ class HostFile:
         try:
             writing = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC)
             try:
-                self._fill(checkpoint, infos, header, writing, keeps=keeps)
+                self._fill(checkpoint, infos, header, writing, keeps=keeps, ahead=ahead)
             finally:  # a lease is not given where somebody may write
                 os.close(writing)
             own = read_header(Path(f"/proc/self/fd/{self._fd}"), reader=default_reader())
@@ -66,12 +71,19 @@ class HostFile:
         fd: int,
         *,
         keeps: bool,
+        ahead: bool,
     ) -> None:
         nbytes = sum(info.nbytes for info in infos)
         cache = page_cache("keep" if keeps else "drop", to_read_nbytes=nbytes)
         os.write(fd, header)
         room = Room(BLOCK_NBYTES)
-        with Shards(checkpoint.shards, lambda path: file_kind(path, "auto"), cache=cache) as shards:
+
+        def kind(path: Location) -> ResolvedKind:
+            if ahead or not isinstance(path, Path):
+                return file_kind(path, "auto")
+            return choose_reader(path, "auto").kind
+
+        with Shards(checkpoint.shards, kind, cache=cache, ahead=ahead) as shards:
             for info in infos:
                 for block in shards.blocks(info, room):
                     done = 0

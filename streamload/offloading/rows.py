@@ -47,6 +47,7 @@ class RowReader:
         view = memoryview(data.data)
         reader = open_shard(self._header, file_kind(self._info.shard, "pread"))
         try:
+            reader.stop_ahead()  # rows are read here and there
             for at, stop in _runs(rows):
                 start = self._info.start + rows[at] * self._nbytes
                 reader.read_into(start, view[at * self._nbytes : stop * self._nbytes])

@@ -102,7 +102,7 @@ class FileViews:
             CheckpointError: a file cannot be opened or mapped.
         """
         assert isinstance(device, OnFiles), device
-        self._device, self._keeps = device, keeps
+        self._device, self._keeps, self._ahead = device, keeps, plan.ahead
         self._checkpoint = checkpoint
         self._open: dict[Location, Reader] = {}  # with a lease each, while passes go on
         self._entered: dict[int, list[ExitStack]] = {}  # by layer: one may be inside itself
@@ -132,6 +132,8 @@ class FileViews:
     def _map(self, shard: Location, checkpoint: Checkpoint) -> mmap.mmap:
         if shard not in self._maps:
             memory = self._maps[shard] = map_shard(checkpoint.headers[shard])
+            if not self._ahead:  # a touch would bring what lies around it
+                memory.madvise(mmap.MADV_RANDOM)
             self._addresses[shard] = np.frombuffer(memory, np.uint8).ctypes.data
         return self._maps[shard]
 
@@ -149,7 +151,8 @@ class FileViews:
         Raises:
             CheckpointError: the storage does not give them.
         """
-        code = populate_shared(self._addresses[shard] + start, self._addresses[shard] + stop)
+        first = self._addresses[shard]
+        code = populate_shared(first + start, first + stop, ahead=self._ahead)
         if code:
             raise unreadable(shard, OSError(code, "its pages cannot be mapped"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from streamload.checkpoint.readers import BOUNCE_NBYTES
+from streamload.checkpoint.readers import BOUNCE_NBYTES, EXACT_NBYTES
 from streamload.planning.allocators import (
     DRIVER_BLOCK_NBYTES,
     DRIVER_SHARED_NBYTES,
@@ -327,7 +327,7 @@ def _staging(plan: Plan, shares: Sequence[Share]) -> tuple[list[int], int]:
     if host_moves and any(kind != "mmap" for kind in plan.readers):
         own += workers * plan.slot_nbytes
     if "direct" in plan.readers and plan.placements:
-        own += workers * BOUNCE_NBYTES
+        own += workers * (BOUNCE_NBYTES if plan.ahead else EXACT_NBYTES)
     if any("numpy" in share.casts for share in shares):
         own += workers * NUMPY_SCRATCH_NBYTES
     order = {share.spec.name: at for at, share in enumerate(shares)}

@@ -398,6 +398,8 @@ class Plan:
         change_nbytes: what functions that change values hold for all threads.
         change_thread_nbytes: what they take in each thread, beside its rows, and what reading views
             of files takes there.
+        ahead: the kernel may read ahead of what is read of files; false where the host has too
+            little memory for pages that are on their way.
     """
 
     path: str
@@ -416,6 +418,7 @@ class Plan:
     cache: CacheRequest | None = None
     change_nbytes: int = 0
     change_thread_nbytes: int = 0
+    ahead: bool = True
 
     @property
     def staging_nbytes(self) -> int:
@@ -461,7 +464,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """SHA-256 of the plan's JSON, without what differs between machines: path and readers."""
-        same = replace(self, path="", readers=(), reader_reasons=())
+        same = replace(self, path="", readers=(), reader_reasons=(), ahead=True)
         return hashlib.sha256(same.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:

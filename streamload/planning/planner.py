@@ -70,6 +70,7 @@ def make_plan(
     mappable: Sequence[bool] = (),
     changed: Collection[str] = (),
     change_nbytes: tuple[int, int] = (0, 0),
+    ahead: bool = True,
 ) -> Plan:
     """Decide a load.
 
@@ -96,6 +97,7 @@ def make_plan(
         mappable: which shards can be mapped; asked for under these two.
         changed: tensors whose values functions change on the way.
         change_nbytes: what these hold, for all threads and for each beside its rows.
+        ahead: for `Plan.ahead`.
 
     Raises:
         PlanInfeasibleError: the parameters do not fit, or not with the cache.
@@ -142,6 +144,7 @@ def make_plan(
         cache=room.request if room is not None else None,
         change_nbytes=change_nbytes[0],
         change_thread_nbytes=change_nbytes[1],
+        ahead=ahead,
     )
     shares = [Share.of(spec, placements.on(spec.name)) for spec in devices]
     plan = fit(draft, shares, parts, room)
