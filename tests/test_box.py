@@ -202,7 +202,7 @@ def test_a_load_in_place_beside_little_free_memory_is_not_killed(
         outcomes.append(done.stdout.splitlines()[-1] if done.returncode == 0 else "refused")
         assert done.returncode == 0 or "refused: does not fit on host" in done.stderr
     if reader == "auto":
-        assert "loaded by pread" in outcomes
+        assert "loaded by direct" in outcomes
     assert outcomes[-1] == "loaded by mmap"
 
 

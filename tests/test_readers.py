@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import numpy as np
 import pytest
 from parameters import few
 
-from streamload._system import filesystem_of
-from streamload.checkpoint import mapped, readers
+from streamload._system import filesystem_of, map_privately, populate_shared
+from streamload.bench.compare import forget
+from streamload.checkpoint import mapped, page_cache, readers
 from streamload.checkpoint.readers import (
     MAPPED_FILESYSTEMS,
     MmapReader,
@@ -527,3 +529,54 @@ def test_kinds_are_what_they_say(tmp_path: Path) -> None:
     for resolve in (resolve_reader, choose_reader):
         with pytest.raises(ValueError, match="auto, mmap, pread, direct"):
             resolve(tmp_path, "io_uring")  # type: ignore[arg-type]
+
+
+# --- without read-ahead ---------------------------------------------------------------------------
+
+
+@every_reader
+def test_nothing_is_read_ahead(tmp_path: Path, kind: Kind) -> None:
+    """After `stop_ahead` no more comes into the page cache than what is read, and it is right."""
+    path, at = tmp_path / "file", MIB + 5
+    data = write(path, 32 * MIB)
+    if choose_reader(path, "auto", whole_slots=False).kind != "mmap":
+        pytest.skip("a filesystem with a page cache of its own")
+    forget([path])
+    with open_reader(path, len(data), kind) as reader:
+        reader.stop_ahead()
+        assert not reader.mapped
+        out = bytearray(10**6)
+        reader.read_into(at, memoryview(out))
+        assert out == data[at : at + len(out)]
+        with reader.view(at, at + 1000) as view:
+            assert view == data[at : at + 1000]
+        assert _resident_nbytes(path) <= len(out) + 2 * PAGE
+        arrays = [np.zeros(n, np.uint8) for n in (1, 300_000, 4, 0, 200_000, 7)]
+        addresses = np.array([array.ctypes.data for array in arrays])
+        assert reader.scatter(at, addresses, np.array([array.nbytes for array in arrays]))
+        assert b"".join(map(bytes, arrays)) == data[at : at + sum(map(len, arrays))]
+        assert _resident_nbytes(path) <= len(out) + 2 * PAGE
+
+
+def test_pages_of_a_map_come_alone(tmp_path: Path) -> None:
+    """So do pages of a map that is populated without read-ahead."""
+    path = tmp_path / "file"
+    data = write(path, 32 * MIB)
+    if choose_reader(path, "auto", whole_slots=False).kind != "mmap":
+        pytest.skip("a filesystem with a page cache of its own")
+    forget([path])
+    with open(path, "rb") as file, map_privately(file) as memory:  # type: ignore[arg-type]
+        memory.madvise(mmap.MADV_RANDOM)
+        whole = np.frombuffer(memory, np.uint8)
+        first = whole.ctypes.data + 3 * MIB
+        assert populate_shared(first, first + 10**6, ahead=False) == 0
+        assert bytes(whole[3 * MIB : 3 * MIB + 10**6]) == data[3 * MIB : 3 * MIB + 10**6]
+        assert 10**6 <= _resident_nbytes(path) <= 10**6 + 2 * PAGE
+        del whole
+
+
+def _resident_nbytes(path: Path) -> int:
+    """Of a file, in the page cache."""
+    with open(path, "rb") as file:
+        pages = page_cache._resident_pages(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return pages.count(1) * PAGE

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench_parts import sections
+from bench_parts.boxed_section import boxed_entrances
 from bench_parts.experts_section import experts
 from bench_parts.gpu_section import GPU_SECTIONS
 from bench_parts.nodes_section import nodes
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = {**sections.SECTIONS, "nodes": nodes, "torch": torch_box}
 ASKED_FOR = {
     "torture": torture,
+    "boxed": boxed_entrances,
     "offload": offload,
     "experts": experts,
     **QUANT_SECTIONS,

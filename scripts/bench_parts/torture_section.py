@@ -182,14 +182,25 @@ def _checkpoint(folder: Path, case: Case, dtype: str, seed: int) -> Path:
 
 
 def run_boxed(
-    maker: boxes.Boxes, job: Mapping[str, Any], limit: Callable[[int], int] | None = None
+    maker: boxes.Boxes, case: Mapping[str, Any], limit: Callable[[int], int] | None = None
 ) -> dict[str, Any]:
-    """Run a load in a box.
+    """Run a case of a `bench_parts.torture_job.Job` in a box; see `boxed`."""
+    return boxed(maker, call("bench_parts.torture_job:Job", case=dict(case)), limit)
+
+
+def boxed(
+    maker: boxes.Boxes,
+    job: Mapping[str, Any],
+    limit: Callable[[int], int] | None = None,
+    sites: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run a job that loads something in a box.
 
     Args:
         maker: of boxes.
-        job: the case of a `bench_parts.torture_job.Job`.
+        job: its laps say an "outcome": "loaded", or the name of an error. It can check what it did.
         limit: from what is charged when the process is ready to the limit; None: there is none.
+        sites: folders that come first on its path.
 
     Returns:
         "outcome" is one of `OUTCOMES`; "why" an error, or what is wrong; "said" what the process
@@ -199,12 +210,7 @@ def run_boxed(
     """
     ran: dict[str, Any] = {"said": {}, "taken_nbytes": 0, "charged_nbytes": 0, "room_nbytes": None}
     box = maker.make(ROOM_NBYTES)
-    child = Child(
-        call("bench_parts.torture_job:Job", case=dict(job)),
-        timeout_s=_ANSWER_S,
-        prefix=box.enter,
-        sample_s=_SAMPLE_S,
-    )
+    child = Child(job, timeout_s=_ANSWER_S, sites=sites, prefix=box.enter, sample_s=_SAMPLE_S)
     try:
         child.ready()
         before = box.memory()

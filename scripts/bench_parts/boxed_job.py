@@ -1,0 +1,104 @@
+"""What the section boxed runs in a box: an entrance of the library, in a process of its own."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import streamload
+from bench_parts.torture_job import NUMPY, tensors_of
+from streamload.errors import BudgetError
+
+TOKENS = 16
+PASSES = 2
+
+
+class Job:
+    """A call of an entrance: "stream_layers", "offload" or "in place"."""
+
+    def __init__(self, entrance: str, path: str, budget: str | None, **options: Any) -> None:
+        """Import what it takes, and make what is filled."""
+        self._run = {"stream_layers": self._stream, "offload": self._offload}.get(
+            entrance, self._in_place
+        )
+        self._path = path
+        self._options = {**options, "budget": budget}
+        self._found: dict[str, Any] = {}
+        self._model: Any = None
+        raws = tensors_of(Path(path))
+        if entrance == "in place":
+            self._model = {n: np.full(raw.shape, 1, NUMPY[raw.dtype]) for n, raw in raws.items()}
+        elif entrance == "offload":
+            self._model = _llama(path)
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Run it; what it says of itself, or how it was refused."""
+        begun = time.perf_counter()
+        try:
+            read_nbytes, seconds = self._run()
+        except BudgetError as error:
+            names = ("needed_nbytes", "budget_nbytes")
+            facts = {name: getattr(error, name) for name in names if hasattr(error, name)}
+            return {"outcome": type(error).__name__, "error": str(error), **facts}
+        seconds = seconds or time.perf_counter() - begun
+        return {"outcome": "loaded", "rate": read_nbytes / seconds, "read_nbytes": read_nbytes}
+
+    def _stream(self) -> tuple[int, float]:
+        options = {"device": "host", "dtype": "checkpoint", **self._options}
+        with streamload.stream_layers(self._path, **options) as layers:
+            begun = time.perf_counter()
+            for _ in range(PASSES):
+                for _, tensors in layers:
+                    for name, tensor in tensors.items():
+                        self._found[name] = zlib.crc32(tensor.reshape(-1).view(np.uint8))
+            return layers.report.read_nbytes, time.perf_counter() - begun
+
+    def _offload(self) -> tuple[int, float]:
+        import torch
+
+        ids = torch.arange(TOKENS)[None]
+        options = {"device": "cpu", "tokens": TOKENS, "progress": False, **self._options}
+        with streamload.offload(self._model, self._path, **options) as offloaded:
+            begun = time.perf_counter()
+            for _ in range(PASSES):
+                with torch.no_grad():
+                    self._found["logits"] = zlib.crc32(self._model(ids).float().numpy())
+            return offloaded.report.read_nbytes, time.perf_counter() - begun
+
+    def _in_place(self) -> tuple[int, float]:
+        options = {"device": "host", "dtype": "checkpoint", "progress": False, **self._options}
+        report = streamload.load_state_dict(self._model, self._path, **options)
+        for name, array in self._model.items():
+            self._found[name] = zlib.crc32(array.reshape(-1).view(np.uint8))
+        return report.read_nbytes, report.transfer_seconds
+
+    def check(self) -> Mapping[str, Any]:
+        """What is wrong of it: every byte is compared, or the logits."""
+        wanted: dict[str, int] = {}
+        if "logits" in self._found:
+            import torch
+
+            model = _llama(self._path)
+            streamload.load_state_dict(model, self._path, device="cpu", progress=False)
+            with torch.no_grad():
+                wanted["logits"] = zlib.crc32(model(torch.arange(TOKENS)[None]).float().numpy())
+        elif self._found:
+            for name, raw in tensors_of(Path(self._path)).items():
+                dtype = NUMPY[raw.dtype]
+                numel = int(np.prod(raw.shape))
+                values = np.fromfile(raw.file, dtype, numel, offset=raw.start)
+                wanted[name] = zlib.crc32(values.view(np.uint8))
+        return {"wrong": [name for name in wanted if wanted[name] != self._found.get(name)]}
+
+
+def _llama(path: str) -> Any:
+    import torch
+    from examples.torch_module import on_meta
+
+    torch.set_num_threads(1)
+    return on_meta(Path(path)).to(torch.bfloat16).eval()
