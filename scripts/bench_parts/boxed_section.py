@@ -104,9 +104,8 @@ def boxed_entrances(options: Options) -> Section:
         for cell in cells():
             options.say(f"boxed: {', '.join(cell)}")
             needed, first = needed_nbytes(maker, path, cell)
-            steps = [
-                low * (high / low) ** (n / max(options.runs - 1, 1)) for n in range(options.runs)
-            ]
+            most = max(options.runs - 1, 1)
+            steps = [low * (high / low) ** (n / most) for n in range(options.runs)]
             all_of = [first, *(run(maker, path, cell, int(needed * step)) for step in steps)]
             counts = Counter(ran["outcome"] for ran in all_of)
             rates = [ran["said"]["rate"] / 1e9 for ran in all_of if ran["outcome"] == "loaded"]

@@ -363,16 +363,12 @@ def decide(
             cached_tokens=cached_tokens,
         )
 
-    def fitted(chunk_nbytes: int | None, room: int, *readings: Reading) -> OffloadPlan | int:
-        """The same with read-ahead, or in one of these ways where the host has not the memory."""
+    def fitted(chunk_nbytes: int | None, room: int, reading: Reading) -> OffloadPlan | int:
+        """The same with read-ahead, or read like this where the host has not the memory."""
         plan = made(chunk_nbytes, room, "ahead")
         if isinstance(plan, int) or _has_ahead(plan, spec, held_nbytes - beside_nbytes):
             return plan
-        for reading in readings:
-            plan = made(chunk_nbytes or _EXACT_CHUNK_NBYTES, room, reading)
-            if not isinstance(plan, int):
-                break
-        return plan
+        return made(chunk_nbytes or _EXACT_CHUNK_NBYTES, room, reading)
 
     chunks = [options.knobs.chunk_nbytes] if options.knobs.chunk_nbytes else _CHUNKS
     # what is read past the page cache takes memory where it is unaligned
@@ -444,9 +440,9 @@ def _has_ahead(made: OffloadPlan, spec: DeviceSpec, more_nbytes: int) -> bool:
     if made.stream is None:
         return True
     free = spec.free_nbytes
-    taken = made.needed_nbytes - made.reserve_nbytes - more_nbytes
+    taken = made.needed_nbytes - made.reserve_nbytes + made.host_nbytes - more_nbytes
     if not spec.shared_memory:
-        free, taken = free_host_nbytes(), made.stream.process_nbytes
+        free, taken = free_host_nbytes(), made.stream.process_nbytes + made.host_nbytes
         free = None if free is None else free - overhead_nbytes(free)
     return free is None or free - taken >= ahead_nbytes(made.stream)
 
