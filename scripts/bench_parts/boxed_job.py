@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,13 @@ class Job:
                 dtype = NUMPY[raw.dtype]
                 numel = int(np.prod(raw.shape))
                 values = np.fromfile(raw.file, dtype, numel, offset=raw.start)
-                wanted[name] = zlib.crc32(values.view(np.uint8))
+                wanted[name] = zlib.crc32(values.view(np.uint8).data)
         return {"wrong": [name for name in wanted if wanted[name] != self._found.get(name)]}
 
 
 def _llama(path: str) -> Any:
     import torch
-    from examples.torch_module import on_meta
 
     torch.set_num_threads(1)
-    return on_meta(Path(path)).to(torch.bfloat16).eval()
+    model = import_module("examples.torch_module").on_meta(Path(path))
+    return model.to(torch.bfloat16).eval()
