@@ -40,7 +40,7 @@ def test_a_cold_file_in_little_memory(cgroup: Boxes, checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", cells(), ids=", ".join)
+@pytest.mark.parametrize("cell", list(cells()), ids=", ".join)
 def test_no_entrance_is_killed(cgroup: Boxes, checkpoint: Path, cell: tuple[str, str, str]) -> None:
     """Every entrance, with a stated budget, with none, with a percentage; cold and warm."""
     needs.module("torch")

@@ -19,12 +19,13 @@ from streamload.offloading.sizes import (
     cache_of,
     computed_nbytes,
     layer_sizes,
+    rounded,
 )
 from streamload.offloading.views import Viewable, can_be_views
 from streamload.planning.budget import overhead_nbytes
 from streamload.planning.demand import DeviceSpec, Want, Wants
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.plan import LOAD_NBYTES, SEGMENTS, Placements, Plan
+from streamload.planning.plan import LOAD_NBYTES, Placements, Plan
 from streamload.planning.planner import CastChoice
 from streamload.planning.residency import (
     LayerSize,
@@ -37,9 +38,8 @@ from streamload.planning.residency import (
 )
 from streamload.read_choice import Reading, ahead_nbytes, reading_of
 from streamload.reading import free_host_nbytes
-from streamload.units import format_bytes, format_table, round_up
+from streamload.units import format_bytes, format_table
 
-_SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece to
 #: The shortest chunk of layers that is tried.
 LEAST_CHUNK_NBYTES = 2**17
 # The chunks of layers are tried from the longest on.
@@ -329,7 +329,7 @@ def decide(
             else:
                 stream = None
             load = _load_of(options, checkpoint, wants, spec, groups, found, cast, room)
-            found = _rounded(replace(found, resident_nbytes=load.resident_nbytes), spec)
+            found = rounded(replace(found, resident_nbytes=load.resident_nbytes), spec)
             beside = stream.devices[0].scratch_nbytes if stream else 0
             over = max(found.taken_nbytes + beside, load.peak_nbytes) - room
             if over <= 0:
@@ -468,18 +468,6 @@ def _held(sizes: Sequence[LayerSize], found: Residency, room_nbytes: int) -> tup
     layers = held(sizes, found.streams, room_nbytes)
     taken = sum(size.read_nbytes for size in sizes if size.name in layers)
     return layers + held(sizes, found.experts, room_nbytes - taken)
-
-
-def _rounded(found: Residency, spec: DeviceSpec) -> Residency:
-    """The same with slots as an allocator with segments takes them."""
-    if spec.allocator not in SEGMENTS or not found.arena_nbytes:
-        return found
-    if found.experts:
-        pad_nbytes = round_up(found.arena_nbytes, _SEGMENT_NBYTES) - found.arena_nbytes
-        return replace(found, pad_nbytes=pad_nbytes)
-    arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
-    slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
-    return replace(found, slot_nbytes=slot_nbytes)
 
 
 def _streamed(

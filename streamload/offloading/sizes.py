@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.decide import Options
@@ -18,12 +19,13 @@ from streamload.planning.cache_room import CacheRoom
 from streamload.planning.demand import DeviceSpec, Wants
 from streamload.planning.kv_cache import CacheRequest, KvCache
 from streamload.planning.plan import SEGMENTS
-from streamload.planning.residency import LayerSize
+from streamload.planning.residency import LayerSize, Residency
 from streamload.units import round_up
 
 # Tensors in a slot begin at multiples of this: what torch's allocator for CUDA rounds to. What a
 # matrix product gives may depend on where its weights begin.
 SLOT_ALIGNMENT_NBYTES = 512
+_SEGMENT_NBYTES = 2**21  # what an allocator with segments rounds a large piece to
 
 
 def layer_sizes(
@@ -101,3 +103,15 @@ def cache_of(options: Options, checkpoint: Checkpoint, tokens: int | None) -> Kv
         return KvCache.of(config, CacheRequest(tokens), path=checkpoint.path)
     except CheckpointError:  # a model without a cache, or nobody knows of one
         return None
+
+
+def rounded(found: Residency, spec: DeviceSpec) -> Residency:
+    """The same with slots as an allocator with segments takes them."""
+    if spec.allocator not in SEGMENTS or not found.arena_nbytes:
+        return found
+    if found.experts:
+        pad_nbytes = round_up(found.arena_nbytes, _SEGMENT_NBYTES) - found.arena_nbytes
+        return replace(found, pad_nbytes=pad_nbytes)
+    arena = round_up(found.arena_nbytes, _SEGMENT_NBYTES)
+    slot_nbytes = arena // found.slots // SLOT_ALIGNMENT_NBYTES * SLOT_ALIGNMENT_NBYTES
+    return replace(found, slot_nbytes=slot_nbytes)
