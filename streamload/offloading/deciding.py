@@ -302,7 +302,10 @@ def decide(
     if tokens is not None:
         activations = computed_nbytes(options, checkpoint, wants, spec, tokens, has_head=has_head)
     room, limited_by = spec.budget_nbytes, spec.limit
-    beside_nbytes = LOAD_NBYTES + len(wants) * (spec.object_nbytes + spec.kernel_nbytes)
+    each = wants.dsts(options.policy, spec.native_bf16), wants.shapes
+    numbers = wants.nbytes(options.policy, spec.native_bf16)
+    objects = ((d.name, s, n, 1) for d, s, n in zip(*each, numbers, strict=True))
+    beside_nbytes = LOAD_NBYTES + spec.objects.of(objects) + len(wants) * spec.kernel_nbytes
     if spec.free_nbytes is not None:
         taken = beside_nbytes if spec.shared_memory else 0
         free = spec.free_nbytes + held_nbytes - taken
