@@ -243,7 +243,7 @@ class Agreement:
                 needed,
                 staging,
                 limit=f"host budget of each of {sharing} ranks" if sharing > 1 else "host budget",
-                would_fit=[f'Budget(..., host="{-(-needed * sharing // 2**20)}MiB")'],
+                would_fit=[options.budget.with_host(needed * sharing)],
             )
         staging = max(staging - held if stated else staging, MIN_HOST_NBYTES)
         return replace(
@@ -253,6 +253,7 @@ class Agreement:
             room=replace(options.room, reserve_nbytes=reserve_nbytes),
             cpus=max(available_cpus() // sharing, 1),
             host_held_nbytes=held,
+            is_part=True,
         )
 
     def _planned(self, budgets: Sequence[int]) -> ClusterPlan:

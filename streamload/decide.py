@@ -5,6 +5,7 @@ Nothing is moved, and nothing of the model is touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -37,7 +38,7 @@ from streamload.mapping import Found, Source
 from streamload.match import Match, wants_of
 from streamload.match import match as match_parameters
 from streamload.options import DEFAULTS, Knobs, LoadOptions, Room, Strictness
-from streamload.planning.budget import Budget, available_cpus, canonical_device
+from streamload.planning.budget import STAGING, Budget, available_cpus, canonical_device
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want, Wants
 from streamload.planning.kv_cache import KvCache
 from streamload.planning.plan import Plan
@@ -72,6 +73,7 @@ class Options:
     # by parameter, weights whose blocks stay as they are stored, in modules that hold such
     blocks: Mapping[str, CodedWeight] = field(default_factory=dict)
     cpus: int | None = None  # of those that there are, for this load; None: all
+    is_part: bool = False  # whether the budget is a rank's part of what its call states
     host_held_nbytes: int = 0  # of what is free on the host, what is taken beside the load
     one_device: bool = False  # whether no other device can be asked for
 
@@ -157,7 +159,14 @@ class Options:
         def made(reading: Reading) -> Plan:
             choices = reader_choices(checkpoint.shards, knobs, reading, staged=staged)
             how = self._reading(checkpoint, specs, choices)
-            return make(**how, ahead=reading == "ahead")
+            try:
+                return make(**how, ahead=reading == "ahead")
+            except PlanInfeasibleError as error:
+                # of ranks, each has a part of the budget that the call states
+                is_budget = error.device == STAGING and error.limit == "budget"
+                if not is_budget or self.is_part or error.needed_nbytes > (free or math.inf):
+                    raise
+                raise error.suggesting([self.budget.with_host(error.needed_nbytes)]) from None
 
         found = made(reading)
         if free is None:

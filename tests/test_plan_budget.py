@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streamload
 from streamload.errors import BudgetExceededError, DeviceError
 from streamload.planning.budget import (
     DEFAULT_HOST_NBYTES,
@@ -116,6 +118,15 @@ def test_host_staging_is_never_under_eight_mebibytes() -> None:
         with pytest.raises(ValueError, match="at least 8MiB") as caught:
             Budget("3GB", host=host)
         assert str(host) in str(caught.value)
+
+
+@pytest.mark.parametrize("devices", [None, "3GB", "33.3%", {"CL:0": "80%", "CPU": 5, "x": None}])
+def test_the_line_that_gives_the_host_more(devices: Any) -> None:
+    """It is source text: the same budget, with as many MiB, and never fewer than it takes."""
+    for nbytes, host in ((1, 8), (9 * MIB + 1, 10)):
+        line = Budget(devices, host="8MiB").with_host(nbytes)
+        found = eval(f"dict({line})", {"streamload": streamload})["budget"]
+        assert found == Budget(devices, host=host * MIB)
 
 
 def test_a_budget_is_plain_frozen_data() -> None:
@@ -423,6 +434,7 @@ BOX_NBYTES = 300 * 10**6
 CHILD = """
 import json, mmap, os, sys
 from pathlib import Path
+from typing import Any
 procs, data, usage_file = sys.argv[1:]
 Path(procs).write_text(str(os.getpid()))
 from streamload.planning.budget import available_host_nbytes
@@ -580,6 +592,7 @@ def test_cpus(tmp_path: Path, files: dict[str, str], expected: int) -> None:
 IN_CPU_BOX = """
 import os, sys
 from pathlib import Path
+from typing import Any
 from streamload.planning.budget import available_cpus
 Path(sys.argv[1]).write_text(str(os.getpid()))
 print(available_cpus())

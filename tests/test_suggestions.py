@@ -6,6 +6,7 @@ A row is a call that fails. The lines are those of ``suggestions``, ``would_fit`
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -109,6 +110,17 @@ def without_rows(path: Path) -> None:
     save(tensors, file)
 
 
+def with_long_rows(path: Path) -> None:
+    """Replace the weights by one whose rows take more to quantise than the host may have."""
+    header = {"w.weight": {"dtype": "F16", "shape": [8, 2**22], "data_offsets": [0, 2**26]}}
+    raw = needs.module("safetensors_files").header_bytes(header)
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(raw)
+    os.truncate(file, len(raw) + 2**26)
+
+
+GPU = {"device": "cuda:0", "quant": "int8"}
+LITTLE_HOST = streamload.Budget({"cuda:0": "9GB"}, host="8MiB")
 load, pretrained = streamload.load_state_dict, ours.from_pretrained
 ON_CPU = {"device": "cpu", "progress": False}
 TIGHT = {**ON_CPU, "budget": 150_000}
@@ -127,6 +139,9 @@ CALLS: dict[str, Failing] = {
     "from_pretrained in little": Failing(pretrained, TIGHT, lines=3),
     "a load in little": Failing(load, TIGHT, lines=4, model=llama),
     "a plan in little": Failing(streamload.plan, {"device": "cpu", "budget": 150_000}, lines=2),
+    "a host in little": Failing(
+        streamload.plan, {**GPU, "budget": LITTLE_HOST}, prepare=with_long_rows
+    ),
     "names": Failing(load, ON_CPU, model=llama, prepare=renamed),
     "names of an offload": Failing(streamload.offload, ON_CPU, model=llama, prepare=renamed),
     "shapes": Failing(load, {**ON_CPU, "strict": False}, model=llama, prepare=without_rows),

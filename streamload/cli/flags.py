@@ -211,7 +211,8 @@ def as_flags(error: BudgetError) -> BudgetError:
     """The same error with what would fit as the command line has it."""
     if not isinstance(error, PlanInfeasibleError):
         return error
-    lines = [_ARGUMENT.sub(r"--\1 \2\3", line) for line in error.would_fit]
+    found = [line for line in error.would_fit if not line.startswith("budget=")]  # no flag is it
+    lines = [_ARGUMENT.sub(r"--\1 \2\3", line) for line in found]
     lines = [_DEVICES.sub(lambda found: f"--device {_bare(found[1])}", line) for line in lines]
     lines = [_LAYERS.sub(_layers, line) for line in lines]
     return error.without("").suggesting(lines)

@@ -76,6 +76,12 @@ class Size:
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ValueError(f"a budget must be above 0% and at most 100%, not {self.fraction:%}")
 
+    def __str__(self) -> str:
+        """As `parse` reads it, in Python's source text."""
+        if self.fraction is None:
+            return str(self.nbytes)
+        return f'"{float(Fraction(str(self.fraction)) * 100)!r}%"'
+
     @classmethod
     def parse(cls, value: float | str) -> Size:
         """Read bytes (``3_000_000_000``, ``"3GB"``, ``"2.5GiB"``) or a percentage (``"80%"``).
@@ -184,6 +190,15 @@ class Budget:
         """The size for one device (or `STAGING`); None: what is free there, less a reserve."""
         key = canonical_device(device)
         return Size(self.host_nbytes) if key == STAGING else self.devices.get(key, self.default)
+
+    def with_host(self, nbytes: int) -> str:
+        """The argument of a load that gives host staging at least ``nbytes``, as source text."""
+        given = [str(self.default)] if self.default is not None else []
+        if self.named:
+            given = ["{" + ", ".join(f'"{name}": {size}' for name, size in self.named) + "}"]
+        mib = max(-(-nbytes // 2**20), MIN_HOST_NBYTES // 2**20)
+        given.append(f'host="{mib}MiB"')
+        return f"budget=streamload.Budget({', '.join(given)})"
 
     def is_stated(self, device: str) -> bool:
         """Whether the budget there is a number of bytes, so that nothing need be probed."""

@@ -47,13 +47,8 @@ def check(plan: Plan, shares: Sequence[Share], cache: CacheRoom | None, host_lim
             largest=sorted(largest, key=lambda x: (-x[1], x[0])),
         )
     if plan.host_nbytes > plan.host_budget_nbytes:
-        instead = f'Budget(..., host="{-(-plan.host_nbytes // 2**10)}KiB")'
         raise PlanInfeasibleError(
-            STAGING,
-            plan.host_nbytes,
-            plan.host_budget_nbytes,
-            limit=host_limit,
-            would_fit=[instead] if host_limit == "budget" else (),
+            STAGING, plan.host_nbytes, plan.host_budget_nbytes, limit=host_limit
         )
 
 
