@@ -23,6 +23,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.checkpoint.limits import Limits
 from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
+from streamload.conversion.openable import Judge, register_judge
 from streamload.iterate import iterate
 from streamload.load import load_state_dict, plan, split
 from streamload.mapping import Source
@@ -57,6 +58,14 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"streamload.{_FROM_LATER[name]}"), name)
     raise AttributeError(f"module 'streamload' has no attribute {name!r}")
 
+
+def _judge() -> Judge:
+    from streamload.transformers import holding
+
+    return holding
+
+
+register_judge(_judge)
 
 __all__ = [
     "Budget",

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import needs
 import pytest
@@ -26,6 +27,7 @@ transformers = needs.module("transformers")
 
 __all__ = ["quiet"]
 
+POPEN = subprocess.Popen
 FALCON = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -106,28 +108,28 @@ def test_what_would_not_be_opened_is_not_published(
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".streamload"]
 
 
-def test_another_process_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is a line of JSON; without room for it, a note says that nobody was asked."""
     make(tmp_path / "in", "Mixtral")
     checkpoint = streamload.open_checkpoint(tmp_path / "in")
     wanted = [name for name in checkpoint.tensors if "proj" in name or "experts" in name]
     formats = dict.fromkeys(wanted, "nf4")
     question = {"path": str(tmp_path / "in"), "formats": formats, "packed": []}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"question": "holding", **question})))
-    openable.answer()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = json.dumps({"question": "holding", **question}) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    openable.answer(out := io.StringIO())
+    found = json.loads(out.getvalue())
     policy = QuantPolicy.parse({**formats, "*": None})
-    expected = openable.asked_of_models(checkpoint, policy)
+    judging = openable.Judging()
+    expected = openable.asked_of_models(checkpoint, policy, judging)
     assert expected is not None
     assert (found["left"], found["modules"]) == (expected.left, expected.modules)
     monkeypatch.setattr(openable, "_is_imported", lambda: False)
     monkeypatch.setattr(openable, "_CHILD_NBYTES", 2**60)
-    verdict = openable.asked_of_models(checkpoint, policy)
+    verdict = openable.asked_of_models(checkpoint, policy, judging)
     assert verdict is not None and not verdict.left
     assert "transformers was not asked what it opens: it takes" in verdict.notes[0]
-    assert openable.why_not_opened(tmp_path / "in") == ""
+    assert judging.why_not_opened(tmp_path / "in") == ""
 
 
 @pytest.mark.slow
@@ -141,3 +143,49 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stderr
     assert error(logits(load(tmp_path / "in-out")), logits(load(tmp_path / "in"))) < 0.02
+
+
+ECHO = 'import sys\nfor line in sys.stdin: print(\'{"why": "none"}\', flush=True)'
+
+
+def test_one_child_answers_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for more of them, but not in little memory, and is gone afterwards."""
+    monkeypatch.setattr(openable, "_is_imported", lambda: False)
+    monkeypatch.setattr(openable, "_CODE", ECHO)
+    monkeypatch.setattr(openable, "_CHILD_NBYTES", 1)
+    for kept_nbytes, count in ((1, 1), (2**60, 2)):
+        monkeypatch.setattr(openable, "_KEPT_NBYTES", kept_nbytes)
+        started: list[subprocess.Popen[bytes]] = []
+
+        def start(*given: Any, _started: Any = started, **options: Any) -> Any:
+            _started.append(POPEN(*given, **options))
+            return _started[-1]
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+        with openable.Judging() as judging:
+            assert [judging.why_not_opened(tmp_path) for _ in range(2)] == ["none"] * 2
+            assert started[-1].poll() is None or kept_nbytes > 1
+        assert len(started) == count
+        assert all(process.returncode is not None for process in started)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import time; time.sleep(60)", "no answer in 0.5 s"),
+        ("raise SystemExit('it has no torch')", "it has no torch"),
+        ("raise SystemExit(7)", "exit 7"),
+        ("input(); raise KeyError('x')", "KeyError: 'x'"),
+    ],
+)
+def test_a_child_that_does_not_answer(
+    code: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last line says why, and the next question begins another child."""
+    monkeypatch.setattr(openable, "_is_imported", lambda: False)
+    monkeypatch.setattr(openable, "_CODE", code)
+    monkeypatch.setattr(openable, "_CHILD_NBYTES", 1)
+    monkeypatch.setattr(openable, "_TIMEOUT_S", 0.5 if "sleep" in code else 60.0)
+    with openable.Judging() as judging:
+        for _ in range(2):
+            assert judging.ask("holding", path="x" * 2**17) == said

@@ -27,7 +27,7 @@ from streamload.conversion.beside import LARGEST_COPIED_NBYTES
 from streamload.conversion.destination import OUT, Destination
 from streamload.conversion.disk import Folder
 from streamload.conversion.journal import FORMAT, Finished, Journal
-from streamload.conversion.openable import why_not_opened
+from streamload.conversion.openable import Judging
 from streamload.conversion.planning import (
     ConvertOptions,
     ConvertPlan,
@@ -252,36 +252,37 @@ def convert(
     if is_foreign(os.fsdecode(destination)):
         shown = without_secrets(os.fsdecode(destination))
         raise ValueError(f"a conversion is written to a folder, not to {shown}")
-    options = options.asked_of_models(checkpoint)
-    # to list what is written takes memory, too: the first look says if there is any
-    plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
-    codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
-    weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
-    turned = any(t.made is not None for _, _, t in plan.tensors())
-    if codes or turned:
-        way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
-    opens = options.is_whole and options.verdict is not None
-    job = _Conversion(checkpoint, plan, way, opens=opens)
-    if dry_run:
-        job.check(resume=resume, overwrite=overwrite)
-        job.destination.check_room()
-        return ConvertReport(plan, clock.seconds, dry_run=True)
-    with ExitStack() as locks:
-        for folder in job.destination.folders():
-            locks.enter_context(disk.locked(plan.destination / folder))
-        locks.enter_context(job.destination.opened())
-        report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
-    job.destination.remove_empty_folders()
-    return report
+    with Judging() as judging:
+        options = options.asked_of_models(checkpoint, judging)
+        # to list what is written takes memory, too: the first look says if there is any
+        plan = plan_conversion(checkpoint, expanded(Path(destination)), options)
+        codes = [t for _, _, t in plan.tensors() if t.coding is not None and not t.is_beside]
+        weights = [coded(t.coding, t.src) for t in codes if t.coding is not None]
+        turned = any(t.made is not None for _, _, t in plan.tensors())
+        if codes or turned:
+            way = choose_way(checkpoint, dtypes, weights, nodes=bool(nodes), turned=turned)
+        opens = options.is_whole and options.verdict is not None
+        job = _Conversion(checkpoint, plan, way, judging if opens else None)
+        if dry_run:
+            job.check(resume=resume, overwrite=overwrite)
+            job.destination.check_room()
+            return ConvertReport(plan, clock.seconds, dry_run=True)
+        with ExitStack() as locks:
+            for folder in job.destination.folders():
+                locks.enter_context(disk.locked(plan.destination / folder))
+            locks.enter_context(job.destination.opened())
+            report = job.run(clock, progress, resume=resume, overwrite=overwrite, verify=verify)
+        job.destination.remove_empty_folders()
+        return report
 
 
 class _Conversion:
     """One call of `convert`, planned."""
 
     def __init__(
-        self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, *, opens: bool = False
+        self, checkpoint: Checkpoint, plan: ConvertPlan, way: Way, judging: Judging | None
     ) -> None:
-        self._opens = opens  # what is written is a model of transformers
+        self._judging = judging  # where what is written is a model of transformers
         self.destination = Destination(plan)
         self._checkpoint = checkpoint
         self._plan = plan
@@ -503,7 +504,7 @@ class _Conversion:
 
     def _check_opens(self) -> None:
         """Refuse to publish what transformers, which opened the source, would not open."""
-        why = why_not_opened(self.destination.out) if self._opens else ""
+        why = self._judging.why_not_opened(self.destination.out) if self._judging else ""
         if why:
             raise CheckpointError(
                 self._plan.destination,

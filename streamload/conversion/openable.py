@@ -1,22 +1,26 @@
 """What transformers says of a conversion: which weights a model can hold quantised.
 
-The code that `streamload.transformers.from_pretrained` asks decides here, too. It imports torch and
-transformers, which take more memory than a conversion: where this process has not imported them, a
-child does.
+The code that `streamload.transformers.from_pretrained` asks decides here, too: it is registered as
+the judge. It imports torch and transformers, which take more memory than a conversion: where this
+process has not imported them, a child does.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import select
+import selectors
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, Self
 
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.dequantise import dequantised
@@ -30,9 +34,34 @@ from streamload.units import format_bytes
 
 _NEEDED = ("torch", "transformers")
 _CHILD_NBYTES = 2**30  # with transformers and torch imported: 0.6 GB on Linux
+_KEPT_NBYTES = 2 * _CHILD_NBYTES  # free while it waits for another question
 _TIMEOUT_S = 300.0
 _ROOT = str(Path(__file__).parent.parent.parent)
 _LISTED = 4
+#: What the child does. What others print there goes to its standard error.
+_CODE = (
+    "import json, os, sys; sys.path[:0] = json.loads(sys.argv[1]); "
+    "out = os.fdopen(os.dup(1), 'w'); os.dup2(2, 1); "
+    "from streamload.conversion.openable import answer; answer(out)"
+)
+
+
+class Judge(Protocol):
+    """Knows the models of transformers."""
+
+    def holding(self, checkpoint: Checkpoint, formats: Mapping[str, str], /) -> Any:
+        """The facts of a `Verdict`, as a dataclass, on formats by tensor; None without a model."""
+
+    def why_not_opened(self, folder: Path, /) -> str:
+        """Why a checkpoint is not opened; "" where it is."""
+
+
+_judges: list[Callable[[], Judge]] = []
+
+
+def register_judge(judge: Callable[[], Judge]) -> None:
+    """Let the judge be asked that this gives; it is called where torch may be imported."""
+    _judges[:] = [judge]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +86,9 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-def asked_of_models(checkpoint: Checkpoint, policy: QuantPolicy) -> Verdict | None:
+def asked_of_models(
+    checkpoint: Checkpoint, policy: QuantPolicy, judging: Judging
+) -> Verdict | None:
     """Ask which of the weights that are to be quantised modules can hold.
 
     Returns:
@@ -75,7 +106,7 @@ def asked_of_models(checkpoint: Checkpoint, policy: QuantPolicy) -> Verdict | No
     if not formats:
         return None
     packed = [t.name for t in checkpoint.tensors.values() if isinstance(t, Packed)]
-    said = _asked("holding", path=str(checkpoint.path), formats=dict(formats), packed=packed)
+    said = judging.ask("holding", path=str(checkpoint.path), formats=dict(formats), packed=packed)
     if isinstance(said, str):
         return Verdict(notes=(f"transformers was not asked what it opens: {said}",))
     if said is None:
@@ -97,10 +128,102 @@ def asked_of_models(checkpoint: Checkpoint, policy: QuantPolicy) -> Verdict | No
     return Verdict(left, said["modules"], said["said"], True, kinds, tuple(notes))
 
 
-def why_not_opened(folder: Path) -> str:
-    """Why `from_pretrained` does not open a folder; "" where it does, or cannot be asked."""
-    found = _asked("why_not_opened", path=str(folder))
-    return found["why"] if isinstance(found, dict) else ""
+class Judging:
+    """Asks the judge of one conversion, in this process or in a child, which is kept until closed.
+
+    The child ends with this process, however that ends. Where little memory is free it is not kept.
+    """
+
+    def __init__(self) -> None:
+        """Start nothing."""
+        self._child: _Child | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def why_not_opened(self, folder: Path) -> str:
+        """Why `from_pretrained` does not open a folder; "" where it does, or cannot be asked."""
+        found = self.ask("why_not_opened", path=str(folder))
+        return found["why"] if isinstance(found, dict) else ""
+
+    def ask(self, question: str, **given: Any) -> Any:
+        """What `_answered` says; text where nobody can say it."""
+        if _is_imported():
+            return _answered(question, **given)
+        if self._child is None and (free_nbytes := _free_nbytes()) < _CHILD_NBYTES:
+            return f"it takes {format_bytes(_CHILD_NBYTES)}, {format_bytes(free_nbytes)} are free"
+        keeps = False
+        try:
+            if self._child is None:
+                self._child = _Child()
+            found = self._child.ask(json.dumps({"question": question, **given}))
+            keeps = _free_nbytes() >= _KEPT_NBYTES
+        except OSError as error:
+            return str(error)
+        finally:
+            if not keeps:
+                self._end()
+        return found
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+class _Child:
+    """A process that answers questions, a line each, until its standard input ends.
+
+    Raises:
+        OSError: from each method; it has ended, or does not answer.
+    """
+
+    def __init__(self) -> None:
+        paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (until `close`)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CODE, json.dumps(paths)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+            )
+        except BaseException:
+            self._errors.close()
+            raise
+
+    def ask(self, question: str) -> Any:
+        """The answer to a question, both JSON without line ends."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        left = memoryview(question.encode() + b"\n")
+        with suppress(BrokenPipeError):  # it has ended, and its errors say why
+            while left:
+                self._wait(stdin, selectors.EVENT_WRITE)
+                left = left[os.write(stdin.fileno(), left[: select.PIPE_BUF]) :]
+        self._wait(stdout, selectors.EVENT_READ)
+        line = stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._errors.seek(0)
+            said = self._errors.read().decode(errors="replace").strip().splitlines()
+            raise ChildProcessError(said[-1] if said else f"exit {code}")
+        return json.loads(line)
+
+    def _wait(self, pipe: IO[bytes], event: int) -> None:
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(pipe, event)
+            if not waiting.select(_TIMEOUT_S):
+                raise TimeoutError(f"no answer in {_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """End it at once: it writes nothing."""
+        self._process.kill()
+        with self._errors, suppress(BrokenPipeError), self._process:
+            pass  # closes its pipes, and waits
 
 
 def _is_here(checkpoint: Checkpoint) -> bool:
@@ -118,50 +241,26 @@ def _is_imported() -> bool:
     return all(name in sys.modules for name in _NEEDED)
 
 
-def _asked(question: str, **given: Any) -> Any:
-    """What `_answered` says, in this process or in another one; text where nobody can say it."""
-    if _is_imported():
-        return _answered(question, **given)
+def _free_nbytes() -> float:
+    """Bytes of memory that are free; infinite where the system does not say."""
     with suppress(DeviceError):
-        free_nbytes = HostMemory().available_nbytes()
-        if free_nbytes < _CHILD_NBYTES:
-            return f"it takes {format_bytes(_CHILD_NBYTES)}, {format_bytes(free_nbytes)} are free"
-    code = (
-        "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
-        "from streamload.conversion.openable import answer; answer()"
-    )
-    paths = [*filter(os.path.isabs, sys.path), _ROOT]  # without the current folder
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code, json.dumps(paths)],
-            input=json.dumps({"question": question, **given}),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        said = done.stderr.strip().splitlines()
-        return said[-1] if said else f"exit {done.returncode}"
-    return json.loads(lines[-1])
+        return HostMemory().available_nbytes()
+    return math.inf
 
 
-def answer() -> None:
-    """Answer the question on the standard input, as the last line of the standard output."""
-    print("\n" + json.dumps(_answered(**json.load(sys.stdin))))
+def answer(out: IO[str]) -> None:
+    """Answer each line of the standard input by a line."""
+    for line in sys.stdin:
+        print(json.dumps(_answered(**json.loads(line))), file=out, flush=True)
 
 
 def _answered(question: str, path: str, **given: Any) -> Any:
-    from streamload.transformers import holding
-
+    judge = _judges[0]()
     if question == "why_not_opened":
-        return {"why": holding.why_not_opened(Path(path))}
+        return {"why": judge.why_not_opened(Path(path))}
     try:
         checkpoint = dequantised(open_checkpoint(path), given["packed"])
     except StreamloadError as error:
         return str(error)
-    found = holding.holding(checkpoint, given["formats"])
+    found = judge.holding(checkpoint, given["formats"])
     return None if found is None else asdict(found)

@@ -32,7 +32,7 @@ from streamload.conversion.beside import (
     followed_config,
     main_dtype,
 )
-from streamload.conversion.openable import Verdict, asked_of_models
+from streamload.conversion.openable import Judging, Verdict, asked_of_models
 from streamload.conversion.quantising import all_entries, described, kept_back, wanted_of
 from streamload.conversion.renaming import check_rename, rules_of
 from streamload.conversion.runtimes import Runtime, runtime_of
@@ -145,7 +145,7 @@ class ConvertOptions:
         """Whether all of a checkpoint is written, in one folder."""
         return not (self.nodes or self.selection.select or self.selection.exclude)
 
-    def asked_of_models(self, checkpoint: Checkpoint) -> Self:
+    def asked_of_models(self, checkpoint: Checkpoint, judging: Judging) -> Self:
         """The same, without what no module of the checkpoint's model can hold quantised.
 
         Raises:
@@ -153,7 +153,7 @@ class ConvertOptions:
         """
         if not self.quant or self.writer.name != SAFETENSORS or self.rename is not None:
             return self
-        verdict = asked_of_models(checkpoint, self.quant)
+        verdict = asked_of_models(checkpoint, self.quant, judging)
         if verdict is None:
             return self
         quant, notes = self.quant.leaving(verdict.kinds), (*self.notes, *verdict.notes)
