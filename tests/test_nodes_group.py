@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import queue
+import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -575,6 +577,27 @@ def test_a_rank_that_another_process_has(monkeypatch: pytest.MonkeyPatch) -> Non
     waiting = dist.PrefixStore("streamload/0/1", store)
     with pytest.raises(PeerFailedError, match=said):
         engine._roll_call(waiting, "did not come", 0, 3, "", time.monotonic() + 60)
+
+
+TWICE = """
+import time
+from streamload.nodes import launch, torch
+group = torch.launched(launch.find_launch(), 30.0)
+print("met", group.rank, flush=True)
+time.sleep(1)
+group.close()
+"""
+
+
+@pytest.mark.slow
+def test_one_program_after_another_has_the_rank() -> None:
+    """The store of torchrun's agent outlives the first one of them."""
+    program = f"{shlex.quote(sys.executable)} -c {shlex.quote(TWICE)}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--no-python", "bash", "-c", f"{program} && {program}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.returncode, done.stderr
+    assert sorted(re.findall(r"met \d", done.stdout)) == ["met 0"] * 2 + ["met 1"] * 2
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from streamload.checkpoint.header import (
 from streamload.checkpoint.url import Location, Url
 from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BY_CODE
-from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
+from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.nesting import parse_json
 
 _SAMPLES = 16
@@ -239,7 +239,7 @@ def _digests(checkpoint: Checkpoint) -> str:
         return ""
     try:
         known = Digests.read(folder / SIDECAR).tensors
-    except HeaderError:  # of a newer version: it says nothing here
+    except CheckpointError:  # of a newer version, or not to be read: it says nothing here
         return ""
     infos = checkpoint.tensors.values()
     found = [known.get(info.name) for info in infos]

@@ -7,6 +7,7 @@ group of the program's is used, counted or changed, and none has to exist.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import ipaddress
 import os
@@ -118,7 +119,7 @@ def launched(launch: Launch, timeout: float) -> Group:
             # that it has.
             met = dist.rendezvous(*found[:2], 1, timeout=timedelta(seconds=timeout))
             _launched[found] = _store(launch, met, timeout, serves=launch.rank == keeper)
-        _claim(_launched[found], launch)
+        _claim(_launched[found], launch, outlived=agents)
     except ValueError as error:
         raise NodeError(launch.host, _summary(error)) from error
     except PeerFailedError:
@@ -165,8 +166,13 @@ def _connected(host: str, port: int, seconds: float) -> Any:
     return found[0] if found else None
 
 
-def _claim(store: Any, launch: Launch) -> None:
+def _claim(store: Any, launch: Launch, *, outlived: bool = False) -> None:
     """Say that this process has its rank.
+
+    Args:
+        store: where ranks meet.
+        launch: what the launcher told.
+        outlived: the store stays when this process ends, and another may have the rank then.
 
     Raises:
         PeerFailedError: another process has; all that wait for others learn of it, too.
@@ -174,8 +180,12 @@ def _claim(store: Any, launch: Launch) -> None:
     prefix, rank = _prefix(launch), launch.rank
     mine = f"{launch.host}, process {os.getpid()}"
     key = f"{_ME} {mine}"
-    first = store.compare_set(f"{prefix}/process/{rank}", "", key).decode()
+    place = f"{prefix}/process/{rank}"
+    first = store.compare_set(place, "", key).decode()
     if first == key:
+        if outlived:
+            atexit.unregister(_give_back)
+            atexit.register(_give_back, store, place, key)
         return
     host, port = _where(launch.meeting)
     problem = (
@@ -185,6 +195,11 @@ def _claim(store: Any, launch: Launch) -> None:
     opened = max(store.add(f"{prefix}/{rank}", 0), 1)
     store.set(f"{prefix}/{opened}/{_TWICE}", f"{rank} {problem}")
     raise lost(problem, rank)
+
+
+def _give_back(store: Any, place: str, key: str) -> None:
+    with suppress(RuntimeError):
+        store.compare_set(place, key, "")
 
 
 def _where(meeting: str) -> tuple[str, int]:
