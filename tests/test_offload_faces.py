@@ -152,6 +152,7 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any], bool]] = {
         {
             **{"hidden_size": 64, "embedding_dim": 64, "num_hidden_layers": 4, "num_blocks": 4},
             **{"vocab_size": 256, "num_heads": 4, "pad_token_id": 0, "eos_token_id": 2},
+            "qk_dim_factor": 1.0,  # transformers cannot compute others without Triton
         },
         True,
     ),

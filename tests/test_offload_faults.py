@@ -131,8 +131,9 @@ def test_an_exception_in_forward_leaves_a_model_that_runs(path: Path, error: Bas
     assert not _threads()
 
 
-def test_two_threads_are_told_and_a_pass_is_not_closed_under(path: Path) -> None:
-    """The one that comes second is refused; so is `close` from inside or beside."""
+@pytest.mark.parametrize("layer", [0, 1])
+def test_two_threads_are_told_and_a_pass_is_not_closed_under(path: Path, layer: int) -> None:
+    """The one that comes second is refused, even in the same layer; so is `close`, inside too."""
     model = models.built("llama")
     offloaded = streamload.offload(model, path, device="cpu", budget=_BUDGET)
     found: list[str] = []
@@ -154,13 +155,31 @@ def test_two_threads_are_told_and_a_pass_is_not_closed_under(path: Path) -> None
         with pytest.raises(OffloadError, match="pass"):
             offloaded.close()
 
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(inside)
+    hook = model.model.layers[layer].mlp.register_forward_pre_hook(inside)
     assert _right(model)
     hook.remove()
     assert "two threads" in found[0] and "pass is under way" in found[1]
     assert _right(model)
     offloaded.close()
     assert not _threads()
+
+
+def test_rows_of_an_embedding_are_not_put_where_other_threads_see_them(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module has no weight of the rows that one call asks for."""
+    model, seen = models.built("llama"), []
+    embedding, embed = model.model.embed_tokens, nn.functional.embedding
+
+    def looked(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(embedding.weight)
+        return embed(*args, **kwargs)
+
+    with streamload.offload(model, path, device="cpu", budget=_BUDGET):
+        before = embedding.weight
+        monkeypatch.setattr(nn.functional, "embedding", looked)
+        assert _right(model)
+        assert seen[0] is before  # the other is of the model that is loaded
 
 
 def test_gradients_are_refused_where_every_layer_streams(tmp_path: Path) -> None:

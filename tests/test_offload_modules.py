@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,12 @@ def _passes(
 def _keeps_a_view(layer: Any, x: torch.Tensor) -> torch.Tensor:
     layer.kept = layer.kept if layer.kept is not None else layer.linear.weight.data.T
     return x @ layer.kept
+
+
+def _keeps_its_storage(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.kept = layer.kept if layer.kept is not None else layer.linear.weight.untyped_storage()
+    found: torch.Tensor = x @ torch.empty(0).set_(layer.kept).view(_WIDTH, _WIDTH)
+    return found
 
 
 def _replaces(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -153,6 +160,7 @@ def _in_a_cycle(weight: torch.Tensor) -> Any:
             }.items()
         ),
         (_keeps_a_view, "keeps or gives a view"),
+        (_keeps_its_storage, "keeps or gives a view"),
         (_replaces, "puts another tensor in its place"),
         (_replaces_data, "puts other data in its place"),
         (_writes, "writes into it"),
@@ -184,6 +192,64 @@ def test_a_layer_that_does_not_leave_its_weights_as_they_are_is_refused(
         with streamload.offload(model, path, device="cpu", **stays) as offloaded:
             assert offloaded.plan.residency.streams
             assert [torch.equal(model(x), each) for each in expected] == [True, True]
+
+
+def test_an_error_that_is_kept_refers_to_weights_and_is_no_reason(tmp_path: Path) -> None:
+    """Notebooks keep the last: its frames have weights and views. What comes after is found."""
+    behaves = ["raises"]
+
+    def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        weight, view = layer.linear.weight, layer.linear.weight.T
+        if behaves[0] == "raises":
+            raise KeyboardInterrupt
+        if behaves[0] == "keeps":
+            layer.kept = layer.linear.weight.view(-1)
+        found: torch.Tensor = x @ view + 0 * weight.sum()
+        return found
+
+    def build() -> nn.Module:
+        return _Stack(lambda: _Layer(compute))
+
+    path, x = models.save(_frozen(build, 0), tmp_path / "model"), torch.randn(2, 7, _WIDTH)
+    resident, model, budget = _frozen(build, 1), _frozen(build, 1), models.least_budget(build, path)
+    streamload.load_state_dict(resident, path, device="cpu")
+    with torch.no_grad(), streamload.offload(model, path, device="cpu", budget=budget):
+        with pytest.raises(KeyboardInterrupt) as kept:
+            model(x)
+        behaves[0] = "computes"
+        expected = resident(x)
+        assert [torch.equal(model(x), expected) for _ in range(2)] == [True, True]
+        assert kept.tb is not None
+        del kept
+        gc.collect()
+        assert torch.equal(model(x), expected)
+        behaves[0] = "keeps"
+        with pytest.raises(OffloadError, match="keeps or gives a view of it"):
+            model(x)
+
+
+@pytest.mark.parametrize("make", [lambda w: w, lambda w: {"a": [w.detach()]}, _in_a_cycle])
+def test_a_weight_that_is_kept_before_an_error_is_found(
+    make: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """The next pass would compute with another layer's."""
+
+    def compute(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if layer.kept is None:
+            layer.kept = make(layer.linear.weight)
+            raise ValueError("mine")
+        found: torch.Tensor = x @ _inside(layer.kept)
+        return found
+
+    def build() -> nn.Module:
+        return _Stack(lambda: _Layer(compute))
+
+    path, x = models.save(_frozen(build, 0), tmp_path / "model"), torch.randn(2, 7, _WIDTH)
+    model, budget = _frozen(build, 1), models.least_budget(build, path)
+    with torch.no_grad(), streamload.offload(model, path, device="cpu", budget=budget):
+        for _ in range(2):
+            with pytest.raises(OffloadError, match=r'keeps it.*stay="layers\.\*\.linear\.weight"'):
+                model(x)
 
 
 class _Outputs(nn.Module):

@@ -24,19 +24,22 @@ class _Lent:
     Attributes:
         address: where its memory begins.
         version: how often it was written by operators of torch.
-        uses: how many tensors refer to its memory.
+        uses: how many references tensors and Python have to its storage.
         home: a tensor over that memory.
+        left: how many more a traceback may have; counted again until there are none.
     """
 
     address: int
     version: int
     uses: int
     home: torch.Tensor
+    left: int = 0
 
     @classmethod
     def of(cls, weight: torch.Tensor, home: torch.Tensor) -> _Lent:
         """Look at a weight."""
-        uses = torch._C._storage_Use_Count(home.untyped_storage()._cdata)
+        storage = home.untyped_storage()  # the same object for all who ask
+        uses = torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
         return cls(weight.data_ptr(), weight._version, uses, home)
 
 
@@ -63,8 +66,42 @@ def lend(weight: torch.Tensor, stands: torch.Tensor) -> None:
     """
     if weight.requires_grad != stands.requires_grad:
         weight.requires_grad_(stands.requires_grad)
-    if getattr(weight, _LENT) is None:
+    was: _Lent | None = getattr(weight, _LENT)
+    if was is None:
         setattr(weight, _LENT, _Lent.of(weight, weight.detach()))
+    elif was.left:
+        left = _Lent.of(weight, was.home).uses - was.uses
+        setattr(weight, _LENT, replace(was, left=max(left, 0)))
+
+
+def after_error(weights: Sequence[torch.Tensor]) -> None:
+    """Allow for a traceback that refers to weights: notebooks and debuggers keep the last one."""
+    for weight in weights:
+        was: _Lent | None = getattr(weight, _LENT)
+        if was is not None:
+            setattr(weight, _LENT, replace(was, left=max(was.left, 1)))
+
+
+def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
+    """Which of some weights attributes of a module and its children refer to, or views of them."""
+    storages = {weight.untyped_storage()._cdata: at for at, weight in enumerate(weights)}
+    found, seen = set[int](), set[int]()
+    todo: list[Any] = [vars(each) for each in module.modules()]
+    with torch._C.DisableTorchFunctionSubclass():
+        while todo:
+            value = todo.pop()
+            if id(value) in seen:  # a container may hold itself
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                todo += value.values()
+            elif isinstance(value, (list, tuple, set)):
+                todo += value
+            elif isinstance(value, torch.Tensor) and torch._C._has_storage(value):
+                todo.append(value.untyped_storage())
+            elif isinstance(value, torch.UntypedStorage) and value._cdata in storages:
+                found.add(storages[value._cdata])
+    return found
 
 
 def take_back(weight: torch.Tensor) -> None:
@@ -110,8 +147,9 @@ def why_kept(weight: Any, given: torch.Tensor) -> str:
     if found.version != was.version:
         setattr(given, _LENT, replace(was, version=found.version))  # of this layer alone
         return "writes into it"
-    if found.uses > was.uses:
+    most = was.uses + was.left
+    if found.uses > most:
         gc.collect()
-        if _Lent.of(given, was.home).uses > was.uses:
+        if _Lent.of(given, was.home).uses > most:
             return "keeps or gives a view of it"
     return ""

@@ -21,9 +21,11 @@ from streamload.devices.slots import Slot
 from streamload.devices.stays import Stays
 from streamload.devices.torch_faces import Face
 from streamload.devices.torch_lent import (
+    after_error,
     forget,
     is_kept,
     is_lent,
+    kept_in,
     lend,
     references,
     take_back,
@@ -397,9 +399,9 @@ class StreamedModule(Wrapped):
     @contextmanager
     def _there(self) -> Iterator[None]:
         self._stays.check()
-        before, buffers = self._absent, list[torch.Tensor]()
+        before, buffers, ended = list[Any](), list[torch.Tensor](), False
         try:  # from here on: Ctrl-C may come as soon as the layer is there
-            buffers = [*self._source.acquire(self._number)]
+            buffers = [*self._source.acquire(self._number)]  # raises where another thread has it
             before = [container[key] for _, container, key in self._places]
             for had, absent in zip(before, self._absent, strict=True):
                 self._check(had, absent)
@@ -409,13 +411,16 @@ class StreamedModule(Wrapped):
             counts = [references(buffers, at) for at in range(len(buffers))]
             with without_autocast_cache(), self._lists():
                 yield
+            ended = True
             self._check_given_back(buffers, counts)
         finally:
             try:
-                for (_, container, key), had in zip(self._places, before, strict=True):
+                for (_, container, key), had in zip(self._places, before, strict=bool(before)):
                     container[key] = had
                 for buffer in buffers:
                     take_back(buffer)
+                if not ended:
+                    self._check_attributes(buffers)
             finally:
                 ticket = None
                 try:
@@ -427,9 +432,11 @@ class StreamedModule(Wrapped):
     def _lists(self) -> Iterator[None]:
         """Let recurrent modules have the lists of weights again that they had before a call."""
         found = [(each, {key: each.__dict__.get(key) for key in _LISTS}) for each in self._listed]
-        yield
-        for each, before in found:
-            each.__dict__.update(before)
+        try:
+            yield
+        finally:
+            for each, before in found:
+                each.__dict__.update(before)
 
     def _check_given_back(self, buffers: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         """Tell of weights that are not as they were: the next pass would not see that."""
@@ -441,9 +448,22 @@ class StreamedModule(Wrapped):
             if not problem:
                 self._stays.fine(name)
                 continue
-            kind = type(self._module).__name__
-            said = f"streams, and {kind} {problem} when it computes"
-            self._stays.cannot(name, f"{said}; the memory is another layer's next")
+            self._cannot(name, problem)
+
+    def _check_attributes(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Report weights that attributes keep after an error, whose traceback refers to others."""
+        if not buffers:
+            return
+        kept = kept_in(self._module, buffers)
+        after_error(buffers)
+        for (at, _, _), absent in zip(self._places, self._absent, strict=True):
+            if at in kept:
+                self._cannot(absent._streamload_streamed, "keeps it or a view of it")
+
+    def _cannot(self, name: str, problem: str) -> None:
+        """Report a weight that is not as it was."""
+        said = f"streams, and {type(self._module).__name__} {problem} when it computes"
+        self._stays.cannot(name, f"{said}; the memory is another layer's next")
 
     def _check(self, had: Any, absent: Any) -> None:
         """Tell of what stands in the place of a weight, and was not put there."""
@@ -469,35 +489,23 @@ def without_autocast_cache() -> Iterator[None]:
 class GatheredEmbedding(Wrapped):
     """Reads the rows that an embedding is asked for from the file."""
 
-    def __init__(
-        self, module: nn.Embedding, place: Slot, rows: Callable[[Sequence[int]], torch.Tensor]
-    ) -> None:
+    def __init__(self, module: nn.Embedding, rows: Callable[[Sequence[int]], torch.Tensor]) -> None:
         """Change nothing yet.
 
         Args:
             module: the embedding.
-            place: where it has its weight.
             rows: gives rows of the weight, on the device, by their numbers.
         """
         super().__init__(module)
-        self._container, self._key = place
-        self._absent, self._rows = self._container[self._key], rows
+        self._rows = rows
 
     def __call__(self, input: torch.Tensor) -> Any:
         """Embed: with a weight of the rows that are asked for, and their numbers in it."""
-        module = self._module
-        assert isinstance(module, nn.Embedding)
-        refuse_training(module)
+        refuse_training(self._module)
         asked, inverse = torch.unique(input, return_inverse=True)
         rows = self._rows(asked.tolist())
-        padding, module.padding_idx = module.padding_idx, None
-        try:
-            self._container[self._key] = nn.Parameter(rows, self._absent.requires_grad)
-            with torch.no_grad():
-                return self._own()(inverse)
-        finally:
-            self._container[self._key] = self._absent
-            module.padding_idx = padding
+        with torch.no_grad():  # the module is not changed: other threads may call it
+            return nn.functional.embedding(inverse, rows)
 
 
 class Refusals:

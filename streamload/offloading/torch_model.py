@@ -246,8 +246,7 @@ class TorchModel(ModelAdapter):
             found = torch.from_numpy(reader.read(numbers)).view(dtype)
             return found.view(len(numbers), *reader.row_shape).to(where)
 
-        (slot,) = self._slots_in(weight, {id(module)})
-        self._wrap(GatheredEmbedding(module, slot, rows))
+        self._wrap(GatheredEmbedding(module, rows))
 
     def end_putting(self, plan: OffloadPlan, rounds: Rounds | None) -> None:
         """Count passes, and refuse what cannot be."""
