@@ -106,6 +106,15 @@ def test_a_cache_of_a_fixed_size_counts_with_what_it_allocates(path: Path) -> No
             model(IDS[:, :1], past_key_values=cache, use_cache=True)
 
 
+def test_prompts_of_an_encoder_are_counted(tmp_path: Path) -> None:
+    """`generate` gives them to the encoder by itself; the decoder has a few tokens."""
+    models.built("t5").save_pretrained(tmp_path)
+    model = _offloaded(tmp_path, "60MB", tokens=18)
+    assert not _generated(model, new=2)
+    (said,) = _generated(model, IDS.repeat(1, 2), new=2)
+    assert "a pass of 36 tokens, and the plan has room for 18" in said
+
+
 def test_a_module_of_an_own_is_counted_by_its_first_argument(tmp_path: Path) -> None:
     """Integers are tokens; states of three axes are so many as their rows."""
 

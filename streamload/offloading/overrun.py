@@ -15,6 +15,9 @@ OnOverrun = Literal["warn", "error"]
 # Arguments of models that are numbers of tokens, or states of these with one axis more.
 _IDS, _STATES = ("input_ids", "decoder_input_ids"), ("inputs_embeds", "decoder_inputs_embeds")
 
+# What an encoder gave, whose states the decoder looks at: `generate` calls the encoder by itself.
+_ENCODED = "encoder_outputs"
+
 
 def check_on_overrun(value: object) -> OnOverrun:
     """Read the option; raises ValueError for one that is invalid."""
@@ -101,6 +104,8 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
             shapes.append((name, tuple(value.shape)))
         elif name in _STATES and hasattr(value, "shape"):
             shapes.append((name, tuple(value.shape[:-1])))
+        elif name == _ENCODED and value is not None and hasattr(value[0], "shape"):
+            shapes.append((name, tuple(value[0].shape[:-1])))
     if not shapes:
         first = next((each for each in arguments.values() if hasattr(each, "shape")), None)
         if first is None or not (is_ids(first) or len(first.shape) == 3):

@@ -313,6 +313,8 @@ class Watched(Wrapped):
                 named |= {f"{name}[{at}]": each for at, each in enumerate(value)}
             else:
                 named[name] = value
+        if "input_ids" not in self._signature.parameters:  # of images and sounds, not of tokens
+            named.pop("encoder_outputs", None)
         self._room.see(*tokens_of(named, _has_integers))
 
 
