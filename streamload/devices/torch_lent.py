@@ -98,9 +98,9 @@ def kept_in(module: nn.Module, weights: Sequence[torch.Tensor]) -> set[int]:
             elif isinstance(value, (list, tuple, set)):
                 todo += value
             elif isinstance(value, torch.Tensor) and torch._C._has_storage(value):
-                todo.append(value.untyped_storage())
-            elif isinstance(value, torch.UntypedStorage) and value._cdata in storages:
-                found.add(storages[value._cdata])
+                found.add(storages.get(value.untyped_storage()._cdata, -1))
+            elif isinstance(value, torch.UntypedStorage):
+                found.add(storages.get(value._cdata, -1))
     return found
 
 

@@ -419,7 +419,7 @@ class StreamedModule(Wrapped):
                     container[key] = had
                 for buffer in buffers:
                     take_back(buffer)
-                if not ended:
+                if not ended and not any(map(is_lent, before)):  # else it runs inside of itself
                     self._check_attributes(buffers)
             finally:
                 ticket = None

@@ -104,8 +104,8 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
             shapes.append((name, tuple(value.shape)))
         elif name in _STATES and hasattr(value, "shape"):
             shapes.append((name, tuple(value.shape[:-1])))
-        elif name == _ENCODED and value is not None and hasattr(value[0], "shape"):
-            shapes.append((name, tuple(value[0].shape[:-1])))
+        elif name == _ENCODED and (states := _first(value)) is not None:
+            shapes.append((name, tuple(states.shape[:-1])))
     if not shapes:
         first = next((each for each in arguments.values() if hasattr(each, "shape")), None)
         if first is None or not (is_ids(first) or len(first.shape) == 3):
@@ -120,6 +120,15 @@ def tokens_of(arguments: Mapping[str, Any], is_ids: Callable[[Any], bool]) -> tu
     sequences = _product(shape[:-1])
     length = max(int(shape[-1]) + _length(past), _allocated(past))
     return max(counts), sequences * length
+
+
+def _first(outputs: Any) -> Any:
+    """The first tensor of what a model gave; None: it is of another kind."""
+    try:
+        found = outputs[0]
+    except (TypeError, IndexError, KeyError):
+        return None
+    return found if hasattr(found, "shape") else None
 
 
 def _product(shape: tuple[Any, ...]) -> int:
