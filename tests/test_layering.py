@@ -52,6 +52,7 @@ LAYERS = (
         "quant",
     ),
     (
+        "devices.torch_refused",
         "errors",
         "cast.floats",
         "cast.llvm",
@@ -330,6 +331,7 @@ FRAMEWORKS = {
     ),
     "torch": (
         *("devices.torch", "devices.torch_decoded", "devices.torch_modules"),
+        "devices.torch_refused",
         "devices.torch_streamed",
         *("devices.torch_experts", "devices.torch_lent"),
         *("devices.torch_tensors", "offloading.torch_model"),

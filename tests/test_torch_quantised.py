@@ -523,6 +523,32 @@ def test_compiled_code_loses_no_write(saved: tuple[Any, Path]) -> None:
     assert torch.equal(torch.compile(read, backend="eager")(x), read(x))
 
 
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "dispatch_model", "hook"])
+@pytest.mark.parametrize("name", ["int8", "nf4"])
+def test_accelerate_moves_no_codes(
+    saved: tuple[Any, Path], tmp_path: Path, name: str, how: str
+) -> None:
+    """It would replace them by decoded values; what offloads a model leaves it as it was."""
+    accelerate = needs.module("accelerate")
+    _, path = saved
+    model = empty()
+    load(model, path, quant=name, device="cpu")
+    expected = model(IDS)
+    calls: dict[str, Callable[[], object]] = {
+        "cpu_offload": lambda: accelerate.cpu_offload(model, "cpu"),
+        "disk_offload": lambda: accelerate.disk_offload(model, tmp_path, "cpu"),
+        "dispatch_model": lambda: accelerate.dispatch_model(
+            model, {"embed": "cpu", "layers": "disk", "head": "cpu"}, offload_dir=tmp_path
+        ),
+        "hook": lambda: accelerate.utils.set_module_tensor_to_device(
+            model, "layers.0.up.weight", "cpu"
+        ),
+    }
+    with pytest.raises(RuntimeError, match=r"cannot let accelerate move layers\.\d\.\w+\.weight"):
+        calls[how]()
+    assert torch.equal(model(IDS), expected)
+
+
 # --- shared weights -------------------------------------------------------------------------------
 
 

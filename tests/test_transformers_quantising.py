@@ -103,6 +103,19 @@ def test_all_of_the_layers_is_quantised(tmp_path: Path, name: str, format: str) 
     assert not model.streamload_report.missing
 
 
+def test_experts_are_found_by_plain_numbers(tmp_path: Path) -> None:
+    """As Nemotron-H does, whose class of experts numbers them without a tensor."""
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
+    moe = {"n_routed_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    kinds = {"layers_block_type": ["moe", "attention"]}
+    shared = {"moe_shared_expert_intermediate_size": 32}
+    plain(tmp_path, "NemotronH", torch.float32, **sizes, **moe, **kinds, **shared)
+    model = load(tmp_path, quant="q8_0")
+    assert any(type(module).__name__ == "QuantNemotronHExperts" for module in model.modules())
+    found = logits(model)
+    assert error(found, logits(copy.deepcopy(model).dequantize())) < 1e-5
+
+
 def test_each_way_to_compute_experts_takes_those_that_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from test_transformers_quantising import EXPERTS, error, make
 torch = needs.module("torch")
 transformers = needs.module("transformers")
 
+import streamload  # noqa: E402
 from streamload.devices.torch_modules import Coded  # noqa: E402
 
 __all__ = ["quiet"]
@@ -174,6 +175,34 @@ def test_a_model_in_a_model_is_saved(tmp_path: Path) -> None:
     assert model.config.quantization_config.to_dict() == said
     other = type(model)(model.config)  # of the class alone, without codes
     assert other.num_parameters() == model.num_parameters()
+
+
+def test_a_model_that_does_not_say_that_it_holds_codes_is_not_saved(tmp_path: Path) -> None:
+    """It was filled by `streamload.load_state_dict`; a state that is given changes nothing."""
+    make(tmp_path / "in", "Llama")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    options: Any = {"device": "cpu", "progress": False}
+    streamload.load_state_dict(model, file, quant="int8", **options)
+    for each in (model, model.model, copy.deepcopy(model)):
+        for given in ({}, {"state_dict": each.state_dict()}):
+            with pytest.raises(ValueError, match=f"cannot save {type(each).__name__}.*from_pre"):
+                each.save_pretrained(tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["int8", "nf4-nested"])
+def test_weights_of_a_quantised_model_are_tied_again(tmp_path: Path, format: str) -> None:
+    """Where whole blocks are tied by patterns, too: each shares all its parts."""
+    sizes = {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "mamba"] * 2}
+    small = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_mem_blocks": 1, "num_key_value_heads": 4}
+    plain(tmp_path, "Zamba2", torch.float32, **sizes, **small)
+    model = load(tmp_path, quant=format)
+    expected = logits(model)
+    model.tie_weights()
+    assert torch.equal(logits(model), expected)
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    assert torch.equal(logits(model)[..., :-8], expected)
 
 
 def test_modules_of_two_libraries_are_not_saved(tmp_path: Path) -> None:

@@ -472,7 +472,7 @@ class TorchFramework(Framework):
         """Of Linears, transformers' Conv1D and its fused experts."""
         from streamload.devices.torch_modules import swapping
 
-        return swapping(places_of(model), formats)
+        return swapping(model, places_of(model), formats)
 
     def canonical(self, name: str) -> str:
         """torch's form, with an index: "cuda" is "cuda:0"; "cpu" has none."""

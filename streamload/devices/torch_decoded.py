@@ -90,7 +90,7 @@ class Origin:
         """
         name = self.holder.address(self.leaf)
         new = f"module.{self.leaf} = torch.nn.Parameter(new)"
-        if self.partial or not _writer().startswith(_TAKEN):
+        if self.partial or not caller().startswith(_TAKEN):
             raise RuntimeError(
                 f"cannot write to {name} ({what}): {type(self.holder).__name__} holds codes, and "
                 f"the tensor is a decoded copy of them; write {new}, which quantises it again, or "
@@ -109,7 +109,7 @@ class Origin:
         self._stamp = self.holder.stamp(self.leaf)
 
 
-def _writer() -> str:
+def caller() -> str:
     """The module of the first function on the stack that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:

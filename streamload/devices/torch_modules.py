@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from streamload.devices.base import Swap
 from streamload.devices.torch_decoded import Origin, decoded, interpreted, origin_of
+from streamload.devices.torch_refused import allow_saving, refuse_moves, refuse_saving
 from streamload.devices.torch_tensors import CODED, tie_key
 from streamload.dtypes import BY_NAME, F32, DType
 from streamload.quant import dynamic
@@ -156,6 +157,7 @@ class Coded(nn.Module):
             index: as in `dense`.
             **options: of `dense`.
         """
+        refuse_moves(self.address(leaf))
         coded: CodedWeight = getattr(self, CODED)[leaf]
         with torch.inference_mode(False):  # else nobody counts what is written to it
             values = self.dense(leaf, index=index, **options)
@@ -271,6 +273,12 @@ class Coded(nn.Module):
             self._buffers.update(held)
         return self
 
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
+        for leaf in self._buffers.keys() & getattr(self, CODED).keys():  # none: see `set_aside`
+            refuse_moves(self.address(leaf), ("accelerate.big_modeling",))
+        super()._save_to_state_dict(*arguments)
+
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         """Take parts whose names have a dot, which torch takes for names of submodules."""
         coded: Mapping[str, CodedWeight] = getattr(self, CODED)
@@ -347,11 +355,13 @@ class _Dense:
     _is_hf_initialized = True  # transformers leaves it as it is
 
     def __init__(self, leaf: str, module: Coded) -> None:
+        refuse_moves(module.address(leaf))
         self._leaf, self._module = leaf, module
 
-    def __getitem__(self, expert: torch.Tensor) -> torch.Tensor:
-        """An expert's matrix, on the device of its number."""
-        return self._module.shown(self._leaf, int(expert), device=expert.device)
+    def __getitem__(self, expert: torch.Tensor | int) -> torch.Tensor:
+        """An expert's matrix, on the device of its number where that is a tensor."""
+        device = getattr(expert, "device", None)
+        return self._module.shown(self._leaf, int(expert), device=device)
 
     def __setitem__(self, expert: Any, values: Any) -> None:
         """Refuse: the codes of an expert are not written alone."""
@@ -480,10 +490,13 @@ def _tied(module: nn.Module, leaf: str) -> Any:
     return None if parameter is None else tie_key(parameter)
 
 
-def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -> Swap:
+def swapping(
+    model: nn.Module, places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]
+) -> Swap:
     """What `Swap` says, of a module.
 
     Args:
+        model: the module.
         places: of all parameters, as (name, (module, leaf)); shared ones under each name.
         formats: of what is to be quantised, by name.
 
@@ -521,10 +534,12 @@ def swapping(places: Iterable[tuple[str, _Place]], formats: Mapping[str, str]) -
         itemsize = module._parameters[leaf].itemsize
         one_nbytes = math.prod(first.shape[-2:]) * itemsize  # of experts, one at a time
         dense_nbytes = max(dense_nbytes, one_nbytes)
-    return Swap(coded, lambda: _put(groups), dense_nbytes, _HOLDERS, refused)
+    return Swap(coded, lambda: _put(model, groups), dense_nbytes, _HOLDERS, refused)
 
 
-def _put(groups: Iterable[list[tuple[str, _Place, CodedWeight]]]) -> Callable[[], None]:
+def _put(
+    model: nn.Module, groups: Iterable[list[tuple[str, _Place, CodedWeight]]]
+) -> Callable[[], None]:
     """Let modules hold codes, without values yet; returns what lets them be as they were."""
     before: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any], dict[str, Any]]] = {}
     for group in groups:
@@ -548,8 +563,11 @@ def _put(groups: Iterable[list[tuple[str, _Place, CodedWeight]]]) -> Callable[[]
             module.__dict__["_streamload_name"] = name.rpartition(".")[0]
     for module, own, _, _ in before.values():
         module.__class__ = _class_of(own, frozenset(getattr(module, CODED)))
+    silent = refuse_saving(model, Coded)
 
     def undo() -> None:
+        for each in silent:
+            allow_saving(each)
         for module, own, parameters, buffers in before.values():
             module.__class__ = own
             for entries, kept in ((module._parameters, parameters), (module._buffers, buffers)):

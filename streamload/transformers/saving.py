@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from streamload.devices.torch_modules import Coded, make_dense
+from streamload.devices.torch_refused import allow_saving
 from streamload.devices.torch_tensors import CODED
 from streamload.quant.base import FORMATS, CodedWeight
 from streamload.transformers.internals import (
@@ -84,6 +85,7 @@ def as_coded(model: Any, quantizer: Any = None) -> None:
     for each in model.modules():
         if isinstance(each, PreTrainedModel) and any(hasattr(m, CODED) for m in each.modules()):
             own: Any = type(each)
+            allow_saving(each)
             each.__class__ = _class_of(own)
             if quantizer is None:
                 each.hf_quantizer = CodedQuantizer(CodedConfig(quant_method=METHOD))
@@ -115,6 +117,16 @@ class CodedModel:
             return found
         parts: dict[int, int] = {id(part): part.nbytes for part in _parts(self)}
         return found + sum(parts.values())
+
+    def get_expanded_tied_weights_keys(self: Any, all_submodels: bool = False) -> dict[str, str]:
+        """The weights that are tied, by name; see transformers. What is tied shares all parts."""
+        found: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)  # type: ignore[misc]
+        beside = {
+            name.removesuffix(leaf) + part
+            for name, _, leaf, said in _named(self, shared=True)
+            for part in said.names(leaf)[1:]
+        }
+        return {name: source for name, source in found.items() if name not in beside}
 
     def half(self: Any, *_: Any) -> Any:
         """Cast what is not quantised, and what quantised weights are decoded to."""
