@@ -195,8 +195,9 @@ def test_a_model_that_does_not_say_that_it_holds_codes_is_not_saved(tmp_path: Pa
 def test_weights_of_a_quantised_model_are_tied_again(tmp_path: Path, format: str) -> None:
     """Where whole blocks are tied by patterns, too: each shares all its parts."""
     sizes = {"num_hidden_layers": 4, "layers_block_type": ["hybrid", "mamba"] * 2}
-    small = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_mem_blocks": 1, "num_key_value_heads": 4}
-    plain(tmp_path, "Zamba2", torch.float32, **sizes, **small)
+    small = {"mamba_d_state": 8, "n_mamba_heads": 2, "num_key_value_heads": 4}
+    tied = {"num_mem_blocks": 1, "tie_word_embeddings": True}
+    plain(tmp_path, "Zamba2", torch.float32, **sizes, **small, **tied)
     model = load(tmp_path, quant=format)
     expected = logits(model)
     model.tie_weights()
