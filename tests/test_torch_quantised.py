@@ -549,6 +549,20 @@ def test_accelerate_moves_no_codes(
     assert torch.equal(model(IDS), expected)
 
 
+def test_a_layer_of_torch_with_a_hook_of_accelerate_reads_its_weights(tmp_path: Path) -> None:
+    """`nn.TransformerEncoderLayer` does, from the forward that the hook calls."""
+    accelerate = needs.module("accelerate")
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    st.save_file(layer.state_dict(), tmp_path / "model.safetensors")
+    load(layer, tmp_path / "model.safetensors", quant="int8", device="cpu")
+    x = torch.randn(1, 3, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.ModelHook())
+        assert torch.equal(layer(x), expected)
+
+
 # --- shared weights -------------------------------------------------------------------------------
 
 

@@ -109,12 +109,12 @@ class Origin:
         self._stamp = self.holder.stamp(self.leaf)
 
 
-def caller() -> str:
-    """The module of the first function on the stack that is neither torch's nor ours."""
+def caller(passed: tuple[str, ...] = _PASSED) -> str:
+    """The module of the first function on the stack that is none of those, by default torch's."""
     frame = sys._getframe(1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__") or ""
-        if not name.startswith(_PASSED) and name != "torch":
+        if not f"{name}.".startswith(passed):
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return ""

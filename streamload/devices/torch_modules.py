@@ -276,7 +276,7 @@ class Coded(nn.Module):
     def _save_to_state_dict(self, *arguments: Any) -> None:
         """Add the parts to a state; accelerate asks for one before it begins to move tensors."""
         for leaf in self._buffers.keys() & getattr(self, CODED).keys():  # none: see `set_aside`
-            refuse_moves(self.address(leaf), ("accelerate.big_modeling",))
+            refuse_moves(self.address(leaf))
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:

@@ -10,21 +10,23 @@ from torch import nn
 from streamload.devices.torch_decoded import caller, interpreted
 
 #: What of accelerate moves tensors of modules, or sets them aside.
-_MOVERS = ("accelerate.big_modeling", "accelerate.hooks", "accelerate.utils.modeling")
+_MOVERS = ("accelerate.hooks", "accelerate.utils.modeling")
+#: What of it asks for states before it begins.
+_ASKS = "accelerate.big_modeling"
 #: Where the classes stand whose models are saved with a configuration.
 _SAVED = frozenset(("transformers.modeling_utils", "diffusers.models.modeling_utils"))
 _SAVE = "save_pretrained"
 
 
 @interpreted
-def refuse_moves(name: str, movers: tuple[str, ...] = _MOVERS) -> None:
+def refuse_moves(name: str) -> None:
     """Raise where accelerate asks for a weight: it would put decoded values in place of codes.
 
     Args:
         name: of the weight.
-        movers: the modules of accelerate that may not ask.
     """
-    if caller().startswith(movers):
+    # forwards that accelerate's hooks call, of torch's own modules, may read weights
+    if caller(("streamload.",)).startswith(_MOVERS) or caller().startswith(_ASKS):
         raise RuntimeError(
             f"cannot let accelerate move {name}: it is held as codes, which accelerate would "
             "replace by decoded values; for a model that is larger than its device write "
