@@ -77,10 +77,20 @@ def test_it_is_the_same_as_from_the_folder(folder: Path, site: Site, tmp_path: P
 
 
 def test_weights_are_quantised_on_the_way(folder: Path, site: Site, tmp_path: Path) -> None:
-    """The same as from the folder, to the configuration."""
+    """The same bytes as from the folder, and the same configuration.
+
+    A model is asked about a local checkpoint alone; of one at a URL, all modules that are not
+    quantised are listed, not only the Linears among them.
+    """
     convert(site.url, tmp_path / "far", quant="nf4-nested", progress=False)
     quiet(folder, tmp_path / "near", quant="nf4-nested")
-    assert shown(tmp_path / "far") == shown(tmp_path / "near")
+    far, near = shown(tmp_path / "far"), shown(tmp_path / "near")
+    of_far, of_near = (json.loads(files.pop("config.json")) for files in (far, near))
+    assert far == near
+    kept = "llm_int8_skip_modules"
+    listed = (set(each["quantization_config"].pop(kept)) for each in (of_near, of_far))
+    assert next(listed) <= next(listed)
+    assert of_far == of_near
     site.wait_until_left()
 
 

@@ -92,7 +92,7 @@ def test_inside_streamed_every_class_streams(tmp_path: Path) -> None:
         found = transformers.AutoModelForMaskedLM.from_pretrained(
             folder, torch_dtype=torch.float16, device_map="cpu", attn_implementation="eager"
         )
-        with pytest.raises(ValueError, match="gguf_file has no counterpart"):
+        with pytest.raises(ValueError, match="a GGUF is opened by its path"):
             transformers.BertModel.from_pretrained(folder, gguf_file="x")
     assert transformers.PreTrainedModel.__dict__["from_pretrained"] is before
     assert found.streamload_report.resident_nbytes <= 5_000_000
