@@ -30,9 +30,9 @@ def refuse_moves(name: str) -> None:
         raise RuntimeError(
             f"cannot let accelerate move {name}: it is held as codes, which accelerate would "
             "replace by decoded values; for a model that is larger than its device write "
-            "streamload.offload(model, path, quant=...) in place of load_state_dict, or "
-            "streamload.transformers.from_pretrained(path, quant=..., offload=True); for several "
-            'devices from_pretrained(path, quant=..., device=["cuda:0", "cuda:1"])'
+            "streamload.offload(model, OUT, budget=...) of what `streamload convert PATH OUT "
+            "--quant nf4` wrote; for several devices streamload.transformers.from_pretrained(path, "
+            'quant=..., device=["cuda:0", "cuda:1"])'
         )
 
 
@@ -49,7 +49,7 @@ def refuse_saving(model: nn.Module, coded: type[nn.Module]) -> list[nn.Module]:
     found = []
     for each in model.modules():
         bases = {base.__module__ for base in type(each).__mro__}
-        said = "streamload.transformers.saving" in bases or _SAVE in each.__dict__
+        said = getattr(type(each), "saves_codes", False) or _SAVE in each.__dict__
         if _SAVED & bases and not said and any(isinstance(m, coded) for m in each.modules()):
             each.__dict__[_SAVE] = partial(_refuse_saving, type(each).__name__)
             found.append(each)

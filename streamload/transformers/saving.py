@@ -98,6 +98,8 @@ def as_coded(model: Any, quantizer: Any = None) -> None:
 class CodedModel:
     """What models share whose modules hold codes."""
 
+    saves_codes = True
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy by the class that it had: the one that it has is made by a load."""
         return _empty, (type(self).__bases__[1],), self.__dict__
