@@ -215,6 +215,8 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
     "state_dict inside a layer": lambda m: m.model.layers[0].mlp.state_dict(),
     "save_pretrained": lambda m: m.save_pretrained("unused"),
     "to": lambda m: m.to(torch.float16),
+    "to another device": lambda m: m.to("meta"),
+    "share_memory": lambda m: m.share_memory(),
     "to inside a layer": lambda m: m.model.layers[0].mlp.to(torch.float16),
     "deepcopy": copy.deepcopy,
     "deepcopy inside a layer": lambda m: copy.deepcopy(m.model.layers[0].mlp),
@@ -245,6 +247,15 @@ def test_what_an_offloaded_model_does_not_do_is_refused_by_name(path: Path, name
             _REFUSED[name](model)
         assert _right(model)
     assert not _threads()
+
+
+def test_a_model_may_be_moved_to_where_it_is(path: Path) -> None:
+    """``.to()`` with the device and the dtype that it has changes nothing, as in torch."""
+    model = models.built("llama")
+    with streamload.offload(model, path, device="cpu", budget=_BUDGET):
+        dtype = next(model.parameters()).dtype
+        assert model.to("cpu") is model.to(dtype) is model.cpu() is model
+        assert _right(model)
 
 
 @pytest.mark.parametrize("name", ["trace", "make_fx", "export"])

@@ -32,7 +32,7 @@ from streamload.devices.torch_lent import (
     weight_of,
     why_kept,
 )
-from streamload.devices.torch_tensors import TO_TORCH
+from streamload.devices.torch_tensors import TO_TORCH, changes_nothing
 from streamload.errors import OffloadError
 from streamload.planning.residency import SlotPlaces
 
@@ -549,6 +549,8 @@ def _refusing(name: str, refer: Callable[[], Any]) -> Any:
     )
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        if name == "_apply" and args and changes_nothing(refer(), args[0]):
+            return refer()
         raise OffloadError(refusal)
 
     if name == "__deepcopy__":  # modules have none

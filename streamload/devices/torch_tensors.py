@@ -490,3 +490,17 @@ def unstored_of(model: Any) -> dict[str, str]:
     wrappers = _wrappers(model)
     slots = _module_slots(model, persistent=False)
     return {_unwrapped(name, wrappers): name_of(b[key].device) for name, (b, key) in slots}
+
+
+def changes_nothing(model: nn.Module, change: Callable[[Any], Any]) -> bool:
+    """Whether all tensors have the device and the dtype already that ``.to()`` asks for."""
+
+    def kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.device, tensor.dtype, tensor.is_shared()
+
+    tensors = (*model.parameters(), *model.buffers())
+    for device, dtype in {(each.device, each.dtype) for each in tensors}:
+        probe = torch.empty(0, dtype=dtype, device=device)
+        if kind(change(probe.clone())) != kind(probe):
+            return False
+    return True
