@@ -229,7 +229,7 @@ FAMILIES: Mapping[str, Family] = {
     "FlexOlmo": Family("FlexOlmoForCausalLM"),
     "GLM-4 MoE": Family("Glm4MoeForCausalLM"),
     "Granite MoE": Family("GraniteMoeForCausalLM"),
-    "MiniMax": Family("MiniMaxForCausalLM"),
+    "MiniMax": Family("MiniMaxForCausalLM", sizes={"block_size": 16}),
     "OLMoE": Family("OlmoeForCausalLM"),
     "Phi-3.5 MoE": Family("PhimoeForCausalLM"),
     "Qwen2-MoE": Family("Qwen2MoeForCausalLM"),
@@ -245,7 +245,7 @@ FAMILIES: Mapping[str, Family] = {
         "FalconH1ForCausalLM",
         sizes={"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16},
     ),
-    "FalconMamba": Family("FalconMambaForCausalLM"),
+    "FalconMamba": Family("FalconMambaForCausalLM", sizes={"time_step_rank": 32}),
     "Jamba": Family(
         "JambaForCausalLM",
         sizes={"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 32},
@@ -257,6 +257,7 @@ FAMILIES: Mapping[str, Family] = {
         sizes={
             "layers_block_type": ["mamba", "attention", "moe"] * 2,
             **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+            "moe_shared_expert_intermediate_size": 128,
         },
     ),
     "Qwen3-Next": Family(
@@ -273,10 +274,15 @@ FAMILIES: Mapping[str, Family] = {
     "Zamba": Family("ZambaForCausalLM", sizes={"layer_types": _HYBRID, "mamba_dt_rank": 32}),
     "Zamba2": Family(
         "Zamba2ForCausalLM",
-        sizes={"layers_block_type": _HYBRID, "hybrid_layer_ids": [1, 4]},
+        sizes={
+            **{"layers_block_type": [*_HYBRID, *["mamba"] * 4], "hybrid_layer_ids": [1, 4]},
+            "num_hidden_layers": 10,
+        },
     ),
     # encoders
-    "ALBERT": Family("AlbertForMaskedLM", "encoder"),
+    "ALBERT": Family(
+        "AlbertForMaskedLM", "encoder", {"num_hidden_layers": 12, "num_hidden_groups": 6}
+    ),
     "ConvBERT": Family("ConvBertForMaskedLM", "encoder"),
     "DeBERTa": Family("DebertaForMaskedLM", "encoder"),
     "DeBERTa-v2": Family("DebertaV2ForMaskedLM", "encoder"),
@@ -345,9 +351,17 @@ FAMILIES: Mapping[str, Family] = {
             **{"flow_size": 64, "spectrogram_bins": 33, "upsample_initial_channel": 64},
             **{"prior_encoder_num_flows": 2, "posterior_encoder_num_wavenet_layers": 2},
             **{"prior_encoder_num_wavenet_layers": 2, "duration_predictor_filter_channels": 64},
-            **{"wavenet_dilation_rate": 1, "upsample_rates": [4, 4], "depth_separable_num_layers": 2},
+            **{
+                "wavenet_dilation_rate": 1,
+                "upsample_rates": [4, 4],
+                "depth_separable_num_layers": 2,
+            },
             **{"upsample_kernel_sizes": [8, 8], "resblock_kernel_sizes": [3]},
-            **{"resblock_dilation_sizes": [[1, 3]], "noise_scale": 0.0, "noise_scale_duration": 0.0},
+            **{
+                "resblock_dilation_sizes": [[1, 3]],
+                "noise_scale": 0.0,
+                "noise_scale_duration": 0.0,
+            },
         },
     ),
     "Wav2Vec2": Family(
@@ -359,14 +373,18 @@ FAMILIES: Mapping[str, Family] = {
     # images and text
     "GIT": Family("GitForCausalLM", "text and image"),
     "Idefics3": Family(
-        "Idefics3ForConditionalGeneration", "1 place, images", {"image_token_id": 95, "scale_factor": 4}
+        "Idefics3ForConditionalGeneration",
+        "1 place, images",
+        {"image_token_id": 95, "scale_factor": 4},
     ),
     "InternVL": Family(
-        "InternVLForConditionalGeneration", "4 places",
+        "InternVLForConditionalGeneration",
+        "4 places",
         {"image_token_id": 95, "vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}},
     ),
     "PaliGemma": Family(
-        "PaliGemmaForConditionalGeneration", "16 places",
+        "PaliGemmaForConditionalGeneration",
+        "16 places",
         {"image_token_id": 95, "projection_dim": 64, "vision_config": {"projection_dim": 64}},
     ),
     "Qwen2-VL": Family("Qwen2VLForConditionalGeneration", "patches", _SEES_PATCHES),
@@ -374,7 +392,9 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen2_5_VLForConditionalGeneration",
         "patches",
         _SEES_PATCHES
-        | {"vision_config": {"depth": 2, "out_hidden_size": 64, "window_size": 16, "patch_size": 8}},
+        | {
+            "vision_config": {"depth": 2, "out_hidden_size": 64, "window_size": 16, "patch_size": 8}
+        },
     ),
     "SigLIP": Family("SiglipModel", "text and image"),
 }
