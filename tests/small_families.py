@@ -74,6 +74,9 @@ def built(family: Family, seed: int = 1) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for module in model.modules():  # transformers makes zeros of these rows when it loads
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0
     return model
 
 
