@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ _CLASSES: Mapping[str, str] = {
     "bloom": "BloomForCausalLM",
     "smol_llama": "LlamaForCausalLM",
     "tinyllama": "LlamaForCausalLM",
-    "clip-text": "CLIPTextModelWithProjection",
+    "clip-text": "CLIPTextModel",
 }
 
 
@@ -206,19 +206,18 @@ def _refilled(module: Any, folder: Path) -> Any:
 
 def _where_it_is(model: Any) -> Any:
     """Let an offloaded model be moved to where it is, as tests do; all else is refused."""
+    if _MODE == "offloaded":
+        model.to = partial(_moved, model)
+    return model
+
+
+def _moved(model: Any, *given: Any, **named: Any) -> Any:
+    """The model itself where it is moved to the host and keeps its dtype."""
     import torch
 
-    if _MODE != "offloaded":
-        return model
-    move, dtypes = model.to, {each.dtype for each in model.state_dict().values()}
-
-    def to(*given: Any, **named: Any) -> Any:
-        device, dtype, *_ = torch._C._nn._parse_to(*given, **named)
-        same = dtype is None or {dtype} == {each for each in dtypes if each.is_floating_point}
-        return model if same and str(device or "cpu") == "cpu" else move(*given, **named)
-
-    model.to = to
-    return model
+    device, dtype, *_ = torch._C._nn._parse_to(*given, **named)
+    same = str(device or "cpu") == "cpu" and dtype in (None, *{p.dtype for p in model.parameters()})
+    return model if same else type(model).to(model, *given, **named)
 
 
 _building: list[Any] = []  # a model, and those in it
@@ -271,6 +270,8 @@ def _open_what_is_built(items: list[Any]) -> None:
                 and value.__module__ == module.__name__
             ):
                 setattr(module, name, opening(value, _refilled))
+                value.__name__ = value.__qualname__ = f"_{name}"  # where pickles find it
+                setattr(module, value.__name__, value)
 
 
 def _after_set_up(cls: Any) -> None:
