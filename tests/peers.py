@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def _stream_from_pretrained() -> None:
             nbytes = sum(t.nbytes for t in open_checkpoint(path).tensors.values())
         model = _within(load, nbytes)
         _counted(model)
-        return _where_it_is(model)
+        return model
 
     PreTrainedModel.from_pretrained = classmethod(opened)
 
@@ -185,7 +185,7 @@ def _reopened(model: Any, folder: Path) -> Any:
 
     opened = _within(load, _nbytes(folder))
     _counted(opened)
-    return _where_it_is(opened.train(model.training))
+    return opened.train(model.training)
 
 
 def _refilled(module: Any, folder: Path) -> Any:
@@ -204,23 +204,22 @@ def _refilled(module: Any, folder: Path) -> Any:
 
     _within(load, _nbytes(folder))
     _counted(module)
-    return _where_it_is(module)
+    return module
 
 
-def _where_it_is(model: Any) -> Any:
-    """Let an offloaded model be moved to where it is, as tests do; all else is refused."""
-    if _MODE == "offloaded":
-        model.to = partial(_moved, model)
-    return model
-
-
-def _moved(model: Any, *given: Any, **named: Any) -> Any:
-    """The model itself where it is moved to the host and keeps its dtype."""
+def _move_to_where_it_is() -> None:
+    """Let models be moved to where they are, as tests do with each: offloaded ones refuse it."""
     import torch
 
-    device, dtype, *_ = torch._C._nn._parse_to(*given, **named)
-    same = str(device or "cpu") == "cpu" and dtype in (None, *{p.dtype for p in model.parameters()})
-    return model if same else type(model).to(model, *given, **named)
+    move = torch.nn.Module.to
+
+    def to(self: Any, *given: Any, **named: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*given, **named)
+        found = {(each.dtype, each.device.type) for each in self.parameters()}
+        same = dtype in (None, *(of for of, _ in found)) and {kind for _, kind in found} == {"cpu"}
+        return self if same and str(device or "cpu") == "cpu" else move(self, *given, **named)
+
+    torch.nn.Module.to = to
 
 
 _building: list[Any] = []  # a model, and those in it
@@ -273,8 +272,8 @@ def _open_what_is_built(items: list[Any]) -> None:
                 and value.__module__ == module.__name__
             ):
                 setattr(module, name, opening(value, _refilled))
-                value.__name__ = value.__qualname__ = f"_{name}"  # where pickles find it
-                setattr(module, value.__name__, value)
+                value.__qualname__ = f"_{name}"  # where pickles find it
+                setattr(module, value.__qualname__, value)
 
 
 def _after_set_up(cls: Any) -> None:
@@ -352,6 +351,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if _MODE != "theirs":
         _stream_from_pretrained()
         _open_what_is_built(items)
+    if _MODE == "offloaded":
+        _move_to_where_it_is()
 
 
 @pytest.hookimpl(wrapper=True)
