@@ -207,21 +207,6 @@ def _refilled(module: Any, folder: Path) -> Any:
     return module
 
 
-def _move_to_where_it_is() -> None:
-    """Let models be moved to where they are, as tests do with each: offloaded ones refuse it."""
-    import torch
-
-    move = torch.nn.Module.to
-
-    def to(self: Any, *given: Any, **named: Any) -> Any:
-        device, dtype, *_ = torch._C._nn._parse_to(*given, **named)
-        found = {(each.dtype, each.device.type) for each in self.parameters()}
-        same = dtype in (None, *(of for of, _ in found)) and {kind for _, kind in found} == {"cpu"}
-        return self if same and str(device or "cpu") == "cpu" else move(self, *given, **named)
-
-    torch.nn.Module.to = to
-
-
 _building: list[Any] = []  # a model, and those in it
 
 
@@ -351,8 +336,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if _MODE != "theirs":
         _stream_from_pretrained()
         _open_what_is_built(items)
-    if _MODE == "offloaded":
-        _move_to_where_it_is()
 
 
 @pytest.hookimpl(wrapper=True)
