@@ -28,7 +28,7 @@ def module(name: str, *, needed: bool = IN_CI, where: str = "in CI") -> ModuleTy
     try:
         found = importlib.import_module(name)
         if name == "transformers":
-            # the first import of this module makes another transformers (direct_transformers_import)
+            # its first import makes another transformers (direct_transformers_import)
             importlib.import_module("transformers.processing_utils")
             found = importlib.import_module(name)
         return found

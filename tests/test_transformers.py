@@ -893,7 +893,9 @@ class Masked(transformers.LlamaForCausalLM):  # type: ignore[misc]
         super()._init_weights(module)
         if module is self and self.computed:
             for name, value in self.buffers_made.items():
-                transformers.initialization.copy_(getattr(self, name), value)
+                importlib.import_module("transformers.initialization").copy_(
+                    getattr(self, name), value
+                )
 
 
 def masked(computed: bool, **made: Any) -> Any:
