@@ -19,9 +19,10 @@ import numpy as np
 
 from streamload.changes import Change, Changes, Rows, Transform
 from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint, read_json_file
-from streamload.checkpoint.header import TensorInfo, parse_json_object
+from streamload.checkpoint.header import parse_json_object
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError
+from streamload.planning.parts import TensorInfo
 from streamload.reading import open_shard
 
 _CONFIG = "adapter_config.json"

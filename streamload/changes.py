@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BY_NAME, DType
+from streamload.planning.parts import TensorInfo
 from streamload.selection import check_patterns
 
 Rows: TypeAlias = np.ndarray[Any, Any]

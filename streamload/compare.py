@@ -19,7 +19,7 @@ from typing import get_args
 
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
-from streamload.checkpoint.header import TensorInfo, Turn
+from streamload.checkpoint.header import Turn
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.dequantise import all_names, as_in_models, asked, dequantised
@@ -30,7 +30,7 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.mapping import Rename, model_shape, sources
 from streamload.planning.budget import first_that_fits
 from streamload.planning.demand import DTypePolicy, Want, Wants
-from streamload.planning.parts import Coding, whole
+from streamload.planning.parts import Coding, TensorInfo, whole
 from streamload.progress import Progress, reporting
 from streamload.quant.dequant import Decoders, check_target, scales_nbytes
 from streamload.quant.group import Packed, shape_in_models

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo, Turn
+from streamload.checkpoint.header import Turn
 from streamload.checkpoint.url import Location
 from streamload.devices.base import Parameter
 from streamload.dtypes import PACKED, DType
@@ -19,6 +19,7 @@ from streamload.errors import CheckpointError
 from streamload.families import is_conv1d
 from streamload.mapping import Source
 from streamload.planning.demand import DTypePolicy, Wants
+from streamload.planning.parts import TensorInfo
 from streamload.quant.dequant import compile_decoder
 from streamload.quant.group import Group, Packed
 from streamload.quant.stored import groups, members, read_states

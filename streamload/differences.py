@@ -10,10 +10,10 @@ import numpy as np
 
 from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange
-from streamload.checkpoint.header import TensorInfo, Turn
+from streamload.checkpoint.header import Turn
 from streamload.dtypes import DType
 from streamload.errors import OutOfRangeError
-from streamload.planning.parts import Coding
+from streamload.planning.parts import Coding, TensorInfo
 from streamload.quant.base import Encoder
 from streamload.quant.dequant import Decoders
 from streamload.quant.elements import Elements, Read

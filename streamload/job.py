@@ -14,7 +14,6 @@ import numpy as np
 from streamload.cast.table import Cast, CastCounts, Engine, make_cast
 from streamload.changes import Changes
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import Reader
 from streamload.checkpoint.url import Location
 from streamload.device_casts import DeviceCasts
@@ -23,6 +22,7 @@ from streamload.dtypes import DType
 from streamload.errors import FileChangedError, OutOfRangeError, TruncatedFileError
 from streamload.headroom import Headroom
 from streamload.planning.chunks import Chunk, Cut, Pack
+from streamload.planning.parts import TensorInfo
 from streamload.planning.plan import (
     BULK_NBYTES,
     HOST_CASTS,

@@ -10,10 +10,17 @@ from itertools import repeat
 from typing import Any, TypeAlias
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo, records
 from streamload.errors import CheckpointError
 from streamload.families import FAMILIES, Family
-from streamload.planning.parts import END, RowRange, RowTranspose, all_rows, whole
+from streamload.planning.parts import (
+    END,
+    RowRange,
+    RowTranspose,
+    TensorInfo,
+    all_rows,
+    records,
+    whole,
+)
 from streamload.quant.group import Packed
 from streamload.selection import check_names, did_you_mean
 

@@ -10,7 +10,6 @@ from itertools import zip_longest
 from types import MappingProxyType
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter, Swap
@@ -19,7 +18,14 @@ from streamload.mapping import Source, Unchanged
 from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
-from streamload.planning.parts import Block, Columns, RowRange, RowTranspose, byte_ranges
+from streamload.planning.parts import (
+    Block,
+    Columns,
+    RowRange,
+    RowTranspose,
+    TensorInfo,
+    byte_ranges,
+)
 from streamload.planning.plan import Placements
 from streamload.quant.base import CodedWeight
 from streamload.quant.stored import members

@@ -16,13 +16,12 @@ from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.families import is_conv1d
 from streamload.planning.demand import Want, Wants
 from streamload.planning.partition import Item, units_of
-from streamload.planning.parts import Coding, RowRange, RowTranspose
+from streamload.planning.parts import Coding, RowRange, RowTranspose, TensorInfo
 from streamload.planning.plan import Placement, Plan
 from streamload.quant.base import (
     ALL_FORMATS,

@@ -16,7 +16,7 @@ from typing import Self
 
 from streamload._system import direct_memory, map_privately
 from streamload.checkpoint.guard import FileState
-from streamload.checkpoint.header import Header, TensorInfo, open_regular, unreadable
+from streamload.checkpoint.header import Header, open_regular, unreadable
 from streamload.checkpoint.page_cache import PageCache, PageCacheKind, ShardCache
 from streamload.checkpoint.readers import (
     Reader,
@@ -28,6 +28,7 @@ from streamload.checkpoint.readers import (
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError, DeviceError
 from streamload.planning.budget import available_host_nbytes
+from streamload.planning.parts import TensorInfo
 from streamload.units import round_up
 
 #: Most bytes that a thread reads, or writes, at once (docs/measurements.md).

@@ -33,7 +33,7 @@ from streamload.checkpoint.checkpoint import (
     opened,
 )
 from streamload.checkpoint.guard import Guard
-from streamload.checkpoint.header import TensorInfo, open_regular
+from streamload.checkpoint.header import open_regular
 from streamload.checkpoint.url import Location, Url
 from streamload.compare import shards_of, tensors_text, way
 from streamload.dequantise import dequantised
@@ -44,7 +44,7 @@ from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, TruncatedFileError
 from streamload.planning.budget import first_that_fits
-from streamload.planning.parts import byte_ranges
+from streamload.planning.parts import TensorInfo, byte_ranges
 from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
 from streamload.quant.dequant import Decoder, Decoders

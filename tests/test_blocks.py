@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import streamload
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BY_NAME
 from streamload.mapping import Source
 from streamload.planning.blocks import cut
-from streamload.planning.parts import Block, Columns, RowRange, byte_ranges, first_byte
+from streamload.planning.parts import Block, Columns, RowRange, TensorInfo, byte_ranges, first_byte
 from streamload.planning.plan import Plan
 from streamload.verify import verify
 

@@ -20,12 +20,12 @@ from conversions import files_of, quiet, tensors_of, visible
 from make_checkpoint import make_checkpoint, many_of_size, shape_of_size
 from recording import recorded
 
-from streamload.checkpoint.header import TensorInfo
 from streamload.conversion import convert as conversion
 from streamload.conversion.disk import WORK
 from streamload.digests import SIDECAR
 from streamload.dtypes import BF16
 from streamload.errors import CheckpointError
+from streamload.planning.parts import TensorInfo
 
 OPTIONS = {"dtype": "float16", "max_shard_size": "5MB"}
 

@@ -33,7 +33,6 @@ from test_convert_crash import (
 )
 
 from streamload.bench.processes import call, measure
-from streamload.checkpoint.header import TensorInfo
 from streamload.conversion import convert as conversion
 from streamload.conversion.way import Way
 from streamload.dtypes import BF16, BY_CODE, F16, F32, DType
@@ -49,6 +48,7 @@ from streamload.formats.writer import (
     placed,
     register_writer,
 )
+from streamload.planning.parts import TensorInfo
 from streamload.quant.base import FORMATS
 
 __all__ = ["start"]  # a fixture

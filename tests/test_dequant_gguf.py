@@ -14,8 +14,8 @@ from needs import module
 
 from streamload.cast.reference import cast_bytes
 from streamload.cast.table import ZERO, CastCounts
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, F32, PACKED, DType
+from streamload.planning.parts import TensorInfo
 from streamload.quant.base import Array, Engine
 from streamload.quant.dequant import Decoder, decoder_of, layout_of, scales_nbytes, there_nbytes
 from streamload.quant.dequant_blocks import Blocks

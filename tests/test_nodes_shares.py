@@ -14,12 +14,13 @@ from safetensors_files import write_safetensors
 
 import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_checkpoint
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.dtypes import BY_CODE
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.nodes.session import Member
 from streamload.nodes.shares import ClusterPlan, Split, make_shares
 from streamload.planning.partition import Node
+from streamload.planning.parts import TensorInfo
 from streamload.planning.plan import Plan
 
 WIDTH = 8

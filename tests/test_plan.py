@@ -20,13 +20,13 @@ from safetensors_files import header_bytes, write_safetensors
 
 import streamload
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.dtypes import BF16, BY_CODE, BY_NAME, F16, F32, DType
 from streamload.errors import PlanInfeasibleError, UnsupportedCastError
 from streamload.planning.chunks import chunks
 from streamload.planning.demand import DeviceSpec, DTypePolicy, Want
 from streamload.planning.device_plan import DevicePlan
-from streamload.planning.parts import RowRange, RowTranspose
+from streamload.planning.parts import RowRange, RowTranspose, TensorInfo
 from streamload.planning.plan import Placement, Placements, Plan
 from streamload.planning.planner import make_plan
 

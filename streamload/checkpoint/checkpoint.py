@@ -21,7 +21,6 @@ from streamload.checkpoint.header import (
     Header,
     RepeatedNames,
     Stored,
-    TensorInfo,
     Turn,
     check_memory,
     check_strings,
@@ -46,6 +45,7 @@ from streamload.formats.base import (
     readers,
 )
 from streamload.nesting import parse_json
+from streamload.planning.parts import TensorInfo
 
 _SUFFIX = ".safetensors"
 _INDEX_END = ".index.json"

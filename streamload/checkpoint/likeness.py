@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.checkpoint.url import Location
 from streamload.errors import CheckpointError
 from streamload.formats.base import readers
+from streamload.planning.parts import TensorInfo
 
 _LISTED = 3  # names shown in a message
 

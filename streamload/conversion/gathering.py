@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from streamload.cast.table import ZERO, Cast, CastCounts
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import DType
 from streamload.formats.writer import Made, Piece
+from streamload.planning.parts import TensorInfo
 from streamload.quant.dequant import Decoder, Decoders
 from streamload.quant.elements import Elements, Make, Read, read_lines, turned
 from streamload.quant.group import Packed

@@ -8,7 +8,6 @@ from typing import Any
 
 from streamload.cast.table import supported
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.conversion.openable import Verdict
 from streamload.dequantise import all_dequantised
 from streamload.dtypes import DType
@@ -18,6 +17,7 @@ from streamload.formats.writer import Entry, Made, Wanted
 from streamload.mapping import Source
 from streamload.match import wants_of
 from streamload.planning.demand import DTypePolicy
+from streamload.planning.parts import TensorInfo
 from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models

@@ -19,7 +19,7 @@ from pathlib import Path
 from streamload._system import direct_memory
 from streamload.cast.table import ZERO, Cast, CastCounts, OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.checkpoint.url import Location
 from streamload.conversion.blocks import Block, File, Part, Writing, least_nbytes, most_codes
 from streamload.conversion.destination import OUT, Destination
@@ -34,6 +34,7 @@ from streamload.dtypes import DType
 from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.formats.writer import Made, OutFile, OutTensor
 from streamload.interrupt import deferred_interrupt
+from streamload.planning.parts import TensorInfo
 from streamload.quant.base import QuantCounts
 from streamload.quant.dequant import Decoders
 from streamload.quant.elements import Read

@@ -29,16 +29,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from streamload.checkpoint import remote
-from streamload.checkpoint.header import (
-    MAX_HEADER_NBYTES,
-    Header,
-    Stored,
-    TensorInfo,
-    Turn,
-    describe,
-    is_text,
-    records,
-)
+from streamload.checkpoint.header import MAX_HEADER_NBYTES, Header, Stored, Turn, describe, is_text
 from streamload.checkpoint.limits import check_nbytes, check_tensors, most_nbytes
 from streamload.checkpoint.url import Location, Url
 from streamload.dtypes import BY_CODE, PACKED, DType
@@ -64,6 +55,7 @@ from streamload.formats.gguf_types import (
     VERSIONS,
     TensorType,
 )
+from streamload.planning.parts import TensorInfo, records
 from streamload.units import round_up
 
 _FIRST_NBYTES = 2**18  # what a server is asked for at first

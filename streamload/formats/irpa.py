@@ -27,13 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from streamload.checkpoint.header import (
-    Header,
-    TensorInfo,
-    View,
-    describe,
-    parse_json_object,
-)
+from streamload.checkpoint.header import Header, View, describe, parse_json_object
 from streamload.checkpoint.limits import check_nbytes, most_nbytes
 from streamload.checkpoint.url import Location
 from streamload.dtypes import BY_CODE, BY_NAME, DType
@@ -49,6 +43,7 @@ from streamload.formats.writer import (
     register_writer,
 )
 from streamload.planning.budget import first_that_fits
+from streamload.planning.parts import TensorInfo
 from streamload.units import round_up
 
 _SINGLE = "model.irpa"

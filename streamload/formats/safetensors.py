@@ -29,13 +29,11 @@ from streamload.checkpoint.header import (
     SAFETENSORS,
     Header,
     RepeatedNames,
-    TensorInfo,
     check_memory,
     check_strings,
     describe,
     is_text,
     parse_json_object,
-    records,
 )
 from streamload.checkpoint.limits import check_nbytes
 from streamload.checkpoint.url import Location
@@ -52,6 +50,7 @@ from streamload.formats.writer import (
     register_writer,
 )
 from streamload.nesting import check_nesting
+from streamload.planning.parts import TensorInfo, records
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

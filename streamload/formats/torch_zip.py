@@ -17,13 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from streamload.checkpoint.header import (
-    Header,
-    TensorInfo,
-    View,
-    describe,
-    is_text,
-)
+from streamload.checkpoint.header import Header, View, describe, is_text
 from streamload.checkpoint.limits import check_nbytes
 from streamload.dtypes import BY_NAME, DType
 from streamload.errors import HeaderError
@@ -32,6 +26,7 @@ from streamload.formats.base import File, FormatReader, read_exactly, register_r
 from streamload.formats.torch_objects import PickleError, Tensor
 from streamload.formats.torch_pickle import load
 from streamload.planning.budget import first_that_fits
+from streamload.planning.parts import TensorInfo
 from streamload.units import round_up
 
 _SAVE = 'torch.save(model.state_dict(), "model.pth")'

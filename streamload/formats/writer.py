@@ -27,12 +27,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
-from streamload.checkpoint.header import SAFETENSORS, Stored, TensorInfo
+from streamload.checkpoint.header import SAFETENSORS, Stored
 from streamload.checkpoint.url import Location
 from streamload.dtypes import F32, DType
 from streamload.errors import CheckpointError
 from streamload.formats.base import import_all
-from streamload.planning.parts import Coding, RowTranspose
+from streamload.planning.parts import Coding, RowTranspose, TensorInfo
 from streamload.quant.group import Packed
 from streamload.units import round_up
 

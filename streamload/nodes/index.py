@@ -24,7 +24,6 @@ from streamload.checkpoint.header import (
     SAFETENSORS,
     Header,
     Stored,
-    TensorInfo,
     Turn,
     View,
     open_regular,
@@ -35,6 +34,7 @@ from streamload.digests import SIDECAR, Digests, hasher
 from streamload.dtypes import BY_CODE
 from streamload.errors import CheckpointError, ShardNotFoundError
 from streamload.nesting import parse_json
+from streamload.planning.parts import TensorInfo
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
-from streamload.checkpoint.header import TensorInfo
 from streamload.checkpoint.readers import ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location
 from streamload.errors import OffloadError
 from streamload.formats.base import default_reader, read_header
+from streamload.planning.parts import TensorInfo
 from streamload.reading import BLOCK_NBYTES, Room, Shards, file_kind, page_cache
 
 # The data begins at a page, so that a view or a direct copy has it as aligned as can be.

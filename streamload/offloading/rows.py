@@ -9,9 +9,9 @@ import numpy as np
 
 from streamload.cast.table import OutOfRange, make_cast
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
+from streamload.planning.parts import TensorInfo
 from streamload.reading import file_kind, open_shard
 
 

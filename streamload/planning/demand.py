@@ -10,10 +10,9 @@ from operator import attrgetter
 from typing import Any, Literal, overload
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.planning.allocators import NO_OBJECTS, AllocatorKind, ObjectCosts
-from streamload.planning.parts import Coding, RowRange, RowTranspose, all_rows
+from streamload.planning.parts import Coding, RowRange, RowTranspose, TensorInfo, all_rows
 from streamload.quant.stored import kept_dtype, members
 from streamload.units import round_up
 

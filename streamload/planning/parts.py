@@ -2,13 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from streamload.checkpoint.header import TensorInfo, records
+from streamload.checkpoint.url import Location
+from streamload.dtypes import DType
+
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a checkpoint, and where its bytes lie.
+
+    Attributes:
+        name: its name; may be empty, is unique in its checkpoint.
+        dtype: its dtype.
+        shape: its shape; ``()`` for a scalar.
+        shard: the file.
+        start: first byte, counted from the start of the file.
+        stop: last byte, exclusive; ``start`` where the tensor has no elements.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    shard: Location
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+def records(
+    kind: type[_Record], first: Collection[Any], *columns: Iterable[Any]
+) -> Sequence[_Record]:
+    """Many objects of a frozen dataclass with slots, of columns of its fields.
+
+    Its own ``__init__`` sets one field after the other by ``object.__setattr__``: it takes 0.72
+    microseconds for a `TensorInfo`, this 0.37. No ``__post_init__`` is called.
+
+    Args:
+        kind: the dataclass.
+        first: its first field of each object; as many are made.
+        columns: its other fields, in order, for at least as many.
+    """
+    made = list(map(object.__new__, repeat(kind, len(first))))
+    names = kind.__slots__  # type: ignore[attr-defined]
+    for name, column in zip(names, (first, *columns), strict=True):
+        deque(map(getattr(kind, name).__set__, made, column), maxlen=0)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

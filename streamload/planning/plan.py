@@ -20,7 +20,6 @@ from typing import Any, Literal, overload
 from streamload._text import printed
 from streamload.cast.table import OutOfRange
 from streamload.chart import Stack, as_html
-from streamload.checkpoint.header import records
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType, named
@@ -28,7 +27,7 @@ from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.device_plan import DevicePlan
 from streamload.planning.kv_cache import CacheRequest
-from streamload.planning.parts import Coding, Columns, RowRange, RowTranspose
+from streamload.planning.parts import Coding, Columns, RowRange, RowTranspose, records
 from streamload.quant.kernels import Tally
 from streamload.units import format_bytes, format_table, round_up
 

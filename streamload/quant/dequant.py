@@ -29,9 +29,9 @@ import numpy as np
 
 from streamload.cast.reference import cast_bytes
 from streamload.cast.table import ZERO, CastCounts, OutOfRange
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BF16, F16, F32, F64, PACKED, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.planning.parts import TensorInfo
 from streamload.quant.base import Array, Engine
 from streamload.quant.dequant_kernels import Kernel, Values, compile_kernel
 from streamload.quant.group import Group, Packed

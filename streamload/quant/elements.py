@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from streamload.cast.table import ZERO, CastCounts
-from streamload.checkpoint.header import TensorInfo, Turn
+from streamload.checkpoint.header import Turn
 from streamload.dtypes import DType
+from streamload.planning.parts import TensorInfo
 from streamload.quant.dequant import Decoder
 from streamload.quant.group import Packed
 from streamload.quant.transposing import transpose

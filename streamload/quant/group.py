@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
+from streamload.planning.parts import TensorInfo
 
 #: How the values of a weight lie in its first member: as the weight itself, as its transpose, or
 #: as all of its elements in one line.

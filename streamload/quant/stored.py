@@ -15,10 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header, TensorInfo
+from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ReaderKind, open_reader
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.planning.parts import TensorInfo
 from streamload.quant import stored_bnb, stored_packed, stored_scaled, stored_torchao
 from streamload.quant.group import Group, Layouts, Packed
 from streamload.quant.stored_scaled import scale_of

@@ -11,9 +11,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NoReturn
 
-from streamload.checkpoint.header import TensorInfo
 from streamload.dtypes import BY_NAME
 from streamload.nesting import parse_json
+from streamload.planning.parts import TensorInfo
 from streamload.quant.group import Group, Layouts
 
 _STATE = "quant_state.bitsandbytes__"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from streamload.checkpoint.header import TensorInfo
+from streamload.planning.parts import TensorInfo
 from streamload.quant.group import Group, Layouts
 
 _WORD_BITS = 32

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
+from streamload.planning.parts import TensorInfo
 from streamload.quant.group import Group, Layouts, config_key
 
 #: Where writers of quantised checkpoints put the scale of tensor ``{module}{leaf}``.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from streamload.checkpoint.header import TensorInfo
 from streamload.nesting import parse_json
+from streamload.planning.parts import TensorInfo
 from streamload.quant.group import Group, Layouts
 
 #: The end of the last components of names that mark a group.

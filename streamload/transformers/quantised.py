@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import TensorInfo
 from streamload.devices.torch_tensors import PARTS
 from streamload.dtypes import parse_dtype
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.lookup import Devices
+from streamload.planning.parts import TensorInfo
 from streamload.quant.stored import Group, groups, members, read_states
 from streamload.quantise import said_of_dense
 from streamload.transformers.configuration import first_line, folder_of
