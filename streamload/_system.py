@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +24,15 @@ from io import FileIO
 from typing import Any
 
 import numpy as np
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` at which a function that warns names the line that called streamload."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
+        level, frame = level + 1, frame.f_back
+    return level - 1
+
 
 _COPIED_NBYTES = 2**20  # at a time, where the system reads into memory of its own
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14 and later

@@ -31,8 +31,15 @@ from streamload.load import split
 from streamload.mapping import Source
 from streamload.nodes.gather import BLOCK_NBYTES, BLOCKS, LEAST_BLOCK_NBYTES, held_nbytes
 from streamload.nodes.index import SAMPLED, Index, check_present, write_index
-from streamload.nodes.session import Member, Session
-from streamload.nodes.shares import LOCAL_LAYERS, ClusterPlan, LayerNumbers, Split, make_shares
+from streamload.nodes.session import Session
+from streamload.nodes.shares import (
+    LOCAL_LAYERS,
+    ClusterPlan,
+    LayerNumbers,
+    Member,
+    Split,
+    make_shares,
+)
 from streamload.offloading.entrance import OffloadAsked, Prepared
 from streamload.offloading.nodes import OffloadSplit, split_offload
 from streamload.options import DEFAULTS, NameOptions, Strictness, WeightOptions

@@ -38,22 +38,15 @@ from streamload.decide import Decision, Options
 from streamload.errors import LoadState, NodeError, PeerFailedError, StreamloadError
 from streamload.interrupt import deferred_interrupt
 from streamload.load import run, uncollected
+from streamload.match import Shapes
 from streamload.nodes.gather import Gatherer, shared_ranges
 from streamload.nodes.group import Group
 from streamload.nodes.launch import host_id, node_name, open_group
-from streamload.nodes.session import Member, Session
-from streamload.nodes.shares import ClusterPlan, LayerNumbers, Share, Split
+from streamload.nodes.session import Session
+from streamload.nodes.shares import ClusterPlan, LayerNumbers, Member, Share, Split
 from streamload.offloading.entrance import OffloadAsked, Offloaded
 from streamload.offloading.overrun import OnOverrun
-from streamload.options import (
-    DEFAULTS,
-    NameOptions,
-    Shapes,
-    SplitOptions,
-    Strictness,
-    WeightOptions,
-    takes,
-)
+from streamload.options import DEFAULTS, NameOptions, SplitOptions, Strictness, WeightOptions, takes
 from streamload.planning.budget import BudgetLike
 from streamload.progress import Progress, reporting
 from streamload.reading import open_shard

@@ -8,14 +8,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
+from typing import Literal
 
+from streamload._system import callers_level
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.url import Location
 from streamload.computed import is_computed
 from streamload.devices.base import Parameter, Swap
 from streamload.errors import ShapeMismatch, StateDictMismatchError, Suggestion
 from streamload.mapping import Source, Unchanged
-from streamload.options import Shapes
 from streamload.planning.blocks import cut
 from streamload.planning.demand import DTypePolicy, Want, Wants
 from streamload.planning.parts import (
@@ -31,8 +32,10 @@ from streamload.quant.base import CodedWeight
 from streamload.quant.stored import members
 from streamload.quantise import QuantPolicy, coded_want, no_holder, quantised
 from streamload.reading import open_shard
-from streamload.report import callers_level
 from streamload.units import format_bytes
+
+Shapes = Literal["error", "skip"]
+
 
 _BLOCK_NBYTES = 2**20
 #: Ends of `Parameter.dtype` of memory that cannot be filled, and what comes in its place.

@@ -17,6 +17,7 @@ from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ReaderKind
 from streamload.dtypes import DTypeArgument, DTypeLike
 from streamload.mapping import MappingArgument, Rename
+from streamload.match import Shapes
 from streamload.planning.budget import BudgetLike
 from streamload.planning.kv_cache import CacheRequest
 from streamload.planning.planner import Residence
@@ -27,7 +28,6 @@ from streamload.units import parse_bytes
 #: What stands in place of an option that is gone.
 NO_TRANSFER = "nothing in its place: all bytes reach a GPU through staging"
 CastArgument = Literal["auto", "llvm", "numpy", "device"]
-Shapes = Literal["error", "skip"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

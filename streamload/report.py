@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 import warnings
@@ -11,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamload._system import callers_level
 from streamload._text import printable, printed
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.chart import as_html
@@ -328,14 +328,6 @@ def warn_of_overflow(
             RuntimeWarning,
             stacklevel=callers_level(),
         )
-
-
-def callers_level() -> int:
-    """The ``stacklevel`` at which a function that warns names the line that called streamload."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("streamload."):
-        level, frame = level + 1, frame.f_back
-    return level - 1
 
 
 class Clock:

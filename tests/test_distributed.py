@@ -35,7 +35,7 @@ from streamload.errors import (
     StreamloadError,
 )
 from streamload.nodes.gather import Gatherer
-from streamload.nodes.session import Member
+from streamload.nodes.shares import Member
 from streamload.planning.partition import Node
 
 ROOT = Path(__file__).parent.parent

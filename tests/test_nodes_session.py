@@ -15,7 +15,8 @@ from thread_group import ThreadGroup, World, run
 from streamload.errors import CheckpointError, NodeError, PeerFailedError, StreamloadError
 from streamload.nodes.group import Alone
 from streamload.nodes.heartbeat import Heartbeat
-from streamload.nodes.session import PROTOCOL, Member, Session
+from streamload.nodes.session import PROTOCOL, Session
+from streamload.nodes.shares import Member
 
 PATIENT_S = 20.0  # where nobody is to be found lost
 SHORT_S = 0.4  # where someone is

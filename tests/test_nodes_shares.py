@@ -17,8 +17,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, from_headers, open_chec
 from streamload.checkpoint.header import Header
 from streamload.dtypes import BY_CODE
 from streamload.errors import NodeError, PlanInfeasibleError
-from streamload.nodes.session import Member
-from streamload.nodes.shares import ClusterPlan, Split, make_shares
+from streamload.nodes.shares import ClusterPlan, Member, Split, make_shares
 from streamload.planning.partition import Node
 from streamload.planning.parts import TensorInfo
 from streamload.planning.plan import Plan

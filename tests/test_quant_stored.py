@@ -18,8 +18,7 @@ from streamload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from streamload.cli import app
 from streamload.dtypes import BF16, F16, F32, parse_dtype
 from streamload.errors import CheckpointError
-from streamload.nodes.session import Member
-from streamload.nodes.shares import make_shares
+from streamload.nodes.shares import Member, make_shares
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
 from streamload.quant.stored import Group, groups, kept_dtype, members, read_states

@@ -7,30 +7,19 @@ import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from streamload.errors import NodeError, PeerFailedError, StreamloadError
 from streamload.nesting import parse_json
 from streamload.nodes.group import Group
 from streamload.nodes.heartbeat import Heartbeat
+from streamload.nodes.shares import Member
 
 #: What ranks must share to understand each other; counted up when a message changes.
 PROTOCOL = 6
 
 T = TypeVar("T")
 _LISTED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rank, as all know it."""
-
-    rank: int  # its rank in the group
-    node: str  # its node id, unique in the group
-    host: str  # the host that it runs on
-    local_rank: int  # which of the ranks of that host it is, from 0
-    local_size: int  # how many ranks run there
 
 
 class Session:

@@ -14,10 +14,21 @@ import numpy as np
 
 from streamload.errors import NodeError, PlanInfeasibleError
 from streamload.mapping import Source
-from streamload.nodes.session import Member
 from streamload.planning.partition import Item, Node, Unit, ordered, partition, units_of
 from streamload.planning.plan import Placement, Plan
 from streamload.units import format_bytes, format_table
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank, as all know it."""
+
+    rank: int  # its rank in the group
+    node: str  # its node id, unique in the group
+    host: str  # the host that it runs on
+    local_rank: int  # which of the ranks of that host it is, from 0
+    local_size: int  # how many ranks run there
+
 
 #: Nodes and the parameters with their bytes, to the names that each node loads.
 SplitFunction = Callable[[Sequence[Node], Mapping[str, int]], Mapping[str, Iterable[str]]]

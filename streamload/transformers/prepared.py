@@ -15,6 +15,7 @@ from streamload.errors import OffloadError, PlanInfeasibleError, StateDictMismat
 from streamload.load import load_state_dict
 from streamload.lookup import Devices
 from streamload.mapping import Source
+from streamload.match import Shapes
 from streamload.offloading.entrance import Offloaded, offload
 from streamload.offloading.instead import OFFLOAD
 from streamload.offloading.overrun import OnOverrun
@@ -22,7 +23,6 @@ from streamload.options import (
     CastArgument,
     ChangeOptions,
     LoadOptions,
-    Shapes,
     StreamOptions,
     Strictness,
     WeightOptions,
