@@ -34,8 +34,7 @@ from streamload.planning.plan import (
 )
 from streamload.quant.base import Encoder, QuantCounts
 from streamload.quant.dequant import Decoder, Decoders, Weight, weight_of
-from streamload.quant.group import Packed
-from streamload.quant.stored import read_whole
+from streamload.quant.group import Packed, read_whole
 from streamload.quantise import coded, encoder_of
 from streamload.reading import Opener, Shards, page_cache
 

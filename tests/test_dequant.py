@@ -29,8 +29,7 @@ from streamload.planning.partition import Node
 from streamload.planning.parts import Columns
 from streamload.planning.plan import Plan
 from streamload.quant.dequant import TARGETS, Decoder, decoder_of, layout_of
-from streamload.quant.group import Packed
-from streamload.quant.stored import read_whole
+from streamload.quant.group import Packed, read_whole
 from streamload.units import round_up
 from streamload.verify import verify
 

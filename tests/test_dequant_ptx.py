@@ -20,8 +20,7 @@ from streamload.devices.ptx import BLOCK_THREADS
 from streamload.dtypes import BF16, F16, F32, DType
 from streamload.quant.dequant import TARGETS, Weight
 from streamload.quant.dequant_ptx import blocks, dequant_ptx, weight_parts
-from streamload.quant.group import Packed
-from streamload.quant.stored import read_whole
+from streamload.quant.group import Packed, read_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Counts = tuple[int, ...]

@@ -34,8 +34,7 @@ from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.planning.parts import TensorInfo
 from streamload.quant.base import Array, Engine
 from streamload.quant.dequant_kernels import Kernel, Values, compile_kernel
-from streamload.quant.group import Group, Packed
-from streamload.quant.stored import read_whole
+from streamload.quant.group import Group, Packed, read_whole
 from streamload.units import round_up
 
 #: What quantised weights become.

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header
+from streamload.checkpoint.readers import ReaderKind, open_reader
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
 from streamload.planning.parts import TensorInfo
+
+
+def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterator[bytes]:
+    """The bytes of small tensors; each file is opened once."""
+    headers = {header.path: header for header in shards}
+    out: dict[str, bytes] = {}
+    for shard in dict.fromkeys(info.shard for info in infos):
+        header = headers[shard]
+        kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
+        with open_reader(shard, header.file_nbytes, kind, header.state, header.views) as reader:
+            for info in infos:
+                if info.shard == shard:
+                    data = bytearray(info.nbytes)
+                    reader.read_into(info.start, memoryview(data))
+                    out[info.name] = bytes(data)
+    return (out[info.name] for info in infos)
+
 
 #: How the values of a weight lie in its first member: as the weight itself, as its transpose, or
 #: as all of its elements in one line.

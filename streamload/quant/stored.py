@@ -6,22 +6,19 @@ They are recognised by names, dtypes, shapes and the configuration. Nothing is r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
 
 from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.checkpoint.header import Header
-from streamload.checkpoint.readers import ReaderKind, open_reader
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.planning.parts import TensorInfo
 from streamload.quant import stored_bnb, stored_packed, stored_scaled, stored_torchao
-from streamload.quant.group import Group, Layouts, Packed
+from streamload.quant.group import Group, Layouts, Packed, read_whole
 from streamload.quant.stored_scaled import scale_of
 
 __all__ = [
@@ -147,22 +144,6 @@ def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
             shape = np.frombuffer(data, group.members["shape"].dtype.numpy).tolist()
             found[group.name] = stored_packed.with_shape(layouts, group, shape)
     return found
-
-
-def read_whole(shards: Iterable[Header], infos: Sequence[TensorInfo]) -> Iterator[bytes]:
-    """The bytes of small tensors; each file is opened once."""
-    headers = {header.path: header for header in shards}
-    out: dict[str, bytes] = {}
-    for shard in dict.fromkeys(info.shard for info in infos):
-        header = headers[shard]
-        kind: ReaderKind = "pread" if isinstance(shard, Path) else "auto"
-        with open_reader(shard, header.file_nbytes, kind, header.state, header.views) as reader:
-            for info in infos:
-                if info.shard == shard:
-                    data = bytearray(info.nbytes)
-                    reader.read_into(info.start, memoryview(data))
-                    out[info.name] = bytes(data)
-    return (out[info.name] for info in infos)
 
 
 def kept_dtype(checkpoint: Checkpoint, info: TensorInfo) -> DType | None:
