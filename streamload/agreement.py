@@ -47,7 +47,6 @@ from streamload.planning.budget import MIN_HOST_NBYTES, STAGING, Budget, availab
 from streamload.planning.demand import Wants
 from streamload.planning.partition import Node, ordered
 from streamload.planning.plan import Plan
-from streamload.quant.stored import members
 from streamload.quantise import QuantPolicy
 from streamload.units import format_bytes
 
@@ -281,7 +280,7 @@ class Agreement:
         def plan() -> str:
             rank, path = session.me.rank, str(checkpoint.path)
             try:
-                weight_of = {name: group.name for name, group in members(checkpoint).items()}
+                weight_of = {name: group.name for name, group in checkpoint.members.items()}
                 asked_for = (budgets, asked.split, planned, weight_of)
                 fits = asked.offload is None
                 found = make_shares(path, rank, session.members, *asked_for, fits=fits)

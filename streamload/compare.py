@@ -23,7 +23,7 @@ from streamload.checkpoint.header import Turn
 from streamload.checkpoint.readers import ReaderKind, ResolvedKind, choose_reader
 from streamload.checkpoint.url import Location, Url
 from streamload.dequantise import all_names, as_in_models, asked, dequantised
-from streamload.differences import Pair, TensorDifference
+from streamload.differences import Pair, TensorDifference, weights
 from streamload.digests import SIDECAR, Digests
 from streamload.dtypes import DType, DTypeArgument
 from streamload.errors import CheckpointError, UnsupportedCastError
@@ -34,7 +34,7 @@ from streamload.planning.parts import Coding, TensorInfo, whole
 from streamload.progress import Progress, reporting
 from streamload.quant.dequant import Decoders, check_target, scales_nbytes
 from streamload.quant.group import Packed, shape_in_models
-from streamload.quant.stored import by_weight, kept_dtype, weights
+from streamload.quant.stored import by_weight, kept_dtype
 from streamload.quantise import (
     QuantArgument,
     QuantPolicy,
@@ -263,7 +263,7 @@ def _wanted(checkpoint: Checkpoint, policy: DTypePolicy, info: TensorInfo) -> DT
         check_target(info, wanted)
         return wanted
     if wanted is not info.dtype:
-        wanted = kept_dtype(checkpoint, info) or wanted
+        wanted = kept_dtype(checkpoint.members, info) or wanted
     if not supported(info.dtype, wanted):
         raise UnsupportedCastError(info.dtype.name, wanted.name, tensor=info.name, path=info.shard)
     return wanted

@@ -22,7 +22,7 @@ from streamload.planning.demand import DTypePolicy, Wants
 from streamload.planning.parts import TensorInfo
 from streamload.quant.dequant import compile_decoder
 from streamload.quant.group import Group, Packed
-from streamload.quant.stored import groups, members, read_states
+from streamload.quant.stored import read_states
 
 #: What bitsandbytes has in a Linear alone.
 _OF_LINEARS = ("bnb-nf4", "bnb-fp4", "bnb-int8")
@@ -40,7 +40,7 @@ def asked(checkpoint: Checkpoint, policy: DTypePolicy, *, blocks: bool = False) 
         return []
     return [
         group.name
-        for group in groups(checkpoint).values()
+        for group in checkpoint.groups.values()
         if (dtype := PACKED.get(group.kind)) is not None
         and (
             policy.asks(group.name, dtype)
@@ -56,7 +56,7 @@ def asked_by_model(
     fill: Mapping[str, Source],
 ) -> list[str]:
     """Do the same for a model: it gets as stored the weights that it holds packed."""
-    of = members(checkpoint)
+    of = checkpoint.members
     if not of:
         return []
     by_name = _by_name(parameters)
@@ -105,7 +105,7 @@ def dequantised(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
     """
     if not names:
         return checkpoint
-    states = read_states(checkpoint)
+    states = read_states(checkpoint.layouts, checkpoint.groups)
     chosen = {name: states[name] for name in names}
     of = {info.name: group for group in chosen.values() for info in group.members.values()}
     out: dict[str, TensorInfo] = {}
@@ -200,7 +200,7 @@ def _packed(checkpoint: Checkpoint, group: Group) -> Packed:
 
 def all_names(checkpoint: Checkpoint) -> dict[str, object]:
     """The names of tensors, of quantised weights, and of what belongs to those, as keys."""
-    names: dict[str, object] = {**checkpoint.tensors, **groups(checkpoint)}
+    names: dict[str, object] = {**checkpoint.tensors, **checkpoint.groups}
     for info in checkpoint.tensors.values():
         if isinstance(info, Packed):
             names |= dict.fromkeys(member.name for member in info.group.members.values())
@@ -210,7 +210,7 @@ def all_names(checkpoint: Checkpoint) -> dict[str, object]:
 def all_dequantised(checkpoint: Checkpoint) -> bool:
     """Whether weights are dequantised, and none stays as it is stored."""
     packed = any(isinstance(info, Packed) for info in checkpoint.tensors.values())
-    return packed and not groups(checkpoint)
+    return packed and not checkpoint.groups
 
 
 def compile_decoders(wants: Wants, dsts: Iterable[DType], *, clamp: bool) -> None:

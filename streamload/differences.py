@@ -10,9 +10,10 @@ import numpy as np
 
 from streamload.cast.reference import Array, cast_array, cast_bytes
 from streamload.cast.table import OutOfRange
+from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Turn
 from streamload.dtypes import DType
-from streamload.errors import OutOfRangeError
+from streamload.errors import CheckpointError, OutOfRangeError
 from streamload.planning.parts import Coding, TensorInfo
 from streamload.quant.base import Encoder
 from streamload.quant.dequant import Decoders
@@ -386,3 +387,15 @@ def shape_text(shape: Sequence[int]) -> str:
     """A shape's first dimensions, for people."""
     rest = " ..." * (len(shape) > _LISTED_DIMS)
     return " x ".join(map(str, shape[:_LISTED_DIMS])) + rest or "scalar"
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """Map each tensor of a quantized weight to the weight's name, for messages.
+
+    Returns:
+        {} if a quantized weight is invalid: its tensors are then compared one by one.
+    """
+    try:
+        return {name: f"{group.name} ({group.kind})" for name, group in checkpoint.members.items()}
+    except CheckpointError:
+        return {}

@@ -52,7 +52,6 @@ from streamload.planning.planner import CastChoice
 from streamload.progress import Progress, reporting
 from streamload.quant.base import CodedWeight
 from streamload.quant.group import Packed
-from streamload.quant.stored import groups
 from streamload.quantise import QuantPolicy
 from streamload.reading import Opener, open_shard
 from streamload.report import Clock, LoadReport, Meter, device_map, warn_of_overflow
@@ -355,7 +354,7 @@ def read_call(
     if model is None:
         checkpoint = dequantised(checkpoint, asked(checkpoint, read.policy))
     found = sources(checkpoint, given["mapping"], given["rename"], all_match=True)
-    if model is not None and groups(checkpoint):
+    if model is not None and checkpoint.groups:
         parameters = framework(framework_of(model) or default_framework()).parameters(model)
         wanted = asked_by_model(checkpoint, read.policy, parameters, found[0])
         if wanted:

@@ -29,7 +29,6 @@ from streamload.planning.parts import (
 )
 from streamload.planning.plan import Placements
 from streamload.quant.base import CodedWeight
-from streamload.quant.stored import members
 from streamload.quantise import QuantPolicy, coded_want, no_holder, quantised
 from streamload.reading import open_shard
 from streamload.units import format_bytes
@@ -431,7 +430,7 @@ def match(
     used: set[str] = set()
     coded = {n: c for n, c in coded.items() if n in fill and _is_float(checkpoint, fill[n].rows)}
     beside = {part for name, form in coded.items() for part in form.names(name)[1:]}
-    stored_packed = members(checkpoint)
+    stored_packed = checkpoint.members
     for number, parameter in enumerate(parameters):
         where = parameter.device if parameter.device in keep_on else None
         held = None

@@ -31,7 +31,6 @@ from streamload.quant.base import (
     Part,
     Quantised,
 )
-from streamload.quant.stored import members
 from streamload.selection import did_you_mean
 from streamload.units import format_bytes
 
@@ -183,7 +182,7 @@ class QuantPolicy:
         if self.by_tensor:
             return [self.by_tensor.get(info.name) for info in wants.infos]
         layers: frozenset[str] | None = None
-        already = members(checkpoint)
+        already = checkpoint.members
         out: list[str | None] = []
         for info, shape in zip(wants.infos, wants.shapes, strict=True):
             name = info.name

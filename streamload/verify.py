@@ -39,7 +39,7 @@ from streamload.compare import shards_of, tensors_text, way
 from streamload.dequantise import dequantised
 from streamload.devices.base import Device, Framework, Parameter
 from streamload.devices.names import framework, framework_of
-from streamload.differences import shape_text
+from streamload.differences import shape_text, weights
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError, TruncatedFileError
@@ -49,7 +49,7 @@ from streamload.planning.plan import Placement
 from streamload.progress import Progress, reporting
 from streamload.quant.dequant import Decoder, Decoders
 from streamload.quant.group import Packed
-from streamload.quant.stored import by_weight, weights
+from streamload.quant.stored import by_weight
 from streamload.quantise import coded
 from streamload.reading import Room, cut, open_shard
 from streamload.report import LoadReport

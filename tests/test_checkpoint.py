@@ -508,12 +508,12 @@ def test_float8_with_a_scale_beside_it(tmp_path: Path, tensor: str, scale: str) 
     write_safetensors(tmp_path / "a.safetensors", {tensor: F8, "wide": f32, "alone": F8})
     write_safetensors(tmp_path / "b.safetensors", {scale: f32, "wide_scale": f32})
     checkpoint = open_checkpoint(tmp_path)
-    assert scale_of(checkpoint, tensor) == scale
-    assert scale_of(checkpoint, scale) is None
-    assert scale_of(checkpoint, "wide") is None
-    assert scale_of(checkpoint, "alone") is None
+    assert scale_of(checkpoint.layouts, tensor) == scale
+    assert scale_of(checkpoint.layouts, scale) is None
+    assert scale_of(checkpoint.layouts, "wide") is None
+    assert scale_of(checkpoint.layouts, "alone") is None
     with pytest.raises(KeyError):
-        scale_of(checkpoint, "absent")
+        scale_of(checkpoint.layouts, "absent")
 
 
 def test_neighbours_that_are_no_scale(tmp_path: Path) -> None:
@@ -531,8 +531,8 @@ def test_neighbours_that_are_no_scale(tmp_path: Path) -> None:
         },
     )
     checkpoint = open_checkpoint(tmp_path)
-    assert scale_of(checkpoint, "a.weight") is None
-    assert scale_of(checkpoint, "text_projection") is None
+    assert scale_of(checkpoint.layouts, "a.weight") is None
+    assert scale_of(checkpoint.layouts, "text_projection") is None
 
 
 @pytest.mark.parametrize(
@@ -555,7 +555,7 @@ def test_float8_in_a_quantised_checkpoint(
     )
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
-    assert [scale_of(checkpoint, name) for name in "abcd"] == [scale, scale, None, None]
+    assert [scale_of(checkpoint.layouts, name) for name in "abcd"] == [scale, scale, None, None]
 
 
 def test_large_checkpoint_opens_without_its_data(tmp_path: Path) -> None:

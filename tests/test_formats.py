@@ -21,7 +21,6 @@ from streamload.formats import base
 from streamload.formats.base import File, FormatReader, read_exactly
 from streamload.nodes.index import Index, _tuples, write_index
 from streamload.planning.parts import TensorInfo
-from streamload.quant.stored import groups
 
 MAGIC = b"TINY"
 
@@ -217,7 +216,7 @@ def test_blocks_of_a_quantised_weight(tmp_path: Path) -> None:
     stored = {"w.weight": ("fp8", (4, 32), (32,), 4)}
     write_tiny(tmp_path / "model.tiny", some() | {"w.weight": codes}, stored=stored)
     checkpoint = streamload.open_checkpoint(tmp_path / "model.tiny")
-    group = groups(checkpoint)["w.weight"]
+    group = checkpoint.groups["w.weight"]
     assert (group.kind, group.shape, group.block, group.bits) == ("fp8", (4, 32), (32,), 4)
     assert group.members == {"weight": checkpoint.tensors["w.weight"]}
 

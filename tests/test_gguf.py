@@ -21,7 +21,6 @@ from streamload.checkpoint.header import Turn
 from streamload.cli import main
 from streamload.dtypes import PACKED
 from streamload.errors import CheckpointError, HeaderError, ShardNotFoundError
-from streamload.quant.stored import groups
 from streamload.verify import verify
 
 torch = module("torch")
@@ -544,5 +543,5 @@ def test_groups_have_the_shape_of_the_weight(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     blocks = random_blocks("q5_k", 3, 512)
     write(path, {"a": blocks}, {"a": "Q5_K"}, architecture="none")
-    group = groups(streamload.open_checkpoint(path))["a"]
+    group = streamload.open_checkpoint(path).groups["a"]
     assert (group.kind, group.shape, group.values.shape) == ("q5_k", (3, 512), (3, 352))

@@ -21,12 +21,23 @@ from streamload.errors import CheckpointError
 from streamload.nodes.shares import Member, make_shares
 from streamload.planning.partition import Node
 from streamload.planning.plan import Plan
-from streamload.quant.stored import Group, groups, kept_dtype, members, read_states
+from streamload.quant import stored
+from streamload.quant.stored import Group, kept_dtype
 
 _Tensor = tuple[str, tuple[int, ...], bytes]
 Tensors = dict[str, _Tensor]
 
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4}
+
+
+def groups(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    """Return the quantized weights by name."""
+    return checkpoint.groups
+
+
+def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
+    """Return the quantized weights with their shapes."""
+    return stored.read_states(checkpoint.layouts, checkpoint.groups)
 
 
 def filled(code: str, *shape: int, value: bytes | None = None) -> _Tensor:
@@ -232,7 +243,7 @@ def test_a_weight_is_recognised(tmp_path: Path, name: str) -> None:
     (group,) = read_states(checkpoint).values()
     assert (group.kind, group.shape, group.block, group.bits, group.order) == expected
     assert {info.name for info in group.members.values()} == set(tensors)
-    assert set(members(checkpoint)) == set(tensors)
+    assert set(checkpoint.members) == set(tensors)
     assert group.nbytes == sum(len(data) for _, _, data in tensors.values())
     assert next(iter(group.members)) == "weight"
     again = groups(pickle.loads(pickle.dumps(checkpoint)))
@@ -587,7 +598,7 @@ def test_who_keeps_what(tmp_path: Path) -> None:
     checkpoint = write(
         tmp_path, scaled("F8_E4M3", "weight_scale", 256, 1) | {"l.norm": filled("F32", 4)}
     )
-    kept = {name: kept_dtype(checkpoint, info) for name, info in checkpoint.tensors.items()}
+    kept = {name: kept_dtype(checkpoint.members, info) for name, info in checkpoint.tensors.items()}
     assert kept == {"l.q.weight": None, "l.q.weight_scale": F32, "l.norm": None}
 
 
@@ -610,7 +621,7 @@ def test_a_split_keeps_them_on_one_node(tmp_path: Path, count: int) -> None:
 def test_a_balanced_split_keeps_them_on_one_node(mixed: Path) -> None:
     """By bytes alone too: over nodes, a weight is one thing."""
     checkpoint = open_checkpoint(mixed)
-    weight_of = {name: group.name for name, group in members(checkpoint).items()}
+    weight_of = {name: group.name for name, group in checkpoint.members.items()}
 
     def planned(nodes: Sequence[Node]) -> Plan:
         return streamload.split(checkpoint, nodes=nodes, dtype="checkpoint")

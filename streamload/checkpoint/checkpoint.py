@@ -46,6 +46,8 @@ from streamload.formats.base import (
 )
 from streamload.nesting import parse_json
 from streamload.planning.parts import TensorInfo
+from streamload.quant import stored
+from streamload.quant.group import Group, Layouts
 
 _SUFFIX = ".safetensors"
 _INDEX_END = ".index.json"
@@ -115,6 +117,27 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def stored(self) -> Mapping[str, Stored]:
         """By tensor, how it holds blocks of a quantised weight, where its file says so."""
         return {name: one for header in self.shards for name, one in header.stored.items()}
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """The headers as `streamload.quant.stored` takes them."""
+        return Layouts(self.path, self.tensors, self.shards, self.config)
+
+    @cached_property
+    def groups(self) -> Mapping[str, Group]:
+        """The quantized weights by name, found in the headers alone.
+
+        Raises:
+            CheckpointError: a tensor of a weight is missing, or does not fit it.
+        """
+        return stored.groups(self.layouts)
+
+    @cached_property
+    def members(self) -> Mapping[str, Group]:
+        """Maps each tensor of a quantized weight to that weight; raises as `groups`."""
+        return {
+            info.name: group for group in self.groups.values() for info in group.members.values()
+        }
 
     @cached_property
     def nbytes(self) -> int:

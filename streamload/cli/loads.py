@@ -28,7 +28,7 @@ from streamload.nodes.launch import find_launch
 from streamload.options import takes
 from streamload.planning.budget import available_host_nbytes
 from streamload.planning.plan import PARTS, Plan
-from streamload.quant.stored import Group, groups, members, read_states
+from streamload.quant.stored import Group, read_states
 from streamload.units import format_bytes, format_table, parse_bytes
 
 #: What a plan that does not fit says of one that streams: no command runs a model.
@@ -49,7 +49,7 @@ def inspect(
     """
     checkpoint = open_checkpoint(path, variant=variant, key=key, like=like)
     remote = isinstance(checkpoint.path, Url)  # there each shape would be a request
-    quantised = groups(checkpoint) if remote else read_states(checkpoint)
+    quantised = checkpoint.groups if remote else read_states(checkpoint.layouts, checkpoint.groups)
     if as_json:
         print_json(
             {
@@ -98,7 +98,7 @@ def _print_inspection(checkpoint: Checkpoint, quantised: Mapping[str, Group]) ->
     kinds: Counter[str] = Counter()
     rows = []
     told = set()
-    belongs = members(checkpoint)
+    belongs = checkpoint.members
     for info in checkpoint.tensors.values():
         kinds[info.dtype.name] += info.nbytes
         name, dtype, dims, nbytes = info.name, info.dtype.name, info.shape, info.nbytes

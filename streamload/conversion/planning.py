@@ -56,7 +56,7 @@ from streamload.planning.demand import DTypePolicy
 from streamload.planning.partition import Node
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed
-from streamload.quant.stored import check_cast, groups, kept_dtype, together
+from streamload.quant.stored import check_cast, kept_dtype, together
 from streamload.quantise import NO_QUANT, QuantArgument, QuantPolicy, check_distinct
 from streamload.selection import Selection, check_patterns, fits
 from streamload.units import format_bytes, format_table, parse_bytes, round_up
@@ -402,7 +402,9 @@ def plan_conversion(
             continue
         # the parts of a quantised weight that is kept stay together
         rows = ((entries[0].info.name, entries) for entries in tensors)
-        listed = [[e for entries in one for e in entries] for one in together(checkpoint, rows)]
+        listed = [
+            [e for entries in one for e in entries] for one in together(checkpoint.members, rows)
+        ]
         here = writer.files(model, listed, options.max_shard_nbytes)
         files += (replace(file, path=in_folder(folder, file.path)) for file in here)
         documents = [*_documents(writer, model, here, folder)]
@@ -485,8 +487,8 @@ def _follow(
     if left:
         more = f" and {len(left) - 8} more" * (len(left) > 8)
         notes.append(f"not copied: {', '.join(left[:8])}{more}")
-    if groups(checkpoint) and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
-        still = ", ".join(list(groups(checkpoint))[:8])
+    if checkpoint.groups and any(isinstance(i, Packed) for i in checkpoint.tensors.values()):
+        still = ", ".join(list(checkpoint.groups)[:8])
         notes.append(f"config.json still says how weights are quantised, for some are: {still}")
     said, quant_notes = described(
         checkpoint, made, main_dtype(checkpoint, dtypes), options.quant, options.verdict
@@ -542,9 +544,9 @@ def _dtype(checkpoint: Checkpoint, name: str, policy: DTypePolicy) -> DType:
         return dst
     if not supported(info.dtype, dst):
         raise UnsupportedCastError(info.dtype.name, dst.name, tensor=name, path=info.shard)
-    if (kept := kept_dtype(checkpoint, info)) is not None:
+    if (kept := kept_dtype(checkpoint.members, info)) is not None:
         return kept
-    check_cast(checkpoint, name, dst, 'keep them with the dtype "checkpoint"')
+    check_cast(checkpoint.layouts, name, dst, 'keep them with the dtype "checkpoint"')
     return dst
 
 

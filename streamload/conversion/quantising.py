@@ -21,7 +21,6 @@ from streamload.planning.parts import TensorInfo
 from streamload.quant.base import ALL_FORMATS, FORMATS
 from streamload.quant.dequant import check_target
 from streamload.quant.group import Packed, config_key, shape_in_models
-from streamload.quant.stored import groups
 from streamload.quantise import QuantPolicy, codings_of, leaving
 
 _WEIGHT = ".weight"
@@ -33,7 +32,7 @@ _HEAD = "lm_head"
 
 def coded_otherwise(checkpoint: Checkpoint, policy: QuantPolicy) -> list[str]:
     """Weights that are blocks of GGUF, and are to be in another format: they are decoded before."""
-    asked = ((group, policy.rule(group.name)) for group in groups(checkpoint).values())
+    asked = ((group, policy.rule(group.name)) for group in checkpoint.groups.values())
     return [
         group.name
         for group, rule in asked

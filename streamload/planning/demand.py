@@ -13,7 +13,7 @@ from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import BF16, F16, DType, DTypeArgument, parse_dtype
 from streamload.planning.allocators import NO_OBJECTS, AllocatorKind, ObjectCosts
 from streamload.planning.parts import Coding, RowRange, RowTranspose, TensorInfo, all_rows
-from streamload.quant.stored import kept_dtype, members
+from streamload.quant.stored import kept_dtype
 from streamload.units import round_up
 
 
@@ -291,7 +291,7 @@ def _with_kept(
     checkpoint: Checkpoint, infos: Sequence[TensorInfo], dtypes: Sequence[DType | None]
 ) -> Sequence[DType | None]:
     """The dtypes that are asked for, with those that tensors of quantised weights keep."""
-    if not members(checkpoint):
+    if not checkpoint.members:
         return dtypes
-    kept = (kept_dtype(checkpoint, info) for info in infos)
+    kept = (kept_dtype(checkpoint.members, info) for info in infos)
     return [dtype or asked for dtype, asked in zip(kept, dtypes, strict=True)]

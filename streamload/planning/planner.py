@@ -428,7 +428,7 @@ def assign(
         taken[name] += nbytes[want.name]
     # what belongs to one quantised weight is one item, by the name of its first tensor
     rows = ((want.source[0].tensor, name) for name, want in free.items())
-    alike = {names[0]: names for names in together(checkpoint, rows)}
+    alike = {names[0]: names for names in together(checkpoint.members, rows)}
     parts = partition(
         [Item(name, sum(nbytes[each] for each in names)) for name, names in alike.items()],
         [Node(spec.name, max(spec.budget_nbytes - taken[spec.name], 1)) for spec in devices],
@@ -465,7 +465,7 @@ def _check_dtypes(
                 src.name, dst.name, reason=reason, tensor=name, path=info.shard
             )
         for part in dict.fromkeys(r.tensor for r in want.source):
-            check_cast(checkpoint, part, dst, 'load it with dtype="checkpoint"')
+            check_cast(checkpoint.layouts, part, dst, 'load it with dtype="checkpoint"')
     if dst.name in spec.unsupported:
         raise UnsupportedCastError(
             dst.name,

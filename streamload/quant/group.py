@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
-from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.header import Header
 from streamload.checkpoint.readers import ReaderKind, open_reader
+from streamload.checkpoint.url import Location
 from streamload.dtypes import DType
 from streamload.errors import CheckpointError
 from streamload.planning.parts import TensorInfo
@@ -109,31 +110,35 @@ def shape_in_models(info: TensorInfo) -> tuple[int, ...]:
     return info.shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: a property is cached
 class Layouts:
-    """A checkpoint and what helps to recognise its groups.
+    """The headers of a checkpoint, in which quantized weights are recognized.
 
     Attributes:
-        checkpoint: its headers.
-        config: the part of its configuration that says how it is quantised; empty without one.
+        path: of the checkpoint, for errors.
+        tensors: all of its tensors by name.
+        shards: the headers of its files.
+        config: its ``config.json``.
     """
 
-    checkpoint: Checkpoint
+    path: Location
+    tensors: Mapping[str, TensorInfo]
+    shards: Sequence[Header]
     config: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Layouts:
-        """Look at a checkpoint."""
-        return cls(checkpoint, config_of(checkpoint.config))
+    @cached_property
+    def quantization(self) -> Mapping[str, Any]:
+        """The quantization settings of ``config.json``; empty if it has none."""
+        return config_of(self.config)
 
     @property
     def method(self) -> str:
-        """The name of the method in the configuration, or ""."""
-        return str(self.config.get("quant_method", ""))
+        """The quantization method of ``config.json``, or ""."""
+        return str(self.quantization.get("quant_method", ""))
 
     def find(self, name: str) -> TensorInfo | None:
-        """A tensor, if it is there."""
-        return self.checkpoint.tensors.get(name)
+        """Return a tensor, or None."""
+        return self.tensors.get(name)
 
     def need(self, name: str, of: str, role: str) -> TensorInfo:
         """A tensor that belongs to another one; raises CheckpointError where it is missing."""
@@ -145,7 +150,7 @@ class Layouts:
     def refuse(self, tensor: str, problem: str, expected: object, found: object) -> NoReturn:
         """Raise CheckpointError for a tensor of a quantised weight."""
         info = self.find(tensor)
-        where = self.checkpoint.path if info is None else info.shard
+        where = self.path if info is None else info.shard
         raise CheckpointError(where, problem, expected, found, tensor=tensor)
 
     def check(self, info: TensorInfo, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.dtypes import BY_CODE, DType
 from streamload.errors import CheckpointError, UnsupportedCastError
 from streamload.planning.parts import TensorInfo
@@ -27,11 +26,9 @@ __all__ = [
     "check_cast",
     "groups",
     "kept_dtype",
-    "members",
     "read_states",
     "scale_of",
     "together",
-    "weights",
 ]
 
 _T = TypeVar("_T")
@@ -41,51 +38,27 @@ _MARKS = frozenset(
     id(BY_CODE[code])
     for code in ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 )
-# Kept with the checkpoint: each of several that ask would go through all names again.
-_GROUPS, _MEMBERS = "_quant_groups", "_quant_members"
 _NONE: Mapping[str, Group] = MappingProxyType({})
 
 
-def groups(checkpoint: Checkpoint) -> Mapping[str, Group]:
-    """The quantised weights of a checkpoint, by their names; from headers alone.
+def groups(layouts: Layouts) -> Mapping[str, Group]:
+    """Find the quantized weights of a checkpoint, by name, from headers alone.
 
     Raises:
-        CheckpointError: what belongs to a weight is missing, or does not fit it.
+        CheckpointError: a tensor of a weight is missing, or does not fit it.
     """
-    kept: Mapping[str, Group] | None = vars(checkpoint).get(_GROUPS)
-    if kept is None:
-        kept = _found(checkpoint)
-        vars(checkpoint)[_GROUPS] = kept
-    return kept
-
-
-def members(checkpoint: Checkpoint) -> Mapping[str, Group]:
-    """By tensor, the quantised weight that it belongs to; other tensors are not in it."""
-    kept: Mapping[str, Group] | None = vars(checkpoint).get(_MEMBERS)
-    if kept is None:
-        kept = {
-            info.name: group
-            for group in groups(checkpoint).values()
-            for info in group.members.values()
-        }
-        vars(checkpoint)[_MEMBERS] = kept
-    return kept
-
-
-def _found(checkpoint: Checkpoint) -> Mapping[str, Group]:
-    dtypes = set(map(id, map(attrgetter("dtype"), checkpoint.tensors.values())))
+    dtypes = set(map(id, map(attrgetter("dtype"), layouts.tensors.values())))
     if dtypes.isdisjoint(_MARKS):
         return _NONE
     said = {
         name: Group(one.kind, name, {"weight": info}, one.shape, one.block, one.bits)
-        for header in checkpoint.shards
+        for header in layouts.shards
         for name, one in header.stored.items()
-        if (info := checkpoint.tensors.get(name)) is not None and not isinstance(info, Packed)
+        if (info := layouts.tensors.get(name)) is not None and not isinstance(info, Packed)
     }
-    layouts = Layouts.of(checkpoint)
     out: dict[str, Group] = dict(said)
     owners: dict[str, Group] = dict(said)
-    for info in checkpoint.tensors.values():
+    for info in layouts.tensors.values():
         if info.name in owners:
             continue
         group = _group_of(layouts, info)
@@ -121,13 +94,13 @@ def _group_of(layouts: Layouts, info: TensorInfo) -> Group | None:
     return stored_scaled.fp8_of(layouts, info)
 
 
-def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
-    """The quantised weights with their shapes: reads the few bytes that some keep them in.
+def read_states(layouts: Layouts, groups: Mapping[str, Group]) -> Mapping[str, Group]:
+    """Return quantized weights with their shapes; reads the few bytes that hold some of them.
 
     Raises:
         CheckpointError: as of `groups`, or what is read does not fit the headers.
     """
-    found = dict(groups(checkpoint))
+    found = dict(groups)
     wanted = [
         (info, group)
         for group in found.values()
@@ -135,8 +108,7 @@ def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
         for role in ("quant_state", "shape")
         if (info := group.members.get(role)) is not None
     ]
-    layouts = Layouts.of(checkpoint)
-    read = read_whole(checkpoint.shards, [info for info, _ in wanted])
+    read = read_whole(layouts.shards, [info for info, _ in wanted])
     for (_, group), data in zip(wanted, read, strict=True):
         if "quant_state" in group.members:
             found[group.name] = stored_bnb.with_state(layouts, group, data)
@@ -146,33 +118,33 @@ def read_states(checkpoint: Checkpoint) -> Mapping[str, Group]:
     return found
 
 
-def kept_dtype(checkpoint: Checkpoint, info: TensorInfo) -> DType | None:
+def kept_dtype(members: Mapping[str, Group], info: TensorInfo) -> DType | None:
     """The dtype that a tensor keeps, whatever is asked for, since it belongs to a quantised weight.
 
     Returns:
         None for other tensors, and for floats of 8 bits: where another dtype is asked for,
         `check_cast` refuses it.
     """
-    group = members(checkpoint).get(info.name)
+    group = members.get(info.name)
     if group is None:
         return None
     is_float = info is group.values and info.dtype.kind == "float" and info.dtype.bits <= 8
     return None if is_float else info.dtype
 
 
-def check_cast(checkpoint: Checkpoint, name: str, dst: DType, instead: str) -> None:
+def check_cast(layouts: Layouts, name: str, dst: DType, instead: str) -> None:
     """Raise UnsupportedCastError for quantised values that would be cast without their scale.
 
     Args:
-        checkpoint: the headers.
+        layouts: the headers.
         name: a tensor that would change its dtype.
         dst: what it would become.
         instead: what to write in place of the dtype.
     """
-    scale = scale_of(checkpoint, name)
+    scale = scale_of(layouts, name)
     if scale is None:
         return
-    info = checkpoint.tensors[name]
+    info = layouts.tensors[name]
     raise UnsupportedCastError(
         info.dtype.name,
         dst.name,
@@ -182,21 +154,20 @@ def check_cast(checkpoint: Checkpoint, name: str, dst: DType, instead: str) -> N
     )
 
 
-def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[list[_T]]:
+def together(members: Mapping[str, Group], rows: Iterable[tuple[str, _T]]) -> list[list[_T]]:
     """Group values by the quantised weight that their tensors belong to.
 
     Args:
-        checkpoint: the headers.
+        members: the quantized weights, by tensor.
         rows: (tensor, value), in order.
 
     Returns:
         A list for each weight and one for each other tensor, in the order of their first values.
     """
-    of = members(checkpoint)
     out: dict[str, list[_T]] = {}
     alone: list[list[_T]] = []
     for tensor, value in rows:
-        group = of.get(tensor)
+        group = members.get(tensor)
         if group is None:
             alone.append([value])
         elif group.name in out:
@@ -205,14 +176,6 @@ def together(checkpoint: Checkpoint, rows: Iterable[tuple[str, _T]]) -> list[lis
             out[group.name] = [value]
             alone.append(out[group.name])
     return alone
-
-
-def weights(checkpoint: Checkpoint) -> dict[str, str]:
-    """For messages: by tensor, the quantised weight that it belongs to; {} if one is invalid."""
-    try:
-        return {name: f"{group.name} ({group.kind})" for name, group in members(checkpoint).items()}
-    except CheckpointError:  # it is checked or compared for what it is
-        return {}
 
 
 def by_weight(

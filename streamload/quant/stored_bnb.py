@@ -53,7 +53,7 @@ def _four_bits(layouts: Layouts, weight: str) -> Group | None:
     states = [kind for kind in _TYPES if layouts.find(f"{weight}.{_STATE}{kind}")]
     if len(states) != 1:
         expected = f"one of {', '.join(f'{weight}.{_STATE}{kind}' for kind in _TYPES)}"
-        names = layouts.checkpoint.tensors
+        names = layouts.tensors
         other = next((name for name in names if name.startswith(f"{weight}.quant_state.")), "none")
         found = " and ".join(states) or other
         layouts.refuse(weight, "its quantisation state is missing or unclear", expected, found)

@@ -63,7 +63,7 @@ def _compressed(layouts: Layouts, module: str) -> Group | None:
         block = _groups_of(layouts, values, scale, rows, width)
         return Group("ct-fp4", f"{module}weight", members, (rows, width), (1, block), 4)
     layouts.check(scale, _FLOATS)
-    bits = _stated_bits(layouts.config) or 0
+    bits = _stated_bits(layouts.quantization) or 0
     return Group("ct-packed", f"{module}weight", members, None, (), bits)
 
 
@@ -138,7 +138,7 @@ def _groups_of(
 def _by_columns(layouts: Layouts, module: str) -> Group | None:
     """A weight of AWQ or GPTQ, which lies with the inputs along its first axis."""
     values = layouts.need(f"{module}qweight", module, "weight")
-    said = [layouts.config.get(key) for key in ("checkpoint_format", "format", "version")]
+    said = [layouts.quantization.get(key) for key in ("checkpoint_format", "format", "version")]
     beside = [layouts.find(module + leaf) for leaf in ("scales", "qzeros", "g_idx")]
     known = any(beside) or layouts.method in ("awq", "gptq")
     if values.dtype.code != "I32" or not known or any(str(s) in _OF_KERNELS for s in said):
@@ -171,8 +171,8 @@ def _by_columns(layouts: Layouts, module: str) -> Group | None:
             f"those of {outputs} outputs",
             f"qweight {list(values.shape)}, qzeros {list(zeros.shape)}",
         )
-    stated = layouts.config.get("bits")
-    of_each = layouts.config.get("dynamic") or layouts.config.get("extra_config")
+    stated = layouts.quantization.get("bits")
+    of_each = layouts.quantization.get("dynamic") or layouts.quantization.get("extra_config")
     if type(stated) is int and stated != bits and not of_each:
         layouts.refuse(values.name, "it is not of the bits of quantization_config", stated, bits)
     if order is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.planning.parts import TensorInfo
 from streamload.quant.group import Group, Layouts, config_key
 
@@ -48,7 +47,7 @@ _BESIDE = (
 ENDS = ("_blocks", "weight_scale")
 
 
-def scale_of(checkpoint: Checkpoint, name: str) -> str | None:
+def scale_of(layouts: Layouts, name: str) -> str | None:
     """Why a tensor of 8-bit or smaller floats must not change its dtype.
 
     Quantised values are wrong by a factor without their scale, so that casting them alone gives
@@ -62,14 +61,14 @@ def scale_of(checkpoint: Checkpoint, name: str) -> str | None:
     Raises:
         KeyError: there is no such tensor.
     """
-    dtype = checkpoint.tensors[name].dtype
+    dtype = layouts.tensors[name].dtype
     if dtype.kind != "float" or dtype.bits > 8:
         return None
-    return _scale_beside(checkpoint, name) or config_key(checkpoint.config)
+    return _scale_beside(layouts, name) or config_key(layouts.config)
 
 
-def _scale_beside(checkpoint: Checkpoint, name: str) -> str | None:
-    return next((s for s in _scale_names(name) if s != name and s in checkpoint.tensors), None)
+def _scale_beside(layouts: Layouts, name: str) -> str | None:
+    return next((s for s in _scale_names(name) if s != name and s in layouts.tensors), None)
 
 
 def _scale_names(name: str) -> Iterator[str]:
@@ -85,14 +84,14 @@ def fp8_of(layouts: Layouts, values: TensorInfo) -> Group | None:
     """The group of a tensor of 8-bit floats."""
     if values.dtype.code not in _FP8 or not values.shape or values.name.endswith("_scale"):
         return None
-    scale = _scale_beside(layouts.checkpoint, values.name)
+    scale = _scale_beside(layouts, values.name)
     if scale is None:
         if values.name.endswith(".weight") and layouts.method in _SCALED_METHODS:
             layouts.refuse(
                 values.name, "its scale is missing", f"{values.name}_scale", "no such tensor"
             )
         return None
-    return _scaled(layouts, values, layouts.checkpoint.tensors[scale], "fp8")
+    return _scaled(layouts, values, layouts.tensors[scale], "fp8")
 
 
 def group_of(layouts: Layouts, name: str) -> Group | None:
@@ -102,7 +101,7 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
     values = layouts.find(name.removesuffix("_scale"))
     if values is None or values.dtype.code != "I8" or not values.shape:
         return None
-    return _scaled(layouts, values, layouts.checkpoint.tensors[name], "int8")
+    return _scaled(layouts, values, layouts.tensors[name], "int8")
 
 
 def int8_without_scale(layouts: Layouts, values: TensorInfo) -> None:
@@ -181,8 +180,8 @@ def _fitting(
 
 def _stated_blocks(layouts: Layouts) -> list[tuple[int, int]]:
     """The sizes of blocks that the configuration says."""
-    stated = [layouts.config.get("weight_block_size")]
-    groups = layouts.config.get("config_groups")
+    stated = [layouts.quantization.get("weight_block_size")]
+    groups = layouts.quantization.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         stated.append(weights.get("block_structure") if isinstance(weights, Mapping) else None)
@@ -198,7 +197,7 @@ def _mxfp4(layouts: Layouts, name: str) -> Group | None:
 
     The model of transformers has the transpose of its last two axes.
     """
-    values, stem = layouts.checkpoint.tensors[name], name.removesuffix("_blocks")
+    values, stem = layouts.tensors[name], name.removesuffix("_blocks")
     scales = layouts.find(f"{stem}_scales")
     fits = len(values.shape) > 2 and values.shape[-1] * 2 == _MX_BLOCK
     if values.dtype.code != "U8" or (layouts.method != "mxfp4" and not (fits and scales)):

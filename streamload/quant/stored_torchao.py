@@ -30,11 +30,11 @@ def group_of(layouts: Layouts, name: str) -> Group | None:
         return None
     parameter = leaf.removeprefix("_").removesuffix(END)
     weight = f"{module}{dot}{parameter}"
-    said = next((h.metadata[weight] for h in layouts.checkpoint.shards if weight in h.metadata), "")
+    said = next((h.metadata[weight] for h in layouts.shards if weight in h.metadata), "")
     if not said and layouts.method != "torchao":
         return None
     form = _form(layouts, name, weight, said)
-    data, values = form["_data"], layouts.checkpoint.tensors[name]
+    data, values = form["_data"], layouts.tensors[name]
     members = {"weight": values}
     for role in form[_DATA_NAMES]:
         if role != "qdata":

@@ -18,7 +18,6 @@ from streamload.lookup import Devices
 from streamload.options import CastArgument
 from streamload.planning.budget import Budget, BudgetLike
 from streamload.planning.demand import DTypePolicy
-from streamload.quant.stored import members
 from streamload.transformers.configuration import folder_of
 from streamload.transformers.internals import build_glob_alternation, plan_of_dtypes
 from streamload.transformers.names import Names
@@ -85,7 +84,7 @@ class Dtypes:
             return {**given, "*": rest}
         out = dict(given)
         kept = _kept(model, _torch(self.main))
-        state, quantised = model.state_dict(), members(checkpoint)
+        state, quantised = model.state_dict(), checkpoint.members
         for tensor, parameter in names.first.items():
             if tensor in quantised:
                 continue  # it stays as it is stored

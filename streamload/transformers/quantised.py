@@ -17,7 +17,7 @@ from streamload.dtypes import parse_dtype
 from streamload.errors import CheckpointError, ShapeMismatch, StateDictMismatchError
 from streamload.lookup import Devices
 from streamload.planning.parts import TensorInfo
-from streamload.quant.stored import Group, groups, members, read_states
+from streamload.quant.stored import Group, read_states
 from streamload.quantise import said_of_dense
 from streamload.transformers.configuration import first_line, folder_of
 from streamload.transformers.internals import AutoHfQuantizer
@@ -99,7 +99,7 @@ class Quantised:
                 expected=", ".join(_NEEDED[method]),
                 found=method,
             )
-        if not groups(checkpoint):
+        if not checkpoint.groups:
             raise CheckpointError(
                 path,
                 "quantization_config says that the checkpoint is quantised, and no weight of it is",
@@ -163,7 +163,7 @@ class Quantised:
             said = said_of_dense(self._largest_nbytes(model.dtype))
             self.notes.append(f"torchao dequantises a weight when it is computed with: {said}")
         if self.method in ("gptq", "awq"):
-            most = max(group.nbytes for group in groups(self.checkpoint).values())
+            most = max(group.nbytes for group in self.checkpoint.groups.values())
             self.notes.append(
                 "gptqmodel repacks weights for its kernel: the plan counts them once, and the "
                 f"largest takes {format_bytes(most, up=True)} more when it is repacked"
@@ -181,7 +181,7 @@ class Quantised:
             from streamload.transformers import packed
 
             named = renames()
-            weights = {named(group.name)[0] for group in groups(self.checkpoint).values()}
+            weights = {named(group.name)[0] for group in self.checkpoint.groups.values()}
             packed.as_stored(model, weights, model.dtype)
             if not _has_fp8_kernels(names):
                 if left := packed.keep_packed(model):
@@ -203,7 +203,10 @@ class Quantised:
 
     def _largest_nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the largest stored weight in a dtype; of fused experts, of one of them."""
-        shapes = (group.shape or () for group in read_states(self.checkpoint).values())
+        shapes = (
+            group.shape or ()
+            for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values()
+        )
         itemsize: int = dtype.itemsize
         return max((math.prod(shape[-2:]) for shape in shapes), default=0) * itemsize
 
@@ -212,7 +215,7 @@ class Quantised:
 
         The load fills them as any other buffers, and `assemble` makes the weight of them.
         """
-        with_shapes = read_states(self.checkpoint)
+        with_shapes = read_states(self.checkpoint.layouts, self.checkpoint.groups)
         wrong = []
         for group in with_shapes.values():
             name, _ = renames(group.name)
@@ -281,7 +284,7 @@ class Quantised:
 
         compressed-tensors makes them unpacked on the meta device, and decompresses packed ones.
         """
-        for group in groups(self.checkpoint).values():
+        for group in self.checkpoint.groups.values():
             info = group.members.get("zero_point")
             if info is None:
                 continue
@@ -308,7 +311,7 @@ class Quantised:
             'is no Linear or Embedding of torch: dequantise the checkpoint once, with "streamload '
             'convert IN OUT --dtype bfloat16", and offload that'
         )
-        for group in read_states(self.checkpoint).values():
+        for group in read_states(self.checkpoint.layouts, self.checkpoint.groups).values():
             itemsize = group.members["scale"].dtype.itemsize
             self.beside_nbytes += math.prod(group.shape or ()) * itemsize
         self.notes.append(
@@ -336,7 +339,7 @@ class Quantised:
             model: on the meta device, prepared.
             names: what fills it.
         """
-        state, quantised = model.state_dict(), members(self.checkpoint)
+        state, quantised = model.state_dict(), self.checkpoint.members
         for tensor, parameter in names.first.items():
             if tensor in quantised:
                 continue
