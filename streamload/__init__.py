@@ -25,7 +25,14 @@ from streamload.compare import Comparison, diff
 from streamload.conversion.convert import ConvertReport, convert
 from streamload.conversion.openable import Judge, register_judge
 from streamload.iterate import iterate
-from streamload.load import load_state_dict, plan, split
+from streamload.load import (
+    InfeasibleLoad,
+    InfeasiblePlan,
+    load_state_dict,
+    plan,
+    register_suggester,
+    split,
+)
 from streamload.mapping import Source
 from streamload.planning.budget import Budget
 from streamload.planning.partition import Node
@@ -35,6 +42,16 @@ from streamload.report import LoadReport
 from streamload.verify import Verification, verify_checkpoint
 
 __version__ = "0.1.0"
+
+
+def _suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
+    """Suggest offloading if a load does not fit; its modules are imported only then."""
+    from streamload.offloading.instead import suggest_offload
+
+    return suggest_offload(call)
+
+
+register_suggester(_suggest_offload)
 
 
 #: Modules that are imported when they are asked for: they need more than is always installed.

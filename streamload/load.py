@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -59,6 +59,60 @@ from streamload.selection import check_patterns
 from streamload.stream import stream
 from streamload.target import ModelTarget
 from streamload.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class InfeasibleLoad:
+    """A load that does not fit, for functions that suggest other calls.
+
+    Attributes:
+        error: why it does not fit.
+        place: the model and its devices.
+        checkpoint: the headers.
+        options: options of the load.
+        match: the model's parameters.
+        wants: what fills them.
+        given: the arguments of the call, with the checkpoint as "path".
+    """
+
+    error: PlanInfeasibleError
+    place: Place
+    checkpoint: Checkpoint
+    options: Options
+    match: Match
+    wants: Wants
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InfeasiblePlan:
+    """A plan without a model that does not fit, for functions that suggest other calls.
+
+    Attributes:
+        error: why it does not fit.
+        checkpoint: the headers.
+        options: options of the plan.
+        found: the sources of the tensors.
+        spec: the device.
+        given: the arguments of the call, with the checkpoint as "path".
+    """
+
+    error: PlanInfeasibleError
+    checkpoint: Checkpoint
+    options: Options
+    found: Found
+    spec: DeviceSpec
+    given: Mapping[str, Any]
+
+
+#: Returns calls that would work instead, as source text.
+Suggester = Callable[[InfeasibleLoad | InfeasiblePlan], list[str]]
+_SUGGESTERS: list[Suggester] = []
+
+
+def register_suggester(suggest: Suggester) -> None:
+    """Add a function that is asked for other calls if a load or a plan does not fit."""
+    _SUGGESTERS.append(suggest)
 
 
 @takes(transfer=NO_TRANSFER)
@@ -116,10 +170,9 @@ def load_state_dict(model: Any, path: CheckpointLike, **options: Unpack[LoadOpti
         )
 
         def instead(error: PlanInfeasibleError, match: Match, wants: Wants) -> list[str]:
-            from streamload.offloading.instead import offload_instead  # few need it
-
             given = {**options, "path": path}
-            return offload_instead(error, place, checkpoint, read, match, wants, given)
+            call = InfeasibleLoad(error, place, checkpoint, read, match, wants, given)
+            return [line for suggest in _SUGGESTERS for line in suggest(call)]
 
         try:
             decided = Decision.make(
@@ -213,13 +266,12 @@ def plan(path: CheckpointLike, **options: Unpack[PlanOptions]) -> Plan:
     try:
         return _planned(checkpoint, read, found, specs)
     except PlanInfeasibleError as error:
-        from streamload.offloading.instead import plan_offload_instead  # few need it
-
         looked = read.casting(specs(wants_of(checkpoint, found[0]).needs_native_bf16(read.policy)))
         if len(looked) > 1:
             raise
         given = {**options, "path": path}
-        rest = plan_offload_instead(error, checkpoint, read, found, looked[0], given)
+        call = InfeasiblePlan(error, checkpoint, read, found, looked[0], given)
+        rest = [line for suggest in _SUGGESTERS for line in suggest(call)]
         raise error.suggesting(rest) from None
 
 

@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from streamload.checkpoint.checkpoint import Checkpoint
-from streamload.decide import Options, Place
+from streamload.decide import Options
 from streamload.errors import PlanInfeasibleError, StreamloadError
-from streamload.mapping import Found
-from streamload.match import Match, wants_of
+from streamload.load import InfeasibleLoad, InfeasiblePlan
+from streamload.match import wants_of
 from streamload.offloading.deciding import OffloadPlan, decide, engine_of
 from streamload.offloading.groups import Group, finer_layers, groups_of_checkpoint
 from streamload.offloading.models import adapter_of, device_of
 from streamload.options import DEFAULTS
-from streamload.planning.demand import DeviceSpec, Wants
+from streamload.planning.demand import Wants
 from streamload.units import format_bytes
 
 #: What a line begins with that names `streamload.offload`, and `streamload.plan_offload`.
@@ -29,38 +28,25 @@ _PLAIN = (str, int, float, bool)
 _FINER_TRIES = 2  # modules in layers, and modules in those
 
 
-def offload_instead(
-    error: PlanInfeasibleError,
-    place: Place,
-    checkpoint: Checkpoint,
-    options: Options,
-    match: Match,
-    wants: Wants,
-    given: Mapping[str, Any],
-) -> list[str]:
-    """The call that runs a model which does not fit, and what a pass of it reads.
+def suggest_offload(call: InfeasibleLoad | InfeasiblePlan) -> list[str]:
+    """Return the call that offloads what does not fit, with the bytes that a pass reads."""
+    return _of_load(call) if isinstance(call, InfeasibleLoad) else _of_plan(call)
 
-    Args:
-        error: why it does not fit.
-        place: the model, and where it goes.
-        checkpoint: the headers.
-        options: those of the load.
-        match: the model's parameters.
-        wants: what fills them.
-        given: the arguments of the call, and as "path" the checkpoint.
-    """
+
+def _of_load(call: InfeasibleLoad) -> list[str]:
+    error, place, options, wants = call.error, call.place, call.options, call.wants
     if not _may_stream(error, options, [*place.devices.opened]):
         return []
     with suppress(StreamloadError):
         spec, cast = device_of(place, options, wants)
-        adapter = adapter_of(place, match)
+        adapter = adapter_of(place, call.match)
         sizes = wants.nbytes(options.policy, spec.native_bf16)
-        groups = adapter.groups(checkpoint, wants, sizes, (), options.changes.by_tensor)
+        groups = adapter.groups(call.checkpoint, wants, sizes, (), options.changes.by_tensor)
         made = decide(
-            *(options, checkpoint, wants, spec, groups, cast),
+            *(options, call.checkpoint, wants, spec, groups, cast),
             held_nbytes=place.held.get(spec.name, 0),
         )
-        return _said(f"{OFFLOAD}model, ", given, made)
+        return _said(f"{OFFLOAD}model, ", call.given, made)
     return []
 
 
@@ -100,24 +86,17 @@ def planned_by_layers(
         raise error.suggesting(fits) from None
 
 
-def plan_offload_instead(
-    error: PlanInfeasibleError,
-    checkpoint: Checkpoint,
-    options: Options,
-    found: Found,
-    spec: DeviceSpec,
-    given: Mapping[str, Any],
-) -> list[str]:
-    """The same for a plan without a model."""
+def _of_plan(call: InfeasiblePlan) -> list[str]:
+    error, checkpoint, options, spec = call.error, call.checkpoint, call.options, call.spec
     if not _may_stream(error, options, [spec.name]):
         return []
     with suppress(StreamloadError):
-        fill, _, tied = found
+        fill, _, tied = call.found
         wants = wants_of(checkpoint, fill)
         sizes = wants.nbytes(options.policy, spec.native_bf16)
         groups = groups_of_checkpoint(wants, sizes, tied, config=checkpoint.config)
         made = decide(options, checkpoint, wants, spec, groups, engine_of(options))
-        return _said(PLAN_OFFLOAD, given, made)
+        return _said(PLAN_OFFLOAD, call.given, made)
     return []
 
 
