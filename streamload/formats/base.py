@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,6 +140,16 @@ class FormatReader(Protocol):
         return {}
 
 
+#: Modules that register readers and writers when they are imported. A new one is added here.
+_MODULES = (
+    "streamload.formats.safetensors",
+    "streamload.formats.gguf",
+    "streamload.formats.gguf_out",
+    "streamload.formats.irpa",
+    "streamload.formats.llmc",
+    "streamload.formats.mlc",
+    "streamload.formats.torch_zip",
+)
 _readers: dict[str, FormatReader] = {}
 
 
@@ -151,7 +160,7 @@ def register_reader(reader: FormatReader) -> None:
 
 def default_reader() -> FormatReader:
     """The reader of safetensors; imports no other."""
-    importlib.import_module(f"streamload.formats.{SAFETENSORS}")
+    importlib.import_module("streamload.formats.safetensors")
     return _readers[SAFETENSORS]
 
 
@@ -164,10 +173,9 @@ def readers() -> Mapping[str, FormatReader]:
 
 @cache
 def import_all() -> None:
-    """Import all files of this package, each of which registers what it has."""
-    package = importlib.import_module("streamload.formats")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"streamload.formats.{module.name}")
+    """Import the modules of all formats."""
+    for module in _MODULES:
+        importlib.import_module(module)
 
 
 def reader_of(file: File) -> FormatReader:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -319,6 +318,14 @@ def stepped(x: Array, steps: int) -> Array:
     return np.nextafter(x, np.float32(math.inf * steps)) if steps else x
 
 
+#: Modules that register formats when they are imported. A new one is added here.
+_MODULES = (
+    "streamload.quant.four_bit",
+    "streamload.quant.int8",
+    "streamload.quant.mlc",
+    "streamload.quant.q4_0",
+    "streamload.quant.q8_0",
+)
 _registered: dict[str, Format] = {}
 _of_files: set[str] = set()
 
@@ -338,10 +345,9 @@ def register(*formats: Format, in_models: bool = True) -> None:
 
 @cache
 def _all() -> dict[str, Format]:
-    """All formats, of all files of this package."""
-    package = importlib.import_module("streamload.quant")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"streamload.quant.{module.name}")
+    """Import the modules of all formats."""
+    for module in _MODULES:
+        importlib.import_module(module)
     return dict(sorted(_registered.items()))
 
 

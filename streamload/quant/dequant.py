@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
-import pkgutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -266,6 +265,15 @@ class ScaledLayout(Layout):
         compile_kernel(self.values(group), dst, clamp=clamp)
 
 
+#: Modules that register layouts when they are imported. A new one is added here.
+_MODULES = (
+    "streamload.quant.dequant_four_bit",
+    "streamload.quant.dequant_fp8",
+    "streamload.quant.dequant_gguf",
+    "streamload.quant.dequant_gguf_k",
+    "streamload.quant.dequant_int8",
+    "streamload.quant.dequant_mxfp4",
+)
 _registered: dict[str, Layout] = {}
 
 
@@ -282,11 +290,9 @@ def layout_of(kind: str) -> Layout | None:
 
 @cache
 def _layouts() -> dict[str, Layout]:
-    """All layouts: there may be very many weights to ask for, so files are listed once."""
-    package = importlib.import_module("streamload.quant")
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name.startswith("dequant_"):
-            importlib.import_module(f"{package.__name__}.{module.name}")
+    """Import the modules of all layouts."""
+    for module in _MODULES:
+        importlib.import_module(module)
     return _registered
 
 
