@@ -19,12 +19,23 @@ StreamloadError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Self
 
-from streamload._text import printable, printed
+
+def printable(text: str) -> str:
+    """Text without what a terminal would obey; all of one line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printed(lines: Iterable[str]) -> str:
+    """Lines as `printable`; a line break inside of one does not make two."""
+    return "\n".join(map(printable, lines))
+
 
 _LISTED = 8  # names shown in a message; the attribute holds all of them
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from streamload._system import callers_level
-from streamload._text import printable, printed
 from streamload.cast.table import CastCounts, OutOfRange
 from streamload.chart import as_html
 from streamload.checkpoint.guard import FileState
 from streamload.checkpoint.header import open_regular
 from streamload.devices.base import Device
+from streamload.errors import printable, printed
 from streamload.headroom import process_nbytes
 from streamload.planning.plan import PARTS, Plan
 from streamload.quant.base import QuantCounts

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 
-from streamload._text import printable
+from streamload.errors import printable
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power

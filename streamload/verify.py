@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from streamload._text import printable
 from streamload.cast.reference import cast_bytes
 from streamload.cast.table import OutOfRange
 from streamload.checkpoint.checkpoint import (
@@ -42,7 +41,7 @@ from streamload.devices.names import framework, framework_of
 from streamload.differences import shape_text, weights
 from streamload.digests import SIDECAR, Digest, Digests, digest_of
 from streamload.dtypes import DType
-from streamload.errors import CheckpointError, TruncatedFileError
+from streamload.errors import CheckpointError, TruncatedFileError, printable
 from streamload.planning.budget import first_that_fits
 from streamload.planning.parts import TensorInfo, byte_ranges
 from streamload.planning.plan import Placement

@@ -13,8 +13,7 @@ import pytest
 from safetensors_files import write_safetensors
 
 import streamload
-from streamload._text import printable, printed
-from streamload.errors import LoadState, ShapeMismatch, StreamloadError
+from streamload.errors import LoadState, ShapeMismatch, StreamloadError, printable, printed
 from streamload.verify import Mismatch
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\nequal: all\r\x9b31m\u202e\udc80"

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Unpack
 
 import typer
 
-from streamload._text import printable
 from streamload.chart import ASCII, BLOCKS, Stack, draw_stacks, draw_text
 from streamload.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint, opened
 from streamload.checkpoint.url import Url
@@ -21,7 +20,7 @@ from streamload.cli import flags
 from streamload.cli.output import complain, print_json, print_lines
 from streamload.devices.names import framework, installed, spelled_as, split_name
 from streamload.devices.probing import probe
-from streamload.errors import DeviceNotFoundError, PlanInfeasibleError
+from streamload.errors import DeviceNotFoundError, PlanInfeasibleError, printable
 from streamload.load import load_state_dict, split
 from streamload.load import plan as plan_load
 from streamload.nodes.launch import find_launch

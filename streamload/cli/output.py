@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from streamload._text import printable
+from streamload.errors import printable
 
 _CLOSED_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 

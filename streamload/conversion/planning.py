@@ -17,7 +17,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
 
-from streamload._text import printed
 from streamload.cast.table import OutOfRange, supported
 from streamload.checkpoint.checkpoint import Checkpoint, from_headers
 from streamload.checkpoint.header import SAFETENSORS, is_text
@@ -39,7 +38,7 @@ from streamload.conversion.runtimes import Runtime, runtime_of
 from streamload.dequantise import all_names
 from streamload.digests import SIDECAR, hasher
 from streamload.dtypes import DType, DTypeArgument
-from streamload.errors import CheckpointError, UnsupportedCastError
+from streamload.errors import CheckpointError, UnsupportedCastError, printed
 from streamload.formats.safetensors import parse_header
 from streamload.formats.writer import (
     Entry,

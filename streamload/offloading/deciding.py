@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 
-from streamload._text import printed
 from streamload.checkpoint.checkpoint import Checkpoint
 from streamload.checkpoint.page_cache import MARGIN_NBYTES
 from streamload.decide import Options
-from streamload.errors import PlanInfeasibleError
+from streamload.errors import PlanInfeasibleError, printed
 from streamload.offloading.groups import Group, rows_of_experts
 from streamload.offloading.sizes import (
     SLOT_ALIGNMENT_NBYTES,

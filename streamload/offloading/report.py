@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from streamload._text import printable
+from streamload.errors import printable
 from streamload.offloading.adapter import Timed
 from streamload.offloading.deciding import OffloadPlan
 from streamload.offloading.rounds import Rounds

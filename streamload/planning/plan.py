@@ -17,12 +17,12 @@ from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, overload
 
-from streamload._text import printed
 from streamload.cast.table import OutOfRange
 from streamload.chart import Stack, as_html
 from streamload.checkpoint.page_cache import PageCacheKind
 from streamload.checkpoint.readers import ResolvedKind
 from streamload.dtypes import BY_NAME, DType, named
+from streamload.errors import printed
 from streamload.nesting import parse_json
 from streamload.planning.allocators import AllocatorKind
 from streamload.planning.device_plan import DevicePlan
